@@ -268,6 +268,12 @@ class AverageMeterCollection:
     def _add(self, metrics: Mapping[str, Any], n: float, prefix: str = "") -> None:
         for key, value in metrics.items():
             name = f"{prefix}{key}" if prefix else key
+            if is_number(value) and name in self._mergeable:
+                value = _mean(value, n)
+            elif isinstance(value, MergeableMetric) and name in self._meters:
+                meter = self._meters.pop(name)
+                mean = Sums(ratio, total=meter.sum, weight=meter.count)
+                self._mergeable[name] = mean, mean
             if is_number(value):
                 self._meters.setdefault(name, AverageMeter()).update(value, n)
             elif isinstance(value, MergeableMetric):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 import math
 import numbers
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 MOST_WORKERS = 10_000  # for more, Ray takes minutes to report that there is no room
 
@@ -69,6 +73,29 @@ def check_number(where: str, name: str, value: Any) -> None:
 def check_timeout(where: str, seconds: Any, name: str = "timeout_s") -> None:
     if not is_number(seconds) or not 0 < seconds < math.inf:
         raise ValueError(f"{where}({name}={seconds!r}): must be a positive number of seconds.")
+
+
+_SMALLER_IS_BETTER = re.compile(r"(?i)loss|err|mae|mse|nll|perplexity|ppl|distance|fid|wer|brier")
+_LARGER_IS_BETTER = re.compile(
+    r"(?i)acc|auc|auroc|auprc|f1|f_?beta|precision|recall|sensitivity|specificity|iou|dice|jaccard|"
+    r"(?<![a-z])map|ndcg|mrr|kappa|mcc|corr|r2|bleu|psnr|ssim|reward|hit|exact_match"
+)
+
+
+def checked_mode(where: str, monitor: str | None, mode: Any) -> Any:
+    """Return "min" or "max": the given mode, or the one that fits the name of a metric."""
+    check_choice(where, "mode", mode, ("min", "max", None))
+    if mode is not None or monitor is None or _SMALLER_IS_BETTER.search(monitor):
+        return mode or "min"
+    if _LARGER_IS_BETTER.search(monitor):
+        return "max"
+    logger.warning(
+        '%s(monitor=%r): smaller values count as better. If larger values are, pass mode="max". '
+        'Otherwise, pass mode="min".',
+        where,
+        monitor,
+    )
+    return "min"
 
 
 def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
@@ -54,6 +56,21 @@ def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], An
     )
 
 
+def check_rows(output: Any, num_samples: int | None) -> None:
+    """Check that the results for a batch have a row for each sample, if their number is known."""
+    if isinstance(output, dict | tuple):
+        for each in output.values() if isinstance(output, dict) else output:
+            check_rows(each, num_samples)
+        return
+    shape = (len(output),) if isinstance(output, list) else tuple(getattr(output, "shape", ()))
+    if num_samples is not None and shape and shape[0] != num_samples:
+        raise ValueError(
+            f"predict_batch returned a result of shape {shape} for a batch of {num_samples} "
+            "samples. The first dimension must be that of the samples: use transpose(0, 1), or "
+            "return a list with an item for each sample."
+        )
+
+
 def deep_copied(leaf: Any) -> Any:
     """Return a deep copy, or `leaf` itself if it cannot be copied, such as a lock."""
     try:
@@ -63,18 +80,63 @@ def deep_copied(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged(held: Any) -> Iterator[None]:
-    """Restore an object's attributes at the end, and the content of its lists, dicts, and sets."""
+def unchanged(held: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
+    """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
+
+    With `known`, also restore what these contain, such as tensors and metrics, except the `known`
+    objects, models, and data of more than 64 MiB or 10 000 items.
+    """
     attributes = dict(vars(held))
-    contents = [(v, v.copy()) for v in attributes.values() if type(v) in (list, dict, set)]
+    seen, parts, restore = {*map(id, known or ())}, [*attributes.values()], []
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if function := _restoring(part):
+            restore.append(function)
+        if known is None:
+            continue
+        if isinstance(part, list | tuple | set | deque | dict):
+            if len(part) <= _MANY:
+                parts += part.values() if isinstance(part, dict) else part
+        elif _is_own(part):
+            parts.append(vars(part))
     try:
         yield
     finally:
         vars(held).clear()
         vars(held).update(attributes)
-        for container, content in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        for function in restore:
+            function()
+
+
+_LARGE_BYTES, _MANY = 2**26, 10_000
+
+
+def _restoring(part: Any) -> Callable[[], Any] | None:
+    """Return a function that restores the content of an object, or None."""
+    if type(part) in (list, dict, set, deque, Counter, OrderedDict, defaultdict):
+        content = part.copy()
+        fill = "extend" if isinstance(part, list | deque) else "update"
+        return lambda: (part.clear(), getattr(part, fill)(content))
+    if getattr(part, "nbytes", math.inf) <= _LARGE_BYTES and hasattr(part, "__setitem__"):
+        values = part.detach().clone() if hasattr(part, "detach") else part.copy()
+        return lambda: getattr(part, "detach", lambda: part)().__setitem__(..., values)
+    return None
+
+
+_FOREIGN = ("builtins", "torch", "tensorflow", "keras", "ray", "raysgd")
+
+
+def _is_own(part: Any) -> bool:
+    """Return whether an object may hold totals: a metric, or an object of user code."""
+    if not hasattr(part, "__dict__") or isinstance(part, type):
+        return False
+    if hasattr(part, "named_parameters"):
+        return not any(True for _ in part.named_parameters())
+    modules = {kind.__module__ for kind in type(part).__mro__[:-1]} - {"raysgd.metrics"}
+    return not any(module.split(".")[0] in _FOREIGN for module in modules)
 
 
 @contextlib.contextmanager

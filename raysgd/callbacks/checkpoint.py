@@ -9,7 +9,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
-from raysgd._internal.arguments import check_flags
+from raysgd._internal.arguments import check_flags, checked_mode
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import logdir_of
 from raysgd.callbacks.values import missing_metric
@@ -35,7 +35,8 @@ class CheckpointCallback(Callback):
         monitor: name of the metric that selects the best checkpoints. If training and validation
             have a metric of this name, the one of validation counts. (With ``validate_every``
             above 1, use different names.) None keeps the newest checkpoints.
-        mode: "min" if smaller values of the metric are better, or "max".
+        mode: "min" if smaller values of the metric are better, or "max". None: from the name of the
+            metric, as "max" for ``val_accuracy``.
         blocking: False copies the state, and writes it while training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
             in the folder. A warning names damaged checkpoints.
@@ -55,7 +56,7 @@ class CheckpointCallback(Callback):
         every: Literal["epoch"] | int = "epoch",
         keep: int | None = 3,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         blocking: bool = True,
         resume: bool = True,
         job: str | None = None,
@@ -64,6 +65,7 @@ class CheckpointCallback(Callback):
             raise ValueError(
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
             )
+        mode = checked_mode("CheckpointCallback", monitor, mode)
         check_flags("CheckpointCallback", blocking=blocking, resume=resume)
         self._folder = folder
         self.needs_logdir = not folder

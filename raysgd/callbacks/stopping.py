@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from raysgd._internal.arguments import check_choice, check_int, check_number
+from raysgd._internal.arguments import check_int, check_number, checked_mode
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import missing_metric, numbers_in
 
 
 class EarlyStopping(Callback):
-    """Stops ``fit()`` when a metric has not improved for `patience` values in a row.
+    """Stops ``fit()`` when a metric has not improved for `patience` epochs in a row.
 
     The trainer's state includes the state of this callback. A resumed run stops when the whole run
     would have stopped, and a run that was stopped does not train again.
@@ -19,8 +19,9 @@ class EarlyStopping(Callback):
     Args:
         monitor: name of a metric of training or validation. If both have it, the one of validation
             counts.
-        mode: "min" if smaller values are better, or "max".
-        patience: number of values without improvement.
+        mode: "min" if smaller values are better, or "max". None: from the name of the metric, as
+            "max" for ``val_accuracy``.
+        patience: number of epochs without improvement. Several values of an epoch count once.
         min_delta: smallest change that counts as an improvement.
 
     Raises:
@@ -32,11 +33,11 @@ class EarlyStopping(Callback):
     def __init__(
         self,
         monitor: str = "val_loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         patience: int = 3,
         min_delta: float = 0.0,
     ) -> None:
-        check_choice("EarlyStopping", "mode", mode, ("min", "max"))
+        mode = checked_mode("EarlyStopping", monitor, mode)
         check_number("EarlyStopping", "min_delta", min_delta)
         self.monitor: str = monitor
         self._sign = 1.0 if mode == "min" else -1.0
@@ -45,8 +46,9 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         """The best value so far; None before the first."""
         self.num_waited = 0
-        """Number of values since the best one."""
+        """Number of epochs since the best value."""
         self._of_validation = False
+        self._epoch = -1  # of the newest value
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._stop_if_due(trainer)
@@ -72,8 +74,9 @@ class EarlyStopping(Callback):
             )
         if self._is_better(value):
             self.best, self.num_waited = value, 0
-        else:
+        elif trainer.epoch != self._epoch:  # several validations of an epoch count once
             self.num_waited += 1
+        self._epoch = trainer.epoch
         self._stop_if_due(trainer)
 
     def _is_better(self, value: float) -> bool:
@@ -94,6 +97,7 @@ class EarlyStopping(Callback):
             "best": self.best,
             "num_waited": self.num_waited,
             "of_validation": self._of_validation,
+            "epoch": self._epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -102,6 +106,7 @@ class EarlyStopping(Callback):
             self.num_waited = int(state["num_waited"])
             self.best = None if best is None else float(best)
             self._of_validation = state.get("of_validation", False)
+            self._epoch = state.get("epoch", -1)
 
 
 class TerminateOnNaN(Callback):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from raysgd._internal.arguments import check_choice, check_int
+from raysgd._internal.arguments import check_int, checked_mode
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
 from raysgd.checkpoint.location import Location, UnreachableError
@@ -138,7 +138,8 @@ class CheckpointStore(CheckpointFolder):
         keep: number of checkpoints to keep; None for all. With `monitor`, these are the best, and
             the newest is kept in addition.
         monitor: name of the metric that selects the best checkpoints; None keeps the newest.
-        mode: "min" if smaller values of the metric are better, or "max".
+        mode: "min" if smaller values of the metric are better, or "max". None: from the name of the
+            metric, as "max" for ``val_accuracy``.
         job: name of the job. A folder with checkpoints of another job raises an error.
 
     Raises:
@@ -154,12 +155,12 @@ class CheckpointStore(CheckpointFolder):
         *,
         keep: int | None = 3,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         job: str,
     ) -> None:
         if keep is not None:
             check_int("CheckpointStore", "keep", keep, 1)
-        check_choice("CheckpointStore", "mode", mode, ("min", "max"))
+        mode = checked_mode("CheckpointStore", monitor, mode)
         if not isinstance(job, str) or not job:
             raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")
         super().__init__(folder, keep, monitor, mode)

@@ -61,8 +61,11 @@ class EpochPartition:
 
     def sizes(self, offset: int, num_steps: int | None = None) -> list[int]:
         """Return the sample counts of the group's steps from `offset`."""
+        return [*self._sizes(offset, num_steps)]
+
+    def _sizes(self, offset: int, num_steps: int | None) -> Iterator[int]:
         end, stride = self._end(offset, num_steps), self.stride
-        return [min(stride, end - start) for start in range(offset, end, stride)]
+        return (min(stride, end - start) for start in range(offset, end, stride))
 
     def batches(
         self, offset: int = 0, num_steps: int | None = None, in_parts: bool = False
@@ -76,14 +79,20 @@ class EpochPartition:
             yield from self._dealt_out(offset, self._end(offset, num_steps))
             return
         start = offset
-        for size in self.sizes(offset, num_steps):
+        for size in self._sizes(offset, num_steps):
             for low, high, _ in self._parts(size, in_parts):
                 yield start + low, start + high
             start += size
 
+    def num_batches(self) -> int:
+        """Return the number of this worker's batches in an epoch."""
+        return self.num_steps() if self.even else len(self._own_batches(0, self.end(0)))
+
+    def _own_batches(self, offset: int, end: int) -> range:
+        return range(self.rank, -(-(end - offset) // self.batch_size), self.world_size)
+
     def _dealt_out(self, offset: int, end: int) -> Iterator[tuple[int, int]]:
-        num_batches = -(-(end - offset) // self.batch_size)
-        for batch in range(self.rank, num_batches, self.world_size):
+        for batch in self._own_batches(offset, end):
             start = offset + batch * self.batch_size
             yield start, min(start + self.batch_size, end)
 

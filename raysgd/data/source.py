@@ -33,11 +33,14 @@ class BatchSource:
     """
 
     sharded = False
+    counts_samples = False  # batches and offsets consist of samples
     keeps_step = False  # the samples of a step do not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
     partitioned_by = ""  # empty if each worker reads all data
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch: int | None = None  # samples per step, if raysgd partitions by samples
+    current_epoch: int | None = None  # the epoch in progress; None for validation data
+    num_drawn: int | None = None  # samples that the loader joined in the newest batch, if known
 
     def __init__(
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
@@ -53,8 +56,8 @@ class BatchSource:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this worker's batches, for loops in user code."""
-        return iter(self._part(None))
+        """Iterate over this worker's batches of the current epoch, for loops in user code."""
+        return iter(self._part(self.current_epoch))
 
     def _part(self, epoch: int | None) -> Any:
         """Return the iterable of this worker, in the order of `epoch` if given."""
@@ -151,6 +154,7 @@ class PartitionedSource(BatchSource):
     """
 
     sharded = True
+    counts_samples = True
     partitioned_by = "raysgd"
 
     def __init__(
@@ -184,11 +188,10 @@ class PartitionedSource(BatchSource):
         return self._shard.stride
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.shard.batches())
+        return self.shard.num_batches()
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this worker's batches of the first epoch."""
-        return self.batches(0, 0)
+        return self.batches(self.current_epoch or 0, 0)
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
         shard = self.shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.nested import unchanged
+from raysgd._internal.nested import check_rows, unchanged
 from raysgd.data.source import BatchSource
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
@@ -57,7 +57,7 @@ class Evaluation:
         while left is None or left > 0:
             num_left = source.steps_left(offset)
             limit = min((n for n in (left, num_left) if n is not None), default=None)
-            batches = _Counted(source.batches(0, offset, limit), self._loop.signal)
+            batches = _Counted(source, source.batches(0, offset, limit), self._loop.signal)
             self.batches, self.total, train_state.meters = batches, limit, None
             try:
                 with train_state.timers.record("validation"):
@@ -98,7 +98,7 @@ class Evaluation:
         if source.shuffles:
             raise ValueError(
                 "predict(): the loader shuffles, so results would have no order. Pass a loader "
-                "with shuffle=False."
+                "with shuffle=False, and without a sampler that draws random numbers."
             )
         if not source.sharded and train_state.context.world_size > 1:
             raise TypeError(
@@ -110,9 +110,10 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state)
         places, found = source.places_of_batches(), []
         with train_state.evaluating():
-            batches = self.batches = _Counted(source.batches(0, 0), self._loop.signal)
+            batches = self.batches = _Counted(source, source.batches(0, 0), self._loop.signal)
             try:
                 for output in operator._predictions(batches):
+                    check_rows(output, batches.num_drawn)
                     found.append((next(places), train_state.to_cpu(output)))
             finally:
                 self.batches = None
@@ -135,7 +136,7 @@ class Evaluation:
         with (
             unchanged(self._loop),
             unchanged(self),
-            unchanged(self._loop.operator),
+            unchanged(self._loop.operator, [train_state]),
             unchanged(train_state),
             train_state.rehearsing(),
         ):
@@ -147,11 +148,16 @@ class Evaluation:
 class _Counted:
     """An iterator that counts its batches and can be stopped."""
 
-    def __init__(self, batches: Iterator[Any], signal: Signal) -> None:
-        self._batches = batches
+    def __init__(self, source: BatchSource, batches: Iterator[Any], signal: Signal) -> None:
+        self._source, self._batches = source, batches
         self.signal = signal
         self.count = 0
         self.exhausted = False
+
+    @property
+    def num_drawn(self) -> int | None:
+        """Samples of the newest batch, if known."""
+        return self._source.num_drawn
 
     def __iter__(self) -> _Counted:
         return self

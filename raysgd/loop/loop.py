@@ -215,6 +215,7 @@ class Loop:
         self.snapshots.maybe_take(self.state_with_call, begins=True)
         info = request.info or {}
         positional, named = _arguments_of(operator, info, limit, train_state.epoch)
+        train_state.resume_modes()
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
             raise no_batch("train", source, self._shortest)
@@ -255,13 +256,14 @@ class Loop:
 
     def _new_segment(self, source: BatchSource, limit: int | None) -> StepIterator:
         train_state = self.train_state
+        source.current_epoch = train_state.epoch
         left = source.steps_left(train_state.offset)
         go_on: Callable[[int], int] | None = None
         self._shortest = None
         if not source.sharded and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if left is not None:
-                left = self._least(left)
+                left = self._least(min(left, 2**40))  # the product must fit into 64 bits
             else:
                 go_on = self._least
         if self._batches is None:
@@ -338,7 +340,7 @@ class Loop:
         source.reshard(settings.options.num_workers, 0, settings.batch_share)
         positional, named = _arguments_of(operator, {}, 1, 0)
         with (
-            unchanged(operator),
+            unchanged(operator, [train_state]),
             unchanged(train_state),
             train_state.rehearsing(),
             contextlib.suppress(WarmedUp),

@@ -125,7 +125,7 @@ class OperatorBase:
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch_idx, batch in enumerate(iterator):
-            info = self._batch_info(None, batch_idx, self._train_state.epoch)
+            info = self._batch_info(None, batch_idx, self._train_state.epoch, iterator)
             yield self._train_state.to_cpu(self.predict_batch(batch, info))
 
     def _epoch_is_over(self) -> bool:
@@ -150,11 +150,12 @@ class OperatorBase:
         return iterator.in_parts() if isinstance(iterator, StepIterator) else iterator
 
     def _batch_info(
-        self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int
+        self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int, iterator: Any = None
     ) -> dict[str, Any]:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
+            NUM_SAMPLES: getattr(iterator, "num_drawn", None),
             "global_step": self._train_state.global_step + self._train_state.step.place.step,
             "epoch_idx": epoch_idx,
             "info": info,

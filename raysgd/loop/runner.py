@@ -52,12 +52,14 @@ class OperatorRunner(ABC):
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         train_state, position = self._train_state, self._train_state.position()
         train_state.enter(context, self._set_share(context))
-        if context.distributed:
-            self._follow(leader)
+        expected = self._follow(leader) if context.distributed else None
         self._running.keep_iteration(moved=train_state.position() != position)
         if train_state.sharded:
             self._running.snapshots.clear()
         self.operator.on_world_change()
+        if expected is not None:  # the hook may register the data of the leader
+            train_state.data.check_like(expected["fingerprint"])
+            train_state.data.set_batch_size(expected["batching"])
         train_state.data.warn_of_stale_ranks()
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
@@ -77,11 +79,11 @@ class OperatorRunner(ABC):
         share = self.operator.config[BATCH_SIZE] = given // context.world_size
         return share
 
-    def _follow(self, leader: int) -> None:
+    def _follow(self, leader: int) -> dict[str, Any] | None:
+        """Load the state of rank `leader`, and return it. Every rank must call this."""
         train_state, rank = self._train_state, self._train_state.context.world_rank
         state = train_state.from_rank(self._shared_state, leader)
         if rank != leader:
-            train_state.data.check_like(state["fingerprint"])
             train_state.data.set_batch_size(state["batching"])
             train_state.parts.why_not = train_state.parts.why_not or state["indivisible"]
         # Without replication, each worker keeps its own models unless it is new.
@@ -93,6 +95,7 @@ class OperatorRunner(ABC):
         if rank != leader:
             train_state.move_to(state["position"], state["global_step"])
             self._running.join_call(state["call"])
+        return state if rank != leader else None
 
     def host(self, operator: Any) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""

@@ -23,6 +23,8 @@ class DataSources(ABC):
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
+        self.given: list[Any] = []
+        """The registered loaders, as user code passed them."""
         self.trains_on = "train"
 
     @abstractmethod
@@ -30,6 +32,7 @@ class DataSources(ABC):
         """Return the source for a loader, or for a `Dataset` that was passed to a call."""
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
+        self.given += [train_loader, validation_loader]
         given = {"train": train_loader, "validation": validation_loader}
         for name, loader in given.items():
             if loader is not None:
@@ -141,8 +144,10 @@ class DataSources(ABC):
                 raise ValueError(
                     f"The workers registered different data as {name}_loader: {own[name]} on "
                     f"worker {rank}, and {expected[name]} on another. Register the same data set "
-                    "on every worker, and pass seeded generators to random_split and the like. If "
-                    "each worker reads its own part, pass add_dist_sampler=False to the trainer."
+                    "on every worker, and pass seeded generators to random_split and the like. "
+                    "Register data that changes later in on_world_change(self), by a value of "
+                    "state_dict(), because new workers call both. If each worker reads its own "
+                    "part, pass add_dist_sampler=False to the trainer."
                 )
 
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
@@ -154,6 +159,12 @@ class DataSources(ABC):
         """Samples of a step of training, or None if raysgd does not partition by samples."""
         source = self._sources.get(self.trains_on)
         return None if source is None else source.global_batch
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether the sizes of all batches of training are known, unless there is no loader."""
+        source = self._sources.get(self.trains_on)
+        return source is None or source.counts_samples
 
     @property
     def keeps_global_batch(self) -> bool:

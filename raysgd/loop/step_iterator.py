@@ -73,6 +73,12 @@ class StepIterator:
         return self.num_batches + self._step.place.step
 
     @property
+    def num_drawn(self) -> int | None:
+        """Samples of the newest batch, if they are known and this worker trains all of them."""
+        is_whole = self._step.place.size != 0 and self._train_state.parts.split == 1
+        return self._source.num_drawn if is_whole else None
+
+    @property
     def in_step(self) -> bool:
         """Whether a step is in progress, and the loader has not failed."""
         return bool(self._step.batches) and not self.loader_failed

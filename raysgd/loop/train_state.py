@@ -75,6 +75,8 @@ class TrainState(ABC):
         self.features: list[StepFeature] = [self.parts]
         self._logged: set[str] = set()
         self.meters: AverageMeterCollection | None = None
+        self.modes: list[tuple[Any, bool]] = []
+        """Modules with their modes before the first evaluation since training."""
         self.segment: StepIterator | None = None
 
     @property
@@ -91,9 +93,9 @@ class TrainState(ABC):
         found = (each for each in self.features if type(each).__name__ == name)
         return next(found, None)
 
-    def say(self, key: str, message: str, *values: Any) -> None:
-        """Log a warning, once for each `key`, on rank 0."""
-        if self.context.world_rank == 0 and key not in self._logged:
+    def say(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:
+        """Log a warning, once for each `key`, on rank 0 or `anywhere`."""
+        if (anywhere or self.context.world_rank == 0) and key not in self._logged:
             self._logged.add(key)
             logger.warning(message, *values)
 
@@ -182,6 +184,12 @@ class TrainState(ABC):
                         "Batches are only split in training. Give this loader a smaller batch_size."
                     )
                 raise
+
+    def resume_modes(self) -> None:
+        """Set the train or eval modes that the models had before an evaluation."""
+        for module, training in self.modes:
+            module.training = training
+        self.modes = []
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

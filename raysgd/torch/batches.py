@@ -25,12 +25,31 @@ class Batch(NamedTuple):
     """None if the model computes its loss."""
 
     @property
-    def num_samples(self) -> int:
-        """The length of the target, or of the first tensor; 1 if all tensors are 0-dimensional."""
-        held = (self.arguments, self.keywords) if self.target is None else self.target
-        tensors = list(_tensors_in(held))
-        lengths = [len(tensor) for tensor in tensors if tensor.dim()]
-        return lengths[0] if lengths else 1 if tensors else len(held)
+    def lengths(self) -> set[int]:
+        return {len(tensor) for tensor in _tensors_in(list(self)) if tensor.dim()}
+
+    def count_samples(self, drawn: int | None = None) -> tuple[int, bool]:
+        """Return the number of samples, and whether it is clear.
+
+        If all tensors have the same length, this is the number. Otherwise, use `drawn`, the number
+        that the loader knows, or else the length of the target, or of the first tensor.
+        """
+        target = self.target
+        if drawn and isinstance(target, torch.Tensor) and target.shape[:1] == (drawn,):
+            return drawn, True  # saves time
+        held = (self.arguments, self.keywords) if target is None else target
+        tensors, lengths = list(_tensors_in(held)), self.lengths
+        rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(held))
+        if drawn is None:
+            inputs = _tensors_in([self.arguments, self.keywords])
+            first = next((len(t) for t in inputs if t.dim()), rows)
+            return rows, len(lengths) < 2 or (isinstance(target, torch.Tensor) and first == rows)
+        is_list = any(
+            isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, held)
+        )
+        widths = {t.shape[1] if t.dim() > 1 else 0 for t in _tensors_in(list(self))}
+        is_known = len(lengths) != 1 or is_list or widths == {drawn}  # or dimension 0 is the time
+        return drawn if is_known else rows, is_known or rows == drawn
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -204,10 +223,11 @@ def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
     return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
 
-def accuracy_of(output: Any, target: Any) -> torch.Tensor | None:
+def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums | None:
     """Return the share of positions whose argmax along dimension 1 equals the target.
 
-    None if the output is not (batch, classes, ...), or the target does not hold class indices.
+    Targets that are `ignored` or negative do not count. None if the output is not (batch, classes,
+    ...), or the target does not hold class indices.
     """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
@@ -217,7 +237,13 @@ def accuracy_of(output: Any, target: Any) -> torch.Tensor | None:
     batch, _, *rest = output.shape
     if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
         return None
-    return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
+    hits = output.argmax(dim=1).reshape(target.shape) == target
+    counts = (target >= 0) & (target != ignored)
+    if counts.all():
+        return hits.double().mean()
+    num_positions = target.numel() / batch  # the weight of a sample is 1
+    total = (hits & counts).sum() / num_positions
+    return Sums(ratio, total=total, weight=counts.sum() / num_positions)
 
 
 def _shapes_of(value: Any) -> str:

@@ -121,7 +121,7 @@ def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, source: i
 
 def _broadcast_large(tensor: torch.Tensor, device: torch.device, source: int) -> None:
     """Broadcast a tensor in parts, which arrive in its memory if it is contiguous."""
-    flat = tensor.reshape(-1)
+    flat = tensor.contiguous().view(-1)
     for part in flat.split(_MESSAGE_BYTES // tensor.element_size()):
         broadcast(torch.empty_like(part, device=device) if part.is_meta else part, source)
     if not tensor.is_contiguous() and rank() != source:

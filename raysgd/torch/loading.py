@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import importlib
 import itertools
@@ -29,10 +30,14 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.loop.sources import DataSources
+from raysgd.torch.losses import IGNORED
 from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
+
+
+_MISSING = object()
 
 
 class TorchSources(DataSources):
@@ -56,6 +61,11 @@ class TorchSources(DataSources):
                 "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
                 "shuffle=True), unless you want the order of the data set.",
             )
+
+    @property
+    def ignores_targets(self) -> bool:
+        sources = self._sources.values()
+        return any(isinstance(each, ShardedLoader) and each.ignores_targets for each in sources)
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         settings = self._state.settings
@@ -110,6 +120,8 @@ class ShardedLoader(PartitionedSource):
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
+        # An item of a `raysgd.data.Dataset` can have several rows.
+        self.counts_samples = loader.batch_size is not None and loader.collate_fn != _join_samples
         self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
@@ -128,30 +140,50 @@ class ShardedLoader(PartitionedSource):
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
         sampler = self.order_sampler
-        return type(sampler) is RandomSampler or (
-            isinstance(sampler, DistributedSampler) and sampler.shuffle
-        )
+        if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
+            return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
+        return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
 
     def __iter__(self) -> Iterator[Any]:
         # Use a copy, so that a running iteration keeps its worker processes.
         apart = copy.copy(self)
         apart._kept_loader = None
-        return apart.batches(epoch=0, offset=0)
+        return apart.batches(self.current_epoch or 0, 0)
 
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         order, shard = self._order_of(epoch), self.shard
-        spans = [*shard.batches(offset, num_steps, in_parts)]
+        first, again = itertools.tee(shard.batches(offset, num_steps, in_parts))
         if self._tensors is not None:
-            keys = torch.arange(shard.total) if order is None else torch.as_tensor(order)
-            return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
+            return self._complete((self._rows(order, *span) for span in first), order, again)
         loader = self._reader()
-        loader._index_sampler.begin(order, spans)
+        loader._index_sampler.begin(order, first)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
-        return _complete(iter(loader), len(spans))
+        return self._complete(iter(loader), order, again)
+
+    def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
+        keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
+        return [each[keys] for each in self._tensors or ()]
+
+    def _complete(
+        self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """Yield the batches of a loader. Raise an error if samples are missing at the end."""
+        for number, (start, stop) in enumerate(spans):
+            if (batch := next(batches, _MISSING)) is _MISSING:
+                expected = number + 1 + sum(1 for _ in itertools.islice(spans, 10**6))
+                raise RuntimeError(
+                    f"The loader ended after {number} of {expected} batches. Its data set must not "
+                    "raise StopIteration."
+                )
+            self.num_drawn = stop - start if self.counts_samples else None
+            if self._deals_batches:
+                self.num_drawn = sum(map(len, picked(order, start, stop)))
+            yield batch
+        next(batches, None)  # ends the loader's processes
 
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
@@ -239,6 +271,12 @@ class ShardedLoader(PartitionedSource):
 
     # ---- for messages and comparisons
 
+    @functools.cached_property
+    def ignores_targets(self) -> bool:
+        """Whether a data set in memory has targets that losses of PyTorch ignore by default."""
+        data = self.loader.dataset
+        return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
+
     def fingerprint(self) -> str:
         shard = self.shard
         sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
@@ -287,24 +325,12 @@ class _Indices:
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
-    def begin(self, order: Order, spans: list[tuple[int, int]]) -> None:
+    def begin(self, order: Order, spans: Iterator[tuple[int, int]]) -> None:
         self._order, self._spans = order, spans
 
     def __iter__(self) -> Iterator[Any]:
         batches = (picked(self._order, start, stop) for start, stop in self._spans)
         return itertools.chain.from_iterable(batches) if self._flat else batches
-
-
-def _complete(batches: Iterator[Any], expected: int) -> Iterator[Any]:
-    """Yield the batches of a loader. Raise an error if samples are missing at the end."""
-    number = 0
-    for number, batch in enumerate(batches, start=1):  # noqa: B007
-        yield batch
-    if number < expected:
-        raise RuntimeError(
-            f"The loader ended after {number} of {expected} batches. Its data set must not raise "
-            "StopIteration."
-        )
 
 
 def wrap_loader(

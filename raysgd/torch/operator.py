@@ -37,6 +37,7 @@ from raysgd.torch.batches import (
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.interop.creators import CreatorMethods, creator_operator
+from raysgd.torch.losses import ignored_index, is_sum, num_counted
 from raysgd.torch.optimization import as_count
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
@@ -93,7 +94,7 @@ class TrainingOperator(OperatorBase):
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
         for batch in self._in_parts(iterator):
-            batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
+            batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
             batch_info["info"] = given
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
@@ -115,12 +116,12 @@ class TrainingOperator(OperatorBase):
                 arguments of ``forward`` by name, and one other key, the target. The model's output
                 may have ``logits`` for losses of PyTorch. Without a target or criterion, the output
                 must have ``loss``.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and the keys of
-                ``info``.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, ``num_samples``
+                (the samples that the loader joined, or None), and the keys of ``info``.
 
         Returns:
-            ``train_loss``, the mean over the batch, and ``num_samples``. If `num_items` is
-            overridden, ``train_loss`` is a `raysgd.metrics.Sums` weighted by the items.
+            ``train_loss``, the mean over the batch, and ``num_samples``. If raysgd or `num_items`
+            counts items, ``train_loss`` is a `raysgd.metrics.Sums` weighted by them.
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
@@ -131,11 +132,12 @@ class TrainingOperator(OperatorBase):
             # Without a name, the output needs no memory in the backward pass.
             loss = loss_of(self, model(*given.arguments, **given.keywords), given)
         with timers.record("grad"):
-            num_items = self._count_items(batch, given.num_samples)
+            num_samples = self._count_samples(given, batch_info)
+            num_items = self._count_items(batch, num_samples, given.target)
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
+        return {"train_loss": self._mean(loss, num_items), NUM_SAMPLES: num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return the number of items over which the loss of a batch is a mean.
@@ -147,19 +149,44 @@ class TrainingOperator(OperatorBase):
 
         Gradients, ``train_loss``, and ``val_loss`` are then means over the items of all workers.
         `batch` is on this worker's device. Return a number or a tensor of one element. A batch of 0
-        items is ignored, even if its loss is NaN. None, the default, counts samples.
+        items is ignored, even if its loss is NaN. None, the default, counts samples. If
+        ``self.criterion`` is a loss of PyTorch, raysgd counts what it weights, ignores, or sums.
         """
         return None
 
-    def _count_items(self, batch: Any, num_samples: int) -> float | None:
-        self._train_state.optimization.group.samples = num_samples
+    def _count_samples(self, batch: Batch, batch_info: Mapping[str, Any] | None) -> int:
+        drawn = (batch_info or {}).get(NUM_SAMPLES)
+        count, is_clear = batch.count_samples(drawn)
+        if not is_clear:
+            self._train_state.say(
+                "samples",
+                "The number of samples in a batch is not clear: its tensors have %s rows, and the "
+                "loader joined %s samples. raysgd counts %d samples. If losses are means over "
+                "something else, override num_items(batch).",
+                sorted(batch.lengths),
+                "unknown" if drawn is None else drawn,
+                count,
+                anywhere=True,
+            )
+        return count
+
+    def _count_items(self, batch: Any, num_samples: int, target: Any = None) -> float | None:
+        """Return the weight of a loss, or None for samples. A `target` is that of the criterion."""
+        group = self._train_state.optimization.group
+        group.samples = num_samples
         count = type(self).num_items
         # Whether workers communicate must not depend on the batch.
         if count is TrainingOperator.num_items:
-            return None
+            criterion = None if target is None else getattr(self, "criterion", None)
+            group.is_sum = is_sum(criterion)
+            return num_counted(criterion, target, self._train_state)
         found = count(self, batch)
         source = f"{type(self).__name__}.num_items returned {{}}"
         return float(num_samples) if found is None else as_count(found, source)
+
+    def _mean(self, loss: torch.Tensor, num_items: float | None) -> Any:
+        group = self._train_state.optimization.group
+        return mean_of(loss / (group.samples or 1) if group.is_sum else loss, num_items)
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
@@ -172,7 +199,8 @@ class TrainingOperator(OperatorBase):
         meters = self._new_meters()
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
+                epoch = self._train_state.epoch
+                batch_info = self._batch_info(info, batch_idx, epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
@@ -182,8 +210,9 @@ class TrainingOperator(OperatorBase):
 
         Returns:
             ``val_loss`` and ``num_samples``. ``val_accuracy``, the share of positions whose argmax
-            along dimension 1 equals the target, if the output is (batch, classes, ...) and the
-            target holds class indices of shape (batch, ...) or (batch, 1, ...).
+            along dimension 1 equals the target, without negative and ignored targets, if the output
+            is (batch, classes, ...) and the target holds class indices of shape (batch, ...) or
+            (batch, 1, ...).
         """
         model, batch = self._default("model"), self.to_device(batch)
         given = read_batch(batch, model)
@@ -191,10 +220,12 @@ class TrainingOperator(OperatorBase):
             output = model(*given.arguments, **given.keywords)
             loss = loss_of(self, output, given)
         batch_info["output"] = output
-        num_items = self._count_items(batch, given.num_samples)
-        metrics = {"val_loss": mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
+        num_samples = self._count_samples(given, batch_info)
+        num_items = self._count_items(batch, num_samples, given.target)
+        metrics = {"val_loss": self._mean(loss, num_items), NUM_SAMPLES: num_samples}
         target = given.keywords.get("labels") if given.target is None else given.target
-        if (accuracy := accuracy_of(scores_in(output), target)) is not None:
+        ignored = ignored_index(getattr(self, "criterion", None))
+        if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:
             metrics["val_accuracy"] = accuracy
         return metrics
 

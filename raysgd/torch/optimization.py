@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
 from raysgd.torch.precision import Precision
+from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.state import multiply_all, version_of
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class Group:
         """Whether earlier batches had backward passes."""
         self.samples: float | None = None
         """Samples of the current batch, if the loop has counted them."""
+        self.is_sum = False
+        """Whether the loss of the current batch is a sum over its samples, and not a mean."""
         self._counts: bool | None = None
         self._expected = 0.0
         self._held = 0.0
@@ -60,6 +64,7 @@ class Group:
         self._held += self._this or 0.0
         self.holds = self.holds or self.has_backward
         self._this = self.samples = None
+        self.is_sum = False
         self.place = place
 
     @property
@@ -247,6 +252,9 @@ class Optimization(StepFeature):
 
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None) -> None:
         count = None if num_samples is None else as_count(num_samples)
+        is_sum = self.group.is_sum
+        if count is None and not is_sum and not self._state.data.counts_samples:
+            count = self.group.samples
         if self._stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         if self._in_group:
@@ -257,6 +265,8 @@ class Optimization(StepFeature):
             counted = 0.0 if self.group.place.size == 0 else count
             mean_count = self.mean_over_workers(counted)
             weight = counted / mean_count if counted else 0.0
+        if is_sum:  # the workers average gradients
+            weight = 0.0 if self.group.place.size == 0 else float(self._state.num_averaged)
         if count == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self._used = True
@@ -270,7 +280,7 @@ class Optimization(StepFeature):
             self._check_unchanged(optimizer)
         self._put_back()
         correction, weight = self.group.weigh(count, self.mean_over_workers, self.sums_each_batch)
-        if correction != 1.0:
+        if correction != 1.0 and not self.group.is_sum:
             if self.sums_each_batch and count is None:
                 self._refuse_parts("a batch has another number of samples than was planned")
                 raise RuntimeError(
@@ -287,6 +297,11 @@ class Optimization(StepFeature):
         if id(optimizer) in self._stepped:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
         self._stepped.add(id(optimizer))
+        if _needs_closure(type(optimizer).step):
+            raise TypeError(
+                f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
+                "not have. Override train_batch, and call self.optimizer.step(closure) in it."
+            )
         self._check_unchanged(optimizer)
         group = self.group
         needs_backward = _has_gradients(optimizer) or (group.holds and group.is_last)
@@ -416,6 +431,11 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
         seen.add(node)
         node.register_hook(zeros)
         nodes += [parent for parent, _ in node.next_functions]
+
+
+@functools.cache
+def _needs_closure(step: Any) -> bool:
+    return "closure" in required_arguments(step)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

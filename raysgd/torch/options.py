@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -21,6 +21,7 @@ class TorchOptions(Options):
     amp_dtype: torch.dtype | None = None
     scheduler_step_freq: str | None = None
     split_on_oom: bool = True
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     trainer = "TorchTrainer"
     flags = ("wrap_ddp", "split_on_oom", *Options.flags)

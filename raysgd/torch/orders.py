@@ -12,7 +12,50 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-Order = torch.Tensor | list[Any] | None
+HUGE = 2**24
+"""Number of samples above which a shuffled order is computed where it is read."""
+
+
+class HugeOrder:
+    """A shuffled order of many samples that needs no memory and no time for the whole epoch.
+
+    A Feistel network permutes the numbers of an even number of bits. Numbers that are too large are
+    permuted again until they fit (cycle walking). See Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002.
+    """
+
+    def __init__(self, size: int, replaces: bool) -> None:
+        self._size, self._replaces = size, replaces
+        self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+        self._mask = (np.uint64(1) << self._half) - np.uint64(1)
+        self._keys = torch.randint(2**62, (8,)).numpy().astype(np.uint64)
+
+    def __getitem__(self, part: slice) -> list[int]:
+        found = np.arange(part.start, part.stop, dtype=np.uint64)
+        if self._replaces:  # random numbers, which repeat
+            return [int(each) % self._size for each in _mixed(found ^ self._keys[0])]
+        found %= np.uint64(self._size)
+        is_out = np.ones(len(found), dtype=bool)
+        while is_out.any():
+            found[is_out] = self._permuted(found[is_out])
+            is_out = found >= self._size
+        return [*map(int, found)]
+
+    def _permuted(self, found: Any) -> Any:
+        left, right = found >> self._half, found & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mixed(right ^ key) & self._mask)
+        return left << self._half | right
+
+
+def _mixed(bits: Any) -> Any:
+    """Mix 64 bits with the finalizer of SplitMix64."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor)
+    return bits ^ bits >> np.uint64(31)
+
+
+Order = torch.Tensor | list[Any] | HugeOrder | None
 """Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
 
 
@@ -45,22 +88,22 @@ def drawn_order(sampler: Any, seed: int) -> Order:
         return None
     with seeded(seed, getattr(sampler, "generator", None)):
         if is_plain_shuffle(sampler):
-            return torch.randperm(len(sampler.data_source))
+            size = len(sampler.data_source)
+            return torch.randperm(size) if size <= HUGE else HugeOrder(size, sampler.replacement)
         # Stop an endless sampler at its length.
         return list(itertools.islice(sampler, len(sampler)))
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
-    """Return whether a sampler is the PyTorch shuffle of all samples."""
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )
+    """Return whether a sampler is the PyTorch shuffle of all samples, or of very many."""
+    if type(sampler) is not RandomSampler:
+        return False
+    size = len(sampler.data_source)
+    return size > HUGE or (not sampler.replacement and sampler.num_samples == size)
 
 
 def picked(order: Order, start: int, stop: int) -> list[Any]:
     if order is None:
         return list(range(start, stop))
     keys = order[start:stop]
-    return keys if isinstance(keys, list) else keys.tolist()
+    return keys.tolist() if isinstance(keys, torch.Tensor) else keys

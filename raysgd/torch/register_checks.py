@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from raysgd._internal.arguments import check_int, checked_dict
+from raysgd.data.source import own_split
 from raysgd.loop.train_state import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
 
 logger = logging.getLogger(__name__)
+
+
+_SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
+_INSTEAD = {
+    "RecursiveScriptModule": _SCRIPTED,
+    "TopLevelTracedModule": _SCRIPTED,
+    "ZeroRedundancyOptimizer": "Register the optimizer itself, with "
+    'register(..., sharding="optimizer").',
+}
+
+
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
 
 
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:
@@ -30,6 +48,8 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
             raise TypeError(
                 f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
             )
+        if instead := _INSTEAD.get(type(member).__name__):
+            raise TypeError(f"register({name}=...) cannot use a {type(member).__name__}. {instead}")
     if not members:
         raise ValueError(f"register({name}=...) is empty. Pass at least one.")
     return members
@@ -57,6 +77,13 @@ def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
             'Pass scheduler_step_freq="manual" to the trainer, and call '
             "trainer.update_scheduler(metric)."
         )
+    for each in schedulers if frequency != "manual" else ():
+        if names := required_arguments(each.step):
+            raise ValueError(
+                f"{type(each).__name__}.step() needs {', '.join(names)}, but raysgd calls step() "
+                'without arguments. Override step, or pass scheduler_step_freq="manual" to the '
+                "trainer, and call trainer.update_scheduler(value) after each epoch."
+            )
 
 
 def is_trained(
@@ -268,6 +295,24 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
             "checkpoints do not contain them. Pass modules and optimizers to self.register(...). "
             "If a module is not trained, call requires_grad_(False) on it.",
             type(operator).__name__,
+            ", ".join(found),
+        )
+
+
+def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
+    """Warn about DataLoaders in attributes that every worker reads whole."""
+    known = {*map(id, registered), *map(id, operator.config.values())}
+    found = [
+        place
+        for name, value in vars(operator).items()
+        for place, held in _places(f"self.{name}", value)
+        if isinstance(held, DataLoader) and id(held) not in known and own_split(held) is None
+    ]
+    if found:
+        logger.warning(
+            "Every worker reads all of %s, because raysgd partitions only the loaders of "
+            "register_data. To split another loader, give it the sampler DistributedSampler("
+            "data, self.world_size, self.world_rank) in on_world_change(self).",
             ", ".join(found),
         )
 

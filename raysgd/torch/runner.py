@@ -18,7 +18,11 @@ from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
+from raysgd.torch.register_checks import (
+    warn_of_other_loaders,
+    warn_of_own_schedulers,
+    warn_of_unregistered,
+)
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.sharding.shards import gather_state
 from raysgd.torch.state import TorchGenerators
@@ -40,6 +44,7 @@ class TorchRunner(OperatorRunner):
         if not context.in_driver:
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
+            torch.set_default_dtype(self._options.default_dtype)
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
@@ -104,6 +109,8 @@ def build_operator(
     if settings.context.world_rank == 0:
         warn_of_own_schedulers(operator, state.schedulers, settings.options.scheduler_step_freq)
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
+        if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
+            warn_of_other_loaders(operator, state.data.given)
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()

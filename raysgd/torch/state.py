@@ -182,13 +182,21 @@ def state_problem(held: Any, state: Mapping[str, Any]) -> str:
     Optimizers and schedulers of PyTorch load a wrong state, and fail in the next step.
     """
     if isinstance(held, torch.nn.Module):
-        return _model_problem(held.state_dict(), state)
+        own = tuple(f"{name}." if name else "" for name, m in held.named_modules() if _converts(m))
+        states = (held.state_dict(), state)
+        return _model_problem(*({k: s[k] for k in s if not k.startswith(own)} for s in states))
     if isinstance(held, torch.optim.Optimizer):
         try:
             return _optimizer_problem(held, state)
         except (AttributeError, KeyError, TypeError):
             return "it is not the state of an optimizer"
     return _scheduler_problem(held, state)
+
+
+def _converts(module: torch.nn.Module) -> bool:
+    """Return whether a module loads states of other shapes and names, such as an observer."""
+    is_plain = type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+    return not is_plain or bool(module._load_state_dict_pre_hooks)
 
 
 def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:

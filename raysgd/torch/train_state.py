@@ -44,6 +44,7 @@ class TorchTrainState(TrainState):
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
     parts: TorchMicroBatches
+    data: TorchSources
 
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
@@ -74,14 +75,22 @@ class TorchTrainState(TrainState):
             place = replace(place, share=1.0)  # gradients are not averaged
         super().begin_batch(place)
 
+    def _current_modes(self) -> list[tuple[torch.nn.Module, bool]]:
+        return [(module, module.training) for each in self.models for module in each.modules()]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.modes = self.modes or self._current_modes()
+        with super().evaluating():
+            yield
+
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        modes = [(module, module.training) for each in self.models for module in each.modules()]
+        self.modes = self._current_modes()
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
+            self.resume_modes()
             self.roll_back()
 
     # ---- the other workers
@@ -89,9 +98,14 @@ class TorchTrainState(TrainState):
     def minimum(self, value: int) -> int:
         return collectives.minimum(value, self.settings.device)
 
+    @property
+    def num_averaged(self) -> int:
+        """Number of workers that average their gradients."""
+        return self.context.world_size if self.context.distributed and self.replicated else 1
+
     def mean_over_workers(self, value: float) -> float:
         """Return the mean of a number over the workers that average their gradients."""
-        if not self.context.distributed or not self.replicated:
+        if self.num_averaged == 1:
             return value
         return collectives.mean(value, self.settings.device)
 

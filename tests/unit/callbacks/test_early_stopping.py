@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.callbacks import Callback, EarlyStopping
+from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping
 from raysgd.errors import CallbackError
 from tests.unit.callbacks.spy import Scripted
 
@@ -38,6 +38,51 @@ def test_it_stops_when_the_metric_has_not_improved(make_trainer, arguments, valu
     assert len(history) == epochs
     if epochs < len(values):
         assert history.stop_reason.startswith("score has not improved")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "best", "warns"),
+    [
+        ("val_accuracy", [0.5, 0.9, 0.1], 0.9, False),
+        ("mean_IoU", [0.5, 0.9, 0.1], 0.9, False),
+        ("val_loss", [0.5, 0.9, 0.1], 0.1, False),
+        ("accuracy_loss", [0.5, 0.9, 0.1], 0.1, False),
+        ("word_error", [0.5, 0.9, 0.1], 0.1, False),
+        ("quality", [0.5, 0.9, 0.1], 0.1, True),
+    ],
+)
+def test_mode_follows_from_the_name(make_trainer, tmp_path, name, values, best, warns, caplog):
+    class Named(Callback):
+        stage = -1
+
+        def on_validation_end(self, trainer, metrics):
+            metrics[name] = values[trainer.epoch - 1]
+
+    stopping = EarlyStopping(name)
+    saving = CheckpointCallback(tmp_path, keep=1, monitor=name)
+    make_trainer(callbacks=[Named(), stopping, saving]).fit(3, verbose=False)
+    assert stopping.best == best
+    assert f"epoch-0000{values.index(best) + 1}" in saving.best
+    said = [record.message for record in caplog.records if "smaller values" in record.message]
+    assert len(said) == 2 * warns
+    assert all('pass mode="max"' in message for message in said)
+
+
+def test_several_validations_of_an_epoch_count_once(make_trainer, tmp_path):
+    class Validating(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            trainer.validate()
+            trainer.validate()
+
+    values = [1, 2, 3, 4]
+    trainer = make_trainer(callbacks=[Scripted(values), Validating()])
+    stopping = EarlyStopping("score", patience=3)
+    assert len(trainer.fit(9, callbacks=[stopping], verbose=False)) == 4
+    again = EarlyStopping("score", patience=4)
+    again.load_state_dict(stopping.state_dict())
+    trainer.validate()
+    again.on_validation_end(trainer, {"score": 4})
+    assert again.num_waited == 3
 
 
 def test_it_watches_metrics_of_training_as_well(make_trainer):

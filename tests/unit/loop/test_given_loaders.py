@@ -7,7 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from raysgd._internal.nested import join_outputs
 from raysgd.testing import run_operator
@@ -75,23 +82,72 @@ def test_sorting_by_place_restores_the_order_of_the_loader(world_size, total, si
     assert [int(x) for _, batch in found for x in batch] == sampler
 
 
+DATA = TensorDataset(torch.arange(16.0)[:, None])
+
+
+class OwnShuffle(Sampler):
+    def __iter__(self):
+        return iter(torch.randperm(16).tolist())
+
+    def __len__(self):
+        return 16
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
 @pytest.mark.parametrize(
     ("loader", "error", "text"),
     [
         (numbers(0, 40, shuffle=True), ValueError, "the loader shuffles.*shuffle=False"),
+        (
+            DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler(range(0, 16, 3))),
+            ValueError,
+            "the loader shuffles.*sampler",
+        ),
+        (
+            DataLoader(DATA, batch_sampler=BatchSampler(OwnShuffle(), 4, False)),
+            ValueError,
+            "the loader shuffles.*sampler",
+        ),
+        (
+            DataLoader(DATA, batch_sampler=OwnBatches(OwnShuffle(), 4, False)),
+            ValueError,
+            "the loader shuffles.*sampler",
+        ),
         (numbers(0, 0), RuntimeError, "The given loader has no batches: 0 samples"),
         ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "call trainer.test"),
         (3, TypeError, "The loader must be iterable, but it is 3"),
         (torch.ones(4, 1), TypeError, "A Tensor yields samples, not batches"),
         (TensorDataset(torch.ones(4, 1)), TypeError, "A TensorDataset yields samples"),
     ],
-    ids=["shuffled", "empty", "several", "none", "tensor", "data set"],
+    ids=[
+        "shuffled",
+        "subset",
+        "own",
+        "own batches",
+        "empty",
+        "several",
+        "none",
+        "tensor",
+        "data set",
+    ],
 )
 def test_predict_refuses_loaders_without_an_order(make_trainer, loader, error, text):
     trainer = make_trainer(Recorder)
     with pytest.raises(error, match=text):
         trainer.predict(loader)
     assert trainer.train()["num_samples"] == 40
+
+
+def test_a_prediction_in_rows_of_other_things_is_refused(make_trainer):
+    class TimeMajor(Recorder):
+        def predict_batch(self, batch, batch_info):
+            return {"scores": (batch[0].expand(-1, 5).T.unsqueeze(2), [0] * len(batch[0]))}
+
+    with pytest.raises(ValueError, match=r"shape \(5, 4, 1\) for a batch of 4 samples.*transpose"):
+        make_trainer(TimeMajor).predict(DataLoader(DATA, batch_size=4))
 
 
 def test_a_prediction_without_a_row_for_each_sample_is_refused(make_trainer):

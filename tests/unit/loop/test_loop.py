@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd._internal.context import PausedError
 from raysgd.data import Dataset
@@ -41,6 +41,34 @@ def start(make_trainer):
 
 
 # ---- train: epochs and steps
+
+
+class ReadsLoader(Recorder):
+    """A loop over ``self.train_loader`` instead of its iterator."""
+
+    def train_epoch(self, iterator, info, **given):
+        self.trained.append([int(x) for batch in self.train_loader for x in batch[0]])
+        return {"num_samples": 40}
+
+
+class HasSampler(ReadsLoader):
+    def make_loaders(self, config):
+        loaders = super().make_loaders(config)
+        data = loaders["train_loader"].dataset
+        sampler = DistributedSampler(data, self.world_size, self.world_rank)
+        return {**loaders, "train_loader": DataLoader(data, batch_size=8, sampler=sampler)}
+
+
+@pytest.mark.parametrize("operator_cls", [ReadsLoader, HasSampler])
+@pytest.mark.parametrize("partitions", [True, False])
+def test_own_loop_over_the_train_loader_has_a_new_order_in_each_epoch(
+    start, operator_cls, partitions
+):
+    trainer, operator = start(operator_cls, {"shuffle": True}, add_dist_sampler=partitions)
+    trainer.fit(3, verbose=False)
+    orders = operator.trained
+    assert all(sorted(order) == EPOCH for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
 
 
 @KINDS

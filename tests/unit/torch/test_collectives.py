@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raysgd.torch import collectives
 from raysgd.torch.collectives import broadcast_state, broadcast_tensors, fingerprint
-from tests.conftest import import_horovod
+from tests.conftest import import_horovod, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -177,3 +177,27 @@ def test_fingerprint_covers_names_shapes_types_and_numbers(other):
     state = {"w": torch.zeros(4), "lr": 0.1}
     assert fingerprint(state) == fingerprint(copy.deepcopy(state))
     assert fingerprint(state) != fingerprint(other)
+
+
+STRIDED = """
+import torch
+from raysgd.torch import collectives
+
+join()
+for limit in (8, 2**20):
+    collectives._MESSAGE_BYTES = limit
+    whole = torch.full((4, 6), float(rank))
+    whole[1, 2] = float("nan") if rank == 0 else 5.0
+    collectives.broadcast_tensors([whole[:, ::2], whole[0, 1::2]], source=0)
+    expected = torch.full((4, 6), float(rank))
+    expected[:, ::2], expected[0, 1::2], expected[1, 2] = 0.0, 0.0, float("nan")
+    assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0)), whole
+assert collectives.minimum(3 + rank, whole.device) == 3
+assert torch.tensor(collectives.mean(float("nan") if rank else 1.0, whole.device)).isnan()
+print("good")
+"""
+
+
+def test_collectives_keep_nan_and_the_elements_between_those_of_a_view():
+    """gloo itself loses some NaN in a maximum, and writes between the elements of a view."""
+    run_ranks(STRIDED, 2)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import multiprocessing
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from torch.utils.data import (
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.source import BatchSource
+from raysgd.torch import orders
 from raysgd.torch.loading import wrap_loader
 from tests.conftest import wait_until
 
@@ -247,6 +249,48 @@ def test_drawing_an_order_does_not_seed_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     list(wrap(DataLoader(tensors(), batch_size=3, shuffle=True)).batches(1, 0))
     assert not seeded
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000, 65537])
+def test_order_of_many_samples_has_each_once_and_is_random(size):
+    with orders.seeded(5):
+        order = orders.HugeOrder(size, replaces=False)
+        other = orders.HugeOrder(size, replaces=False)
+    found = order[0:size]
+    assert sorted(found) == list(range(size))
+    assert found == order[0 : size // 2] + order[size // 2 : size]
+    assert size < 1000 or found != other[0:size]
+    places = torch.tensor(found, dtype=torch.float64)
+    assert size < 1000 or abs(torch.corrcoef(torch.stack([places, torch.arange(size)]))[0, 1]) < 0.1
+
+
+class Huge(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("size", [2**31, sys.maxsize])
+@pytest.mark.parametrize("kind", ["order", "shuffle", "replacement", "batches"])
+def test_huge_data_sets_start_immediately(kind, size):
+    data = Huge(size)
+    shuffled = RandomSampler(data, replacement=kind == "replacement")
+    loader = {
+        "order": lambda: DataLoader(data, 4),
+        "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(shuffled, 4, False)),
+    }.get(kind, lambda: DataLoader(data, 4, sampler=shuffled))
+    ranks = [wrap(loader(), world_size=2, rank=rank) for rank in range(2)]
+    found = [next(source.batches(1, size - 9)).tolist() for source in ranks]
+    assert len(ranks[0]) == ranks[0].steps_left(0) == -(-size // 8)
+    found = list(itertools.chain(*found))
+    assert all(0 <= index < size for index in found)
+    assert len(set(found)) == 8
+    assert (found == list(range(size - 9, size - 1))) == (kind == "order")
 
 
 class ByName(Dataset):

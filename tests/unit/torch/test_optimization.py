@@ -377,3 +377,13 @@ def test_loop_may_accumulate_by_itself(helpers):
     config = {"num_samples": 16, "batch_size": 4}
     found, _ = trained(config, [1] * 4, operator_cls=with_train_batch(accumulating_by_hand))
     torch.testing.assert_close(found, trained({**config, "steps": 2})[0])
+
+
+def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
+    class Closing(Classifier):
+        def register(self, *, models, optimizers, criterion):
+            optimizers = torch.optim.LBFGS(models.parameters())
+            return super().register(models=models, optimizers=optimizers, criterion=criterion)
+
+    with pytest.raises(TypeError, match=r"LBFGS.*self.optimizer.step\(closure\)"):
+        make_trainer(Closing).train()

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -15,7 +15,10 @@ from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_step_freq
+from raysgd.torch.runner import build_operator
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from tests.conftest import assert_names
+from tests.operators import Classifier
 
 
 def linear():
@@ -305,3 +308,78 @@ def test_registered_or_frozen_objects_cause_no_warning(caplog):
         operator.metrics = {"similarity": Similarity()}
 
     assert not set_up(add, caplog)
+
+
+class TwoLoaders(Classifier):
+    def setup(self, config):
+        super().setup(config)
+        self.labelled, self.shared = (DataLoader(range(8)) for _ in "ab")
+        self.register_data(train_loader=self.labelled)
+        self.unlabelled = {"images": DataLoader(range(8), batch_size=2, shuffle=True)}
+        self.own = DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0))
+        self.config["loader"] = self.shared
+
+
+@pytest.mark.parametrize(("num_workers", "partitions"), [(1, True), (2, True), (2, False)])
+def test_warning_names_loaders_that_every_worker_reads(num_workers, partitions, caplog):
+    options = TorchOptions(num_workers=num_workers, add_dist_sampler=partitions)
+    build_operator(TwoLoaders, {}, OperatorSettings(options=options))
+    found = [record.message for record in caplog.records if "Every worker reads" in record.message]
+    assert len(found) == (num_workers == 2 and partitions)
+    for message in found:
+        assert "all of self.unlabelled['images'], because" in message
+        assert "DistributedSampler(data, self.world_size, self.world_rank)" in message
+
+
+class Timm:
+    """A scheduler of timm, which wants the number of the epoch."""
+
+    def step(self, epoch, metric=None):
+        pass
+
+
+def zero_redundancy(model):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns that it is deprecated
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+
+
+def register_all(**given):
+    model = linear()
+    given = {"models": model, "optimizers": sgd(model), **given}
+    return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (lambda: {"models": torch.jit.script(linear())}, TypeError, ["RecursiveScriptModule"]),
+        (
+            lambda: {"models": [torch.jit.trace(linear(), torch.ones(1, 2))]},
+            TypeError,
+            ["TopLevelTracedModule", "torch.compile(module)"],
+        ),
+        (
+            lambda: {"optimizers": zero_redundancy(linear())},
+            TypeError,
+            ["ZeroRedundancyOptimizer", 'sharding="optimizer"'],
+        ),
+        (
+            lambda: {"schedulers": Timm()},
+            ValueError,
+            ["Timm.step() needs epoch", 'scheduler_step_freq="manual"', "update_scheduler"],
+        ),
+    ],
+    ids=["script", "trace", "zero", "timm"],
+)
+def test_objects_that_cannot_work_are_refused_with_the_way(process_group, given, error, words):
+    with pytest.raises(error) as caught:
+        register_all(**given())
+    assert_names(caught.value, words)
+
+
+def test_error_of_a_compiled_wrapper_names_the_way():
+    error = torch._dynamo.exc.InternalTorchDynamoError("value=<raysgd.comm.gloo.GlooGroup object>")
+    make_registration().parts.explain(error)
+    assert "register(models=torch.compile(model)" in error.__notes__[0]

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import pickle
 import threading
 
 import pytest
@@ -23,7 +24,7 @@ from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from raysgd.torch.train_state import TorchTrainState
-from tests.conftest import wait_until
+from tests.conftest import run_ranks, wait_until
 from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
 
 SMALL = {"num_samples": 40, "batch_size": 8}
@@ -437,6 +438,52 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
     assert "batch size 8" in str(sent)
 
 
+class Staged(Recorder):
+    """Trains on other data from the second stage on."""
+
+    stage = 1
+
+    def state_dict(self):
+        return {"stage": self.stage}
+
+    def load_state_dict(self, state):
+        self.stage = state["stage"]
+
+    def on_world_change(self):
+        if self.stage == 2:
+            self.register_data(**self.make_loaders({**self.config, "num_samples": 32}))
+
+
+JOIN_LATER = """
+from tests.unit.torch.test_runner import *
+
+runner = make_runner(Staged, num_workers=2)
+operator = runner.operator
+if rank == 0:
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    operator.stage = 2
+    operator.on_world_change()
+join()
+runner.rejoin(WorkerContext(world_rank=rank, world_size=2, distributed=True), leader=0)
+operator.trained.clear()
+result = runner.handle(TrainRequest(call=1, until_epoch=2))
+assert result["num_samples"] == 16, result
+assert sorted(operator.trained) == [i for i in range(32) if i // 8 % 2 == rank], operator.trained
+operator.stage, operator.config["num_samples"] = 1, 40 + rank
+operator.register_data(**operator.make_loaders(operator.config))
+if rank:
+    with pytest.raises(ValueError, match=r"on_world_change\\(self\\), by a value of state_dict"):
+        runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
+else:
+    runner.rejoin(WorkerContext(world_rank=0, world_size=2, distributed=True), leader=0)
+print("good")
+"""
+
+
+def test_a_worker_that_joins_registers_the_data_of_the_current_stage():
+    run_ranks(JOIN_LATER, 2)
+
+
 class Following(Recorder):
     """Records its groups, and may register a loader for each group."""
 
@@ -538,3 +585,15 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     result = runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=9))
     assert result == plain.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
+
+
+def test_workers_use_the_default_dtype_of_the_script(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    torch.set_default_dtype(torch.float64)
+    try:
+        options = TorchOptions(training_operator_cls=Recorder)
+        torch.set_default_dtype(torch.float32)
+        TorchRunner(pickle.loads(pickle.dumps(options))).prepare(WorkerContext(in_driver=False))
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

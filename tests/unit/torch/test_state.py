@@ -18,6 +18,7 @@ from raysgd.loop.state import check_parts
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.state import copy_to_cpu, state_problem, to_cpu
+from tests.unit.recorder import Recorder
 
 RUNNER = TorchRunner(TorchOptions())
 
@@ -210,3 +211,41 @@ def test_unknown_options_and_fields_fit():
     check_fits("optimizers", [saved], [held.state_dict()])
     check_fits("schedulers", [scheduler()], [fields()])
     check_fits("schedulers", [Own(held, lambda epoch: 1), object()], [{"last_epoch": "x"}] * 2)
+
+
+class Observer(torch.nn.Module):
+    """A buffer that gets its shape from the first batch, as in quantization-aware training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, features):
+        self.largest = features.detach().amax(0)
+        return features
+
+    def _load_from_state_dict(self, state, prefix, *arguments):
+        self.largest = torch.zeros_like(state[f"{prefix}largest"])
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+class Observed(Recorder):
+    def register(self, *, models, **given):
+        models.insert(1, Observer())
+        return super().register(models=models, **given)
+
+
+def test_modules_that_change_shapes_load_their_states(make_trainer, tmp_path):
+    trainer = make_trainer(Observed)
+    trainer.train()
+    path = trainer.save(tmp_path / "state.pt")
+    other = make_trainer(Observed)
+    other.load(path)
+    models = [each.get_model().state_dict() for each in (trainer, other)]
+    assert len(models[0]["1.largest"]) == 4
+    for mine, its in zip(*(model.values() for model in models), strict=True):
+        assert torch.equal(mine, its)
+    state = trainer.state_dict()
+    state["models"][0]["3.weight"] = torch.zeros(3, 3)
+    with pytest.raises(CheckpointError, match=r"its 3.weight has shape \(3, 3\)"):
+        other.load_state_dict(state)

@@ -6,8 +6,10 @@ import math
 import re
 import signal
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.callbacks import (
     Callback,
@@ -17,7 +19,7 @@ from raysgd.callbacks import (
     TensorBoardLogger,
 )
 from raysgd.errors import CallbackError
-from raysgd.metrics import Sums
+from raysgd.metrics import AverageMeter, Sums
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder
@@ -199,6 +201,83 @@ def test_the_validation_before_training_changes_nothing(make_trainer):
         kept = (operator.trained, operator.validated, operator.count, len(operator.infos))
         runs.append((history, spy.hooks, kept, parameters(operator).tolist()))
     assert runs[0] == runs[1]
+
+
+class Total:
+    """A total of user code, as in TorchMetrics."""
+
+    def __init__(self):
+        self.count, self.parts = 0, [[]]
+
+    def add(self, number):
+        self.count += number
+        self.parts[0].append(number)
+
+
+class Metric(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, number):
+        self.count += number
+
+
+class Totals(Recorder):
+    def setup(self, config):
+        super().setup(config)
+        self.tensor, self.array, self.meter = torch.zeros(()), np.zeros(1), AverageMeter()
+        self.nested, self.total, self.metrics = {"a": [[], 0]}, Total(), {"b": (Metric(),)}
+        self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+        self.seen = seen = []  # a closure writes to the same list
+        self.model.register_forward_hook(lambda *_: seen.append(1))
+
+    def validate_batch(self, batch, batch_info):
+        number, before = len(batch[0]), len(self.seen)
+        self.tensor += number
+        self.array[0] += number
+        self.meter.update(1.0, number)
+        self.nested["a"][0].append(number)
+        self.nested["a"][1] += number
+        self.total.add(number)
+        self.metrics["b"][0](number)
+        result = super().validate_batch(batch, batch_info)
+        assert len(self.seen) == before + 1
+        return result
+
+
+def test_the_validation_before_training_leaves_no_trace_in_totals(make_trainer):
+    trainer = make_trainer(Totals)
+    trainer.fit(1, verbose=False)
+    operator = trainer.get_local_operator()
+    (nested, added), parts = operator.nested["a"], operator.total.parts[0]
+    found = [operator.tensor, operator.array[0], operator.meter.count, sum(nested), added]
+    found += [operator.total.count, sum(parts), operator.metrics["b"][0].count]
+    assert [int(each) for each in found] == [40] * 8
+
+
+class OwnLoop(Recorder):
+    """A loop without ``train_mode``, in which one module stays in eval mode."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.model[2].eval()
+        self.modes = []
+
+    def train_epoch(self, iterator, info, **given):
+        self.modes.append([module.training for module in self.model])
+        for batch in iterator:
+            self.train_batch(batch, {"batch_idx": 0, "global_step": 0})
+        return {"num_samples": 1}
+
+
+def test_evaluation_does_not_leave_the_models_of_an_own_loop_in_eval_mode(make_trainer):
+    trainer = make_trainer(OwnLoop)
+    trainer.fit(2, verbose=False)
+    trainer.predict(DataLoader(TensorDataset(torch.zeros(3, 1), torch.zeros(3, 1))))
+    trainer.get_model()
+    trainer.train()
+    assert trainer.get_local_operator().modes == [[True, True, False]] * 3
 
 
 def test_a_callback_may_ask_to_stop(make_trainer):

@@ -1,0 +1,74 @@
+"""Recognize losses of PyTorch that are not means over samples."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import CrossEntropyLoss, NLLLoss, functional
+
+from raysgd.torch.ddp import plain
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+IGNORED = -100
+"""The default of ``ignore_index`` in PyTorch."""
+_PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")
+_OF_CLASSES = (
+    CrossEntropyLoss.forward,
+    NLLLoss.forward,
+    functional.cross_entropy,
+    functional.nll_loss,
+)
+_UNCOUNTED = (
+    "The loss ignores targets of %d, but raysgd counts all samples, so batches with fewer targets "
+    "weigh too much. Override num_items(batch), and return the number of the other targets."
+)
+
+
+def _parts(criterion: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the function that computes a loss, and a function that returns its settings."""
+    if isinstance(criterion, functools.partial):
+        return criterion.func, criterion.keywords.get
+    if isinstance(criterion, torch.nn.Module):
+        module = plain(criterion)
+        return type(module).forward, lambda name, default=None: getattr(module, name, default)
+    return criterion, lambda name, default=None: default
+
+
+def is_sum(criterion: Any) -> bool:
+    """Return whether a loss of PyTorch is a sum over the batch."""
+    function, setting = _parts(criterion)
+    return setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
+
+
+def ignored_index(criterion: Any) -> int:
+    index = _parts(criterion)[1]("ignore_index")
+    return index if isinstance(index, int) else IGNORED
+
+
+def num_counted(criterion: Any, target: Any, state: TorchTrainState) -> float | None:
+    """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
+
+    Cross entropies leave out targets, and count the others by the weights of their classes. To
+    exchange counts costs time, so plain classes count as samples, unless a data set is known to
+    have targets to leave out.
+    """
+    function, setting = _parts(criterion)
+    if function not in _OF_CLASSES or setting("reduction", "mean") != "mean":
+        return None
+    if not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return None  # class probabilities
+    index, weight = setting("ignore_index", IGNORED), setting("weight")
+    is_plain = weight is None and index == IGNORED and target.dim() < 2
+    if is_plain and not state.data.ignores_targets:
+        if target.device.type != "cpu" or not bool((target == index).any()):  # a GPU would wait
+            return None
+        if torch.is_grad_enabled():
+            state.say("ignored", _UNCOUNTED, index, anywhere=True)
+            return None
+    counted = target[target != index]
+    return float(counted.numel() if weight is None else weight[counted].sum())

@@ -1,0 +1,172 @@
+"""The number of samples in batches whose first tensor does not show it."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd import TrainingOperator
+from tests.conftest import assert_names
+
+NUM_SAMPLES = 10
+FEATURES = torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(0)).double()
+TARGET = FEATURES.sum(1, keepdim=True)
+
+
+def squares(output, target):
+    return (output - target).square().mean()
+
+
+def detection(keys):
+    return FEATURES[keys], [{"boxes": TARGET[k].repeat(1 + k % 3, 1)} for k in keys]
+
+
+def lists(keys):
+    images, targets = detection(keys)
+    return tuple(image.expand(2, 3) for image in images), tuple(targets)
+
+
+def box_loss(output, target):
+    return torch.stack([squares(o, t["boxes"]) for o, t in zip(output, target, strict=True)]).mean()
+
+
+def concatenated(keys):
+    lengths = torch.tensor([1 + k % 3 for k in keys])
+    return FEATURES[keys], (TARGET[keys].flatten().repeat_interleave(lengths), lengths)
+
+
+def loss_of_parts(output, target):
+    parts = target[0].split(target[1].tolist())
+    return torch.stack([squares(o, part) for o, part in zip(output, parts, strict=True)]).mean()
+
+
+def time_major(keys):
+    return FEATURES[keys].expand(5, len(keys), 3), TARGET[keys].expand(5, len(keys), 1)
+
+
+class Net(torch.nn.Linear):
+    def forward(self, features):
+        if isinstance(features, tuple):
+            features = torch.stack([each.mean(0) for each in features])
+        return super().forward(features)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Net(3, 1).double()
+
+
+class Counts(TrainingOperator):
+    def setup(self, config):
+        model = make_model()
+        self.model, self.optimizer = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            gradient_accumulation_steps=2,
+        )
+        self.criterion = config["criterion"]
+        loader = DataLoader(range(NUM_SAMPLES), batch_size=4, collate_fn=config["collate"])
+        if config.get("is_stream"):
+            loader = list(loader)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+FORMATS = {
+    "detection": (detection, box_loss),
+    "lists": (lists, box_loss),
+    "concatenated": (concatenated, loss_of_parts),
+    "time-major": (time_major, squares),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_loader_knows_the_number_of_samples(make_trainer, kind, caplog):
+    collate, criterion = FORMATS[kind]
+    trainer = make_trainer(Counts, {"collate": collate, "criterion": criterion})
+    validated, trained = trainer.validate(), trainer.train()
+    assert validated["num_samples"] == trained["num_samples"] == NUM_SAMPLES
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    features, target = collate(range(NUM_SAMPLES))
+    assert validated["val_loss"] == pytest.approx(criterion(model(features), target).item())
+    for keys in (range(8), range(8, 10)):
+        features, target = collate(keys)
+        optimizer.zero_grad()
+        criterion(model(features), target).backward()
+        optimizer.step()
+    for mine, its in zip(
+        trainer.get_local_operator().model.parameters(), model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine, its, atol=1e-14, rtol=0)
+    assert not caplog.records
+
+
+def some(keys):
+    kept = [k for k in keys if k % 3]
+    return FEATURES[kept], TARGET[kept]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"collate": detection, "criterion": box_loss, "is_stream": True},
+        {"collate": some, "criterion": squares},
+    ],
+)
+def test_unclear_number_of_samples_is_one_warning(make_trainer, config, caplog):
+    trainer = make_trainer(Counts, config)
+    trainer.validate()
+    trainer.train()
+    (record,) = caplog.records
+    assert_names(record.getMessage(), ["rows", "num_items(batch)"])
+
+
+def test_batch_info_has_the_number_of_samples(make_trainer):
+    class Notes(Counts):
+        def train_batch(self, batch, batch_info):
+            counts.append(batch_info["num_samples"])
+            return super().train_batch(batch, batch_info)
+
+    counts = []
+    trainer = make_trainer(Notes, {"collate": time_major, "criterion": squares})
+    trainer.train()
+    assert counts == [4, 4, 2]
+
+
+class Classes(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = config["model"].double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=config["criterion"],
+        )
+        self.register_data(validation_loader=DataLoader(config["data"], batch_size=4))
+
+
+IGNORED = {
+    "classes": (torch.nn.CrossEntropyLoss(), (23,), -100),
+    "pixels": (torch.nn.CrossEntropyLoss(ignore_index=2), (23, 5), 2),
+    "no class": (lambda output, target: output.square().mean(), (23,), -1),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_ignored_targets_do_not_count_in_the_accuracy(make_trainer, kind):
+    criterion, shape, ignored = IGNORED[kind]
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(*shape, 3, generator=generator).double().movedim(-1, 1)
+    target = torch.randint(0, 3, shape, generator=generator)
+    target[torch.rand(shape, generator=generator) < 0.5] = ignored
+    target[4:8], target[20:] = ignored, 0
+    data = list(zip(features, target, strict=True))
+    config = {"model": torch.nn.Conv1d(3, 3, 1), "criterion": criterion, "data": data}
+    if len(shape) == 1:
+        config["model"] = torch.nn.Linear(3, 3)
+    trainer = make_trainer(Classes, config)
+    found = trainer.validate()
+    with torch.no_grad():
+        output = trainer.get_model()(features)
+    hits = (output.argmax(1) == target)[target != ignored]
+    assert found["val_accuracy"] == pytest.approx(hits.double().mean().item())
+    assert found["val_loss"] == pytest.approx(criterion(output, target).item())

@@ -1,0 +1,290 @@
+"""Losses that are not means over samples, and unequal batches, count as in one process."""
+
+import datetime
+import functools
+import itertools
+import logging.handlers
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+
+from raysgd import TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.data import Dataset
+from raysgd.loop.requests import TrainRequest, ValidateRequest
+from raysgd.metrics import merge_workers
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from tests.conftest import assert_names, needs_full_sharding, running_ranks
+
+NUM_RANKS = 2
+NUM_SAMPLES = 23
+BATCH = 3
+WEIGHTS = torch.tensor([0.5, 3.0, 1.0], dtype=torch.float64)
+
+PLAY = """
+from tests.unit.torch.test_losses import play
+
+play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
+"""
+
+
+class Lengths(BatchSampler):
+    """Yields consecutive batches of different sizes."""
+
+    sizes = (1, 7, 2, 5, 1, 3, 4)
+
+    def __init__(self):
+        pass
+
+    def __iter__(self):
+        ends = list(itertools.accumulate(self.sizes))
+        return iter([[*range(end - size, end)] for size, end in zip(self.sizes, ends, strict=True)])
+
+    def __len__(self):
+        return len(self.sizes)
+
+
+class Parts(IterableDataset):
+    """A stream from which each worker reads its own batches."""
+
+    def __init__(self, batches, operator):
+        self.batches, self.operator = batches, operator
+
+    def __iter__(self):
+        return iter(self.batches[self.operator.world_rank :: self.operator.world_size])
+
+
+@dataclass
+class Case:
+    criterion: Any
+    loader: str = "samples"
+    accumulation: int = 1
+    num_parts: int = 1
+    sharding: str | None = None
+    ignored: int = -100
+    num_workers: int = NUM_RANKS
+    in_memory: bool = True
+    """Whether the data set is a TensorDataset."""
+
+    def data(self):
+        generator = torch.Generator().manual_seed(2)
+        features = torch.randn(NUM_SAMPLES, 4, generator=generator).double()
+        if isinstance(self.criterion, torch.nn.MSELoss | functools.partial):
+            return features, features.square()[:, :3].contiguous()
+        target = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)
+        target[torch.rand(NUM_SAMPLES, generator=generator) < 0.4] = self.ignored
+        target[2:12] = self.ignored
+        target[0] = 1
+        return features, target
+
+    def sizes(self):
+        """Return the numbers of samples of the batches, in the order of the data."""
+        if self.loader == "samples":
+            step = BATCH * self.num_workers
+            return [min(step, NUM_SAMPLES - i) for i in range(0, NUM_SAMPLES, step)]
+        sizes = Lengths.sizes
+        # An epoch of streams ends with the shortest.
+        stop = len(sizes) - (self.loader == "stream")
+        return [sum(sizes[i : i + self.num_workers]) for i in range(0, stop, self.num_workers)]
+
+
+def make_model(criterion):
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)]
+    if isinstance(criterion, torch.nn.NLLLoss):
+        layers.append(torch.nn.LogSoftmax(dim=1))
+    return torch.nn.Sequential(*layers).double()
+
+
+class Trained(TrainingOperator):
+    def setup(self, config):
+        self.case = case = config["case"]
+        model = make_model(case.criterion)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
+            criterion=case.criterion,
+            gradient_accumulation_steps=case.accumulation,
+            sharding=case.sharding,
+        )
+        data = TensorDataset(*case.data())
+        if not case.in_memory:
+            data = list(data)
+        loaders = {
+            "samples": lambda: DataLoader(data, batch_size=BATCH),
+            "batch sampler": lambda: DataLoader(data, batch_sampler=Lengths()),
+            "stream": lambda: DataLoader(
+                Parts([data[indices] for indices in Lengths()], self), batch_size=None
+            ),
+            "ready batches": lambda: DataLoader(
+                [data[indices] for indices in Lengths()], batch_size=None
+            ),
+            "items": lambda: Dataset([data[indices] for indices in Lengths()], batch_size=1),
+        }
+        loader = loaders[case.loader]()
+        self.register_data(
+            train_loader=loader, validation_loader=DataLoader(data, batch_size=BATCH)
+        )
+
+
+def run(case, rank):
+    """Train an epoch, and validate. Return parameters, metrics, and warnings."""
+    runner = TorchRunner(
+        TorchOptions(
+            training_operator_cls=Trained,
+            config={"case": case},
+            num_workers=case.num_workers,
+            use_gpu=False,
+            add_dist_sampler=case.loader != "stream",
+        )
+    )
+    is_distributed = case.num_workers > 1
+    runner.setup(
+        WorkerContext(world_rank=rank, world_size=case.num_workers, distributed=is_distributed)
+    )
+    if case.num_parts > 1:
+        runner._train_state.parts.raise_split(case.num_parts)
+    log = logging.handlers.MemoryHandler(1000, flushLevel=100)
+    logging.getLogger("raysgd").addHandler(log)
+    trained = runner.handle(TrainRequest(call=0, until_epoch=1))
+    validated = runner.handle(ValidateRequest(call=1))
+    parameters = [
+        (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
+        for each in runner.operator.unwrapped(runner.operator.model).parameters()
+    ]
+    runner.teardown()
+    logging.getLogger("raysgd").removeHandler(log)
+    return parameters, trained, validated, [record.getMessage() for record in log.buffer]
+
+
+def play(rank, store):
+    """Run cases from the store until one is None."""
+    for number in itertools.count():
+        case = pickle.loads(store.get(f"cases/{number}"))
+        if case is None:
+            break
+        if rank >= case.num_workers:
+            continue
+        if case.num_workers > 1:
+            own = dist.PrefixStore(f"group-{number}", store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=case.num_workers)
+        try:
+            result = run(case, rank)
+        except Exception:
+            result = traceback.format_exc()
+        store.set(f"results/{number}/{rank}", pickle.dumps(result))
+        if case.num_workers > 1:
+            dist.destroy_process_group()
+    print("good")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Return a function that trains a case, and returns the results of each worker."""
+    with running_ranks(PLAY, NUM_RANKS) as store:
+        store.set_timeout(datetime.timedelta(seconds=60))
+        numbers = itertools.count()
+
+        def train(case):
+            number = next(numbers)
+            store.set(f"cases/{number}", pickle.dumps(case))
+            keys = [f"results/{number}/{rank}" for rank in range(case.num_workers)]
+            results = [pickle.loads(store.get(key)) for key in keys]
+            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
+            return results
+
+        yield train
+        store.set(f"cases/{next(numbers)}", pickle.dumps(None))
+
+
+def expected(case):
+    """Return the parameters and the validation loss of a plain loop in one process."""
+    (features, target), model = case.data(), make_model(case.criterion)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    sizes, start = case.sizes(), 0
+    for first in range(0, len(sizes), case.accumulation):
+        stop = start + sum(sizes[first : first + case.accumulation])
+        optimizer.zero_grad()
+        loss = case.criterion(model(features[start:stop]), target[start:stop])
+        loss.nan_to_num().backward()
+        optimizer.step()
+        start = stop
+    with torch.no_grad():
+        validated = case.criterion(model(features), target)
+    is_sum = "sum" in (
+        getattr(case.criterion, "reduction", ""),
+        getattr(case.criterion, "keywords", {}).get("reduction"),
+    )
+    return [*model.parameters()], validated / NUM_SAMPLES if is_sum else validated
+
+
+cross_entropy = torch.nn.CrossEntropyLoss
+CRITERIA = {
+    "ignores": cross_entropy(),
+    "weights": cross_entropy(weight=WEIGHTS),
+    "smooth": cross_entropy(weight=WEIGHTS, label_smoothing=0.1),
+    "log likelihood": torch.nn.NLLLoss(weight=WEIGHTS),
+    "sum of classes": cross_entropy(weight=WEIGHTS, reduction="sum"),
+    "sum": torch.nn.MSELoss(reduction="sum"),
+    "sum by a function": functools.partial(functional.mse_loss, reduction="sum"),
+}
+
+
+def check(case, results):
+    parameters, val_loss = expected(case)
+    for found, *_ in results:
+        torch.testing.assert_close(found, parameters, atol=1e-12, rtol=0)
+    trained, validated = (merge_workers([each[i] for each in results]) for i in (1, 2))
+    assert validated["val_loss"] == pytest.approx(val_loss.item(), abs=1e-12)
+    assert trained["num_samples"] == sum(case.sizes())
+    assert not any(warnings for *_, warnings in results)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", CRITERIA)
+def test_losses_of_pytorch_count_what_they_weight_ignore_or_sum(workers, kind, accumulation):
+    case = Case(CRITERIA[kind], accumulation=accumulation)
+    check(case, workers(case))
+
+
+def test_ignored_index_may_be_a_class(workers):
+    case = Case(cross_entropy(ignore_index=2), ignored=2)
+    check(case, workers(case))
+
+
+def test_uncounted_targets_are_a_warning(workers):
+    results = workers(Case(CRITERIA["ignores"], in_memory=False))
+    for *_, warnings in results:
+        assert len(warnings) == 1
+        assert_names(warnings[0], ["-100", "num_items"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_parts": 2},
+        {"num_parts": 2, "accumulation": 2, "num_workers": 1},
+        {"sharding": "optimizer", "accumulation": 2},
+        pytest.param({"sharding": "full", "accumulation": 2}, marks=needs_full_sharding),
+    ],
+)
+def test_sums_add_up_over_micro_batches_and_shards(workers, settings):
+    case = Case(CRITERIA["sum"], **settings)
+    check(case, workers(case))
+
+
+@pytest.mark.parametrize("kind", ["sum", "ignores"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("loader", ["batch sampler", "stream", "ready batches", "items"])
+def test_unequal_batches_count_their_samples(workers, loader, accumulation, kind):
+    criterion = torch.nn.MSELoss() if kind == "ignores" else CRITERIA[kind]
+    case = Case(criterion, loader=loader, accumulation=accumulation)
+    check(case, workers(case))
