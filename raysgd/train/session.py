@@ -81,9 +81,9 @@ class Session:
     def _run(self) -> None:
         here.session = self
         try:
-            before = _num_collectives()
+            before = num_collectives()
             value = pickle.loads(self.plan.function)()
-            if before is not None and _num_collectives() == before:
+            if before is not None and num_collectives() == before:
                 self._warn_of_separate_models()
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
@@ -191,7 +191,7 @@ def _reported(metrics: Any) -> Packed:
         ) from error
 
 
-def _num_collectives() -> int | None:
+def num_collectives() -> int | None:
     """Return the number of PyTorch collectives so far; None if unknown."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
