@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.metrics import NUM_SAMPLES, MergeableMetric, computed
+from raysgd.metrics import NUM_SAMPLES, MergeableMetric, Sums, computed, ratio
 from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.creators import lock_of_node, mixed_bases
 
@@ -199,7 +199,7 @@ class LightningMethods(_Base):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         module, index = self.module, batch_info["batch_idx"]
-        batch, num_samples = self._move_to_device(batch)
+        batch = self._move_to_device(batch)
         if module.on_train_batch_start(batch, index) == -1:
             raise RuntimeError(
                 f"{type(module).__name__}.on_train_batch_start returned -1, but raysgd cannot skip "
@@ -208,7 +208,8 @@ class LightningMethods(_Base):
         with self.timers.record("fwd"), self.autocast():
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        loss, num_items = outputs.get("loss"), self._count_items(batch, num_samples)
+        loss, num_samples = outputs.get("loss"), self._num_samples(batch)
+        num_items = self._count_items(batch, num_samples)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "
@@ -245,13 +246,19 @@ class LightningMethods(_Base):
         finally:
             vars(module).pop("forward", None)
 
-    def _move_to_device(self, batch: Any) -> tuple[Any, int]:
-        """Return the batch on the device, and its number of samples."""
+    def _move_to_device(self, batch: Any) -> Any:
         module = self.module
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, self.device, 0)
-        batch = module.on_after_batch_transfer(batch, 0)
-        return batch, _import_beside(module, "utilities.data").extract_batch_size(batch)
+        return module.on_after_batch_transfer(batch, 0)
+
+    def _num_samples(self, batch: Any) -> int:
+        """Return the batch size that the step has logged, or else the one that Lightning finds."""
+        given = self._surroundings.batch_size
+        if given is not None:
+            return given
+        found: int = _import_beside(self.module, "utilities.data").extract_batch_size(batch)
+        return found
 
     # ---- validation
 
@@ -271,10 +278,11 @@ class LightningMethods(_Base):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         module, index = self.module, batch_info["batch_idx"]
-        batch, num_samples = self._move_to_device(batch)
+        batch = self._move_to_device(batch)
         module.on_validation_batch_start(batch, index)
         with self.timers.record("eval_fwd"), self.autocast():
             output = self._step(module.validation_step, batch, index)
+        num_samples = self._num_samples(batch)
         module.on_validation_batch_end(output, batch, index)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         metrics = {}
@@ -283,7 +291,7 @@ class LightningMethods(_Base):
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        batch, _ = self._move_to_device(batch)
+        batch = self._move_to_device(batch)
         with self._surrounded(), self.autocast():
             return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
 
@@ -308,6 +316,8 @@ class _Surroundings:
     def __init__(self, operator: LightningMethods) -> None:
         self._operator = operator
         self._logged: dict[str, Any] = {}
+        self.batch_size: int | None = None
+        """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
 
@@ -328,6 +338,7 @@ class _Surroundings:
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: Any = "mean",
+        batch_size: int | None = None,
         **_: Any,
     ) -> None:
         """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
@@ -345,14 +356,20 @@ class _Surroundings:
                 "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
             )
         value = value.detach() if is_tensor else value
-        self._logged[name] = _Reduced(reduction, value) if reduction in _REDUCTIONS else value
+        if self.batch_size is None:
+            self.batch_size = batch_size
+        if reduction in _REDUCTIONS:
+            value = _Reduced(reduction, value)
+        elif batch_size is not None:
+            value = Sums(ratio, total=value * batch_size, weight=batch_size)
+        self._logged[name] = value
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
         for name, value in dictionary.items():
             self.log(name, value, *arguments, **keywords)
 
     def take_logged(self) -> dict[str, Any]:
-        logged, self._logged = self._logged, {}
+        logged, self._logged, self.batch_size = self._logged, {}, None
         return logged
 
 

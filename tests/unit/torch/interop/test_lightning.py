@@ -208,6 +208,41 @@ def test_reduce_fx_of_logged_values():
     assert (merged["total"], merged["low"], merged["high"]) == (-8, -5, 1)
 
 
+class Graphs:
+    """A batch whose tensors do not count its samples, or that Lightning cannot measure."""
+
+    def __init__(self, rows, num_graphs):
+        self.rows, self.num_graphs = rows, num_graphs
+
+    def to(self, *_):
+        return self
+
+
+class OfGraphs(Line):
+    def training_step(self, batch, batch_idx):
+        self.log("size", float(batch.num_graphs), batch_size=batch.num_graphs)
+        self.log("also", torch.tensor(float(batch.num_graphs)))
+        self.log_dict({"nodes": 1.0 * len(batch.rows)}, batch_size=len(batch.rows))
+        return self(batch.rows).sum() * 0 + batch.num_graphs
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_size", float(batch.num_graphs), batch_size=batch.num_graphs)
+        return torch.tensor(float(batch.num_graphs))
+
+
+def test_a_logged_batch_size_counts_the_samples_of_a_batch():
+    batches = [Graphs(X[:8], 1), Graphs(X[:2], 3)]
+    trainer = start(OfGraphs, train_dataloader=batches, val_dataloader=batches)
+    stats = trainer.train()
+    expected = (1 * 1 + 3 * 3) / 4
+    assert stats["num_samples"] == 4
+    assert (stats["size"], stats["also"], stats["train_loss"]) == (expected, expected, expected)
+    assert stats["nodes"] == (8 * 8 + 2 * 2) / 10
+    assert stats["last_size"] == 3
+    found = trainer.validate()
+    assert (found["num_samples"], found["val_size"], found["val_loss"]) == (4, expected, expected)
+
+
 def test_hooks_are_called_in_the_order_of_lightning():
     trainer = start(train_dataloader=loader(20), val_dataloader=loader(40))
     calls = trainer.get_local_operator().module.calls
