@@ -36,7 +36,8 @@ class CheckpointStrategy:
     """Number of the best checkpoints to keep. None keeps all, 0 writes none. During the run, the
     newest checkpoint is kept in addition, because a restart needs it."""
     checkpoint_score_attribute: str | None = "_timestamp"
-    """Name of the reported number that rates a checkpoint. NaN is the worst rating."""
+    """Name of the number that rates a checkpoint, in the checkpoint or else in its report. NaN is the
+    worst rating. A checkpoint without this number is a ValueError."""
     checkpoint_score_order: Literal["max", "min"] = "max"
     """Whether larger or smaller numbers are better."""
 

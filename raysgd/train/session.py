@@ -120,7 +120,9 @@ class Session:
             self._hand_over("report", content)
         else:
             state = Checkpoint.taken_from(checkpoint).to_dict()
-            self._hand_over("report", content, numbers_in(metrics), state)
+            # A number in the checkpoint rates it, even if the report has another of that name.
+            own = {name: v for name, v in state.items() if not isinstance(v, Mapping)}
+            self._hand_over("report", content, numbers_in({**metrics, **own}), state)
 
     def save(self, state: Mapping[str, Any]) -> None:
         self._check_process()
