@@ -154,6 +154,25 @@ def test_configs_and_checkpoints_of_ray_train_are_accepted(module_cluster, tmp_p
         assert (Path(folder) / "model.txt").read_text() == "1.0"
 
 
+def test_functions_of_ray_are_those_of_raysgd_in_a_function(module_cluster, tmp_path):
+    from ray.air import session
+    from ray.air.session import report
+
+    def function():
+        session.report({"rank": session.get_world_rank(), "size": session.get_world_size()})
+        report({"n": 1}, checkpoint=Checkpoint.from_dict({"n": 1}))
+        import ray.train
+
+        loaded = session.get_checkpoint().to_dict()
+        ray.train.report({**loaded, "name": ray.train.get_context().get_experiment_name()})
+
+    config = RunConfig(name="rays", storage_path=tmp_path)
+    history = DataParallelTrainer(function, run_config=config).fit().history
+    assert (history[0]["rank"], history[0]["size"]) == (0, 1)
+    assert [report["n"] for report in history[1:]] == [1, 1]
+    assert history[2]["name"] == "rays"
+
+
 class Marking(TrainingCallback):
     """Creates a file when the result of a step arrives."""
 
