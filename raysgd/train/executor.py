@@ -222,6 +222,7 @@ class BackendExecutor:
             iteration,
             metadata=dict(metadata or {}),
             name=name,
+            folder="" if run_dir is None else str(run_dir),
             encode=self._overridden("encode_data"),
             full_size=self.options.num_workers if keeps_batch else None,
         )

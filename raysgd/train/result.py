@@ -13,6 +13,7 @@ from typing import Any
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.logger import end_line
 from raysgd.callbacks.values import jsonable
+from raysgd.compat.ray_train import RayResult
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 
@@ -21,7 +22,7 @@ REPORTS = "result.json"
 
 
 @dataclass
-class Result:
+class Result(RayResult):
     """The result of a run."""
 
     metrics: dict[str, Any] | None

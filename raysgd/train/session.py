@@ -22,6 +22,7 @@ import cloudpickle
 from raysgd._internal.context import WorkerContext
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
+from raysgd.compat.ray_train import with_metadata
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
@@ -41,6 +42,8 @@ class Plan:
     """Number of reports before the checkpoint."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    folder: str = ""
+    """Folder of the run on the driver; empty if there is none."""
     encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """`encode_data` of the user's backend; None if the backend does not override it."""
     full_size: int | None = None
@@ -149,6 +152,7 @@ class Session:
         """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
         blob = None
         if checkpoint is not None:
+            checkpoint = with_metadata(checkpoint, self.plan.metadata)
             self._checkpoint = blob = _pickled(checkpoint)
             if self.plan.encode is not None:
                 blob = _pickled(self.plan.encode(checkpoint))

@@ -68,7 +68,7 @@ def test_the_newer_of_equals_stays(tmp_path, caplog, score):
 def test_a_checkpoint_without_a_score_is_an_error_and_is_stored(tmp_path):
     checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
     keep(checkpoints, {"epoch": 1, "accuracy": 1})
-    with pytest.raises(ValueError, match="'accuracy': checkpoint_000002 has no .* epoch"):
+    with pytest.raises(ValueError, match=r"'accuracy': checkpoint_000002 has no .* epoch"):
         keep(checkpoints, {"epoch": 2})
     again = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
     assert again.restore() is not None
