@@ -84,6 +84,7 @@ class LightningMethods(_Base):
             ]
             self.register_data(**loaders)
             module.on_fit_start()
+        unused.discard("max_epochs")
         if unused and self.world_rank == 0:
             logger.warning(
                 "The constructors of %s and of its data module ignore these keys of the config: "
@@ -138,6 +139,12 @@ class LightningMethods(_Base):
         for each in given:
             options = each if isinstance(each, dict) else {"scheduler": each}
             interval, every = options.get("interval"), options.get("frequency", 1)
+            if frequency != "manual" and options.get("monitor") is not None:
+                raise ValueError(
+                    f"{name} has a scheduler with monitor={options['monitor']!r}. Pass "
+                    'scheduler_step_freq="manual" to the trainer, and call '
+                    "trainer.update_scheduler(metric) in on_validation_end of a callback."
+                )
             wanted = {"step": "batch", "epoch": "epoch"}.get(str(interval))
             if frequency != "manual" and (wanted not in (None, frequency) or every != 1):
                 raise ValueError(
@@ -310,6 +317,8 @@ class _Surroundings:
     """Replaces ``self.trainer`` and ``self.fabric`` of a module."""
 
     sanity_checking = False
+    progress_bar_callback = None
+    world_size = 1
     logger = None
     loggers: tuple[Any, ...] = ()
 
@@ -320,6 +329,25 @@ class _Surroundings:
         """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
+
+    @property
+    def strategy(self) -> Any:
+        return SimpleNamespace(all_gather=self.all_gather)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensors of all workers, stacked by rank."""
+        from torch.distributed.nn.functional import all_gather
+
+        tensor = torch.as_tensor(tensor)
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return tensor if self.world_size == 1 else torch.stack(all_gather(tensor, group))
+
+    @property
+    def max_epochs(self) -> int:
+        found: int | None = self._operator.config.get("max_epochs")
+        if found is None:
+            raise RuntimeError('self.trainer.max_epochs is config["max_epochs"], which is missing.')
+        return found
 
     @property
     def current_epoch(self) -> int:
@@ -344,10 +372,15 @@ class _Surroundings:
         """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
         if logger is False:
             return
+        if hasattr(value, "metric_state"):
+            self._logged[name] = _TorchMetric(value.clone())
+            value.reset()
+            return
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
         if not is_tensor and not isinstance(value, numbers.Number):
             raise TypeError(
-                f"self.log({name!r}, {value!r}): must be a number or a tensor of one element."
+                f"self.log({name!r}, {value!r}): must be a number, a tensor of one element, or a "
+                "metric of torchmetrics."
             )
         reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
         if reduction not in (*_REDUCTIONS, "mean", "avg"):
@@ -459,6 +492,27 @@ class _Reduced(MergeableMetric):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
+
+
+class _TorchMetric(MergeableMetric):
+    """A metric of torchmetrics, with the data since it was last logged."""
+
+    def __init__(self, metric: Any) -> None:
+        metric.sync_on_compute = False  # workers may compute unequally often
+        self._metric = metric
+
+    def merge(self, other: _TorchMetric) -> _TorchMetric:
+        merged = other._metric.clone()
+        # The public merge_state refuses many metrics, such as MaxMetric.
+        merged._reduce_states(self._metric.metric_state)
+        merged._computed = None  # a cached value
+        return _TorchMetric(merged)
+
+    def compute(self) -> Any:
+        return self._metric.compute()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_metric": self._metric.clone().cpu()}
 
 
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
