@@ -1,7 +1,6 @@
-"""Processes that a worker spawns, such as those of a DataLoader, and the classes of the script.
+"""Classes of the user's script in processes that a worker spawns, such as those of a DataLoader.
 
-Python looks up a class of ``__main__`` by name in the new process. There, ``__main__`` is not the
-user's script, because Ray starts the workers. So the class itself is sent.
+Python looks up classes of ``__main__`` by name, but the ``__main__`` of a worker is Ray's.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import cloudpickle
 
 
 def send_classes_of_the_script() -> None:
-    """Let this process exchange objects of the script's classes with the processes it spawns."""
-    ForkingPickler.reducer_override = _reduced  # type: ignore[attr-defined]
+    """Pickle classes and functions of ``__main__`` by value between this and other processes."""
+    ForkingPickler.reducer_override = _reduced  # type: ignore[method-assign]
 
 
 def _reduced(pickler: Any, obj: Any) -> Any:
-    is_global = isinstance(obj, type | types.FunctionType)
-    if is_global and obj.__module__ == "__main__":
+    if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
         return _received, (cloudpickle.dumps(obj),)
     return NotImplemented
 

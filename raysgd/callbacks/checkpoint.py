@@ -106,11 +106,7 @@ class CheckpointCallback(Callback):
         self._can_save = True
         folder = self._folder or logdir_of(trainer) / "checkpoints"
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
-        self._resume_from_newest(trainer)
         self._saved_at = trainer.global_step
-
-    def _resume_from_newest(self, trainer: Trainer) -> None:
-        assert self._store is not None
         if not self._resume or trainer.epoch or trainer.global_step:
             return
         restored = self._store.restore()
@@ -125,7 +121,7 @@ class CheckpointCallback(Callback):
                 "config, or another folder (or logdir) to start from scratch. "
                 f"{error}"
             ) from error
-        self.restored_from = restored.path
+        self.restored_from, self._saved_at = restored.path, trainer.global_step
         self._newest = shown
         # Warn because, for example, the script's learning rate has no effect now.
         logger.warning(
@@ -175,11 +171,8 @@ class CheckpointCallback(Callback):
         try:
             self._save_rest(trainer)
         finally:
-            self._note_newest(error)
-
-    def _note_newest(self, error: BaseException) -> None:
-        if self._newest is not None and self._resume:
-            error.add_note(f"If you start the script again, it resumes from {self._newest}.")
+            if self._newest is not None and self._resume:
+                error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
     def on_train_end(self, trainer: Trainer) -> None:
         self._save_rest(trainer)

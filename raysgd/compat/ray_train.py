@@ -7,47 +7,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_METADATA = "_metadata"
-_METADATA_FILE = ".metadata.json"
+_FILE = ".metadata.json"  # the file of Ray
 
 
 def with_metadata(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint with further metadata. Its own take precedence."""
-    return _replaced(state, {**metadata, **_metadata_of(state)}) if metadata else dict(state)
-
-
-def _metadata_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    text = state.get("_files", {}).get(_METADATA_FILE)
-    return dict(state.get(_METADATA, {}) if text is None else json.loads(text))
-
-
-def _replaced(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a checkpoint with other metadata."""
     if state.keys() == {"_files"}:
-        return {"_files": {**state["_files"], _METADATA_FILE: json.dumps(metadata).encode()}}
-    return {**state, _METADATA: dict(metadata)}
+        return {"_files": {**state["_files"], _FILE: json.dumps(metadata).encode()}}
+    return {**state, "_metadata": dict(metadata)}
 
 
 class RayCheckpoint:
-    """Metadata of a checkpoint. They stay with it when it is reported."""
+    """Metadata of a checkpoint: those of its trainer, and those that user code sets."""
 
     _data: Any
     to_dict: Any
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata: those of the trainer, and those that `set_metadata` has set."""
-        return _metadata_of(self.to_dict())
+        """Return the metadata."""
+        state = self.to_dict()
+        text = state.get("_files", {}).get(_FILE)
+        return dict(state.get("_metadata", {}) if text is None else json.loads(text))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata of this object, in memory. The values must fit into JSON."""
-        self._data = _replaced(self.to_dict(), metadata)
+        """Replace the metadata, until the checkpoint is reported in memory only."""
+        self._data = with_metadata(self.to_dict(), metadata)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add metadata, or change them."""
+        """Add or change metadata."""
         self.set_metadata({**self.get_metadata(), **metadata})
 
 
 class RayContext:
-    """Names of the run that older scripts read."""
+    """Names of the run."""
 
     name: str
     run: str
@@ -78,19 +70,7 @@ class RayResult:
         return Path(self.path)
 
     def get_best_checkpoint(self, metric: str, mode: str) -> Any:
-        """Return the checkpoint on disk with the best `metric`; None if none has that number."""
+        """Return the checkpoint with the best number `metric`, or None. `mode`: "min" or "max"."""
         found = [each for each in self.best_checkpoints if metric in each[1]]
         pick = {"min": min, "max": max}[mode]
         return pick(found, key=lambda each: each[1][metric])[0] if found else None
-
-
-class RayTrainer:
-    """Another name for the newest checkpoint of a trainer."""
-
-    _executor: Any
-
-    @property
-    def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint of the newest run; None if no checkpoint is on disk."""
-        path: Path | None = self._executor.latest_checkpoint_path
-        return path

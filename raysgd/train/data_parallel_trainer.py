@@ -204,21 +204,14 @@ class DataParallelTrainer:
         return (Path(path).expanduser() / _TRAINER).is_file()
 
     @classmethod
-    def restore(
-        cls,
-        path: str | os.PathLike[str],
-        train_loop_per_worker: Callable[..., Any] | None = None,
-        train_loop_config: Mapping[str, Any] | None = None,
-        **changed: Any,
-    ) -> Self:
+    def restore(cls, path: str | os.PathLike[str], *loop: Any, **changed: Any) -> Self:
         """Return a trainer whose ``fit()`` continues a run from its newest checkpoint.
 
         Restoring unpickles files of the folder, which can run code.
 
         Args:
             path: folder of the run: ``Result.path``.
-            train_loop_per_worker: a new function; None to keep the earlier one.
-            train_loop_config: a new config; None to keep the earlier one.
+            loop: new values of ``train_loop_per_worker`` and ``train_loop_config``.
             changed: new values for arguments of the trainer, such as ``scaling_config``. Pass
                 ``datasets`` if the earlier data sets belong to another cluster.
         """
@@ -229,11 +222,7 @@ class DataParallelTrainer:
                 f"{_TRAINER}. Pass the folder of a run, which is Result.path."
             )
         trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
-        loop = {
-            "train_loop_per_worker": train_loop_per_worker,
-            "train_loop_config": train_loop_config,
-        }
-        changed |= {name: value for name, value in loop.items() if value is not None}
+        changed |= zip(("train_loop_per_worker", "train_loop_config"), loop, strict=False)
         for name in changed:
             if name.startswith("_") or name not in trainer.__dict__:
                 raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)

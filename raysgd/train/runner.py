@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd.cluster.worker import is_worker_process
-from raysgd.compat.ray_session import redirect
+from raysgd.compat import ray_session
 from raysgd.elastic.call import LoadRequest
-from raysgd.train import api
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue
@@ -56,7 +56,7 @@ class FunctionRunner(Runner):
     def setup(self, context: WorkerContext) -> None:
         self._context = here.place = context
         if is_worker_process():
-            redirect(api)
+            sys.modules["ray.air.session"] = ray_session
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         self.setup(context)

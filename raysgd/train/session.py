@@ -152,7 +152,9 @@ class Session:
         """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
         blob = None
         if checkpoint is not None:
-            checkpoint = with_metadata(checkpoint, self.plan.metadata)
+            if self.plan.metadata:
+                own = Checkpoint(checkpoint).get_metadata()
+                checkpoint = with_metadata(checkpoint, {**self.plan.metadata, **own})
             self._checkpoint = blob = _pickled(checkpoint)
             if self.plan.encode is not None:
                 blob = _pickled(self.plan.encode(checkpoint))

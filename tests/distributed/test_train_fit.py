@@ -154,17 +154,19 @@ def test_configs_and_checkpoints_of_ray_train_are_accepted(module_cluster, tmp_p
         assert (Path(folder) / "model.txt").read_text() == "1.0"
 
 
-def test_functions_of_ray_are_those_of_raysgd_in_a_function(module_cluster, tmp_path):
+def test_the_session_of_ray_is_that_of_raysgd_in_a_function(module_cluster, tmp_path):
+    import ray.train
     from ray.air import session
-    from ray.air.session import report
 
     def function():
         session.report({"rank": session.get_world_rank(), "size": session.get_world_size()})
-        report({"n": 1}, checkpoint=Checkpoint.from_dict({"n": 1}))
-        import ray.train
+        from ray.air.session import get_experiment_name, report
 
+        report({"n": 1}, checkpoint=Checkpoint.from_dict({"n": 1}))
         loaded = session.get_checkpoint().to_dict()
-        ray.train.report({**loaded, "name": ray.train.get_context().get_experiment_name()})
+        report({**loaded, "name": get_experiment_name()})
+        with pytest.raises(RuntimeError, match="not initialized"):
+            ray.train.report({"n": 2})
 
     config = RunConfig(name="rays", storage_path=tmp_path)
     history = DataParallelTrainer(function, run_config=config).fit().history
