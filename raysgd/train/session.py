@@ -84,6 +84,8 @@ class Session:
     def _run(self) -> None:
         here.session = self
         try:
+            if (state := sys.modules.get("accelerate.state")) is not None:
+                state.AcceleratorState._reset_state(True)  # a run may use another precision
             before = num_collectives()
             value = pickle.loads(self.plan.function)()
             if before is not None and num_collectives() == before:
