@@ -74,3 +74,11 @@ class RayResult:
         found = [each for each in self.best_checkpoints if metric in each[1]]
         pick = {"min": min, "max": max}[mode]
         return pick(found, key=lambda each: each[1][metric])[0] if found else None
+
+
+class OldNames:
+    """Methods of the first versions of ``ray.util.sgd.v2``."""
+
+    def get_latest_checkpoint(self) -> Any:
+        """Return ``latest_checkpoint``."""
+        return getattr(self, "latest_checkpoint")  # noqa: B009

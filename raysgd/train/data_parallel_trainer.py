@@ -10,7 +10,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import cloudpickle
 
@@ -67,6 +67,8 @@ class DataParallelTrainer:
     datasets: Any = None
     metadata: Any = None
     resume_from_checkpoint: Any = None
+    _dataset_config: ClassVar[Mapping[str, Any]] = {}
+    """Defaults for ``dataset_config`` in a subclass."""
     _folder: Path | None = dataclasses.field(default=None, init=False)
     """Folder of the run to continue; None for a new run."""
 
@@ -165,7 +167,10 @@ class DataParallelTrainer:
         names = getattr(config, "_datasets_to_split", None)  # Ray has no public name for it
         if names is not None:
             return names == "all" or name in names
-        return bool((config or {}).get(name, name == "train"))
+        config = {**self._dataset_config, **(config or {})}
+        given = config.get(name, config.get("*"))  # a bool, or an old DatasetConfig of Ray
+        split = getattr(given, "split", given)
+        return name == "train" if split is None else bool(split)
 
     # ---- keeping and restoring
 

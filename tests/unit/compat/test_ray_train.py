@@ -1,6 +1,7 @@
 """Names of Ray Train 1.13 and 2 on the classes of `raysgd.train`."""
 
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,8 @@ def test_a_result_has_its_folder_and_the_best_checkpoint_by_any_metric():
 
 
 def test_a_trainer_has_the_path_of_the_newest_checkpoint(tmp_path):
-    assert Trainer("torch", logdir=tmp_path).latest_checkpoint_path is None
+    trainer = Trainer("torch", logdir=tmp_path)
+    assert trainer.latest_checkpoint_path is trainer.get_latest_checkpoint() is None
 
 
 def test_restore_takes_the_function_and_its_config_by_position(tmp_path):
@@ -89,3 +91,36 @@ def test_restore_takes_the_function_and_its_config_by_position(tmp_path):
     kept = DataParallelTrainer.restore(tmp_path / "mine", train_loop_config={"a": 3})
     assert kept.train_loop_per_worker.__name__ == "first"
     assert kept.train_loop_config == {"a": 3}
+
+
+@dataclass
+class OldConfig:
+    """The ``DatasetConfig`` of Ray 2.0."""
+
+    split: bool | None = None
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "expected"),
+    [
+        ({}, None, {"train": True, "val": False}),
+        ({"val": True}, None, {"train": True, "val": True}),
+        ({"train": OldConfig(), "*": OldConfig(True)}, None, {"train": True, "val": True}),
+        ({"*": OldConfig(False)}, {"val": True}, {"train": False, "val": True}),
+    ],
+)
+def test_a_subclass_may_have_defaults_for_the_data_sets_to_split(defaults, given, expected):
+    class Mine(DataParallelTrainer):
+        _dataset_config = defaults
+
+    trainer = Mine(print_nothing, dataset_config=given)
+    assert {name: trainer._is_split(name) for name in ("train", "val")} == expected
+
+
+def print_nothing():
+    pass
+
+
+def test_callbacks_of_ray_are_refused_with_the_way():
+    with pytest.raises(TypeError, match=r"TuneReportCallback, write a TrainingCallback"):
+        DataParallelTrainer(print_nothing, run_config=RunConfig(callbacks=[object()]))
