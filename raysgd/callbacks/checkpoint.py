@@ -15,18 +15,9 @@ from raysgd.callbacks.logger import logdir_of
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import CheckpointStore
 from raysgd.checkpoint.location import Location
-from raysgd.errors import (
-    CheckpointError,
-    CollectiveError,
-    InsufficientResourcesError,
-    WorkerLostError,
-    WorkerTimeoutError,
-)
+from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteError
 
 logger = logging.getLogger(__name__)
-
-_GROUP_ERRORS = (CollectiveError, InsufficientResourcesError, WorkerLostError, WorkerTimeoutError)
-"""Errors after which reading the state could wait for workers that never answer."""
 
 
 class CheckpointCallback(Callback):
@@ -167,7 +158,9 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        self._can_save = not isinstance(error, _GROUP_ERRORS)
+        # After other errors of raysgd, reading the state could wait for workers that never answer.
+        is_of_user = not isinstance(error, RaySGDError)
+        self._can_save = is_of_user or isinstance(error, CallbackError | RemoteError)
         try:
             self._save_rest(trainer)
         finally:

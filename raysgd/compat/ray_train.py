@@ -59,21 +59,14 @@ class RayContext:
 
 
 class RayResult:
-    """Other names for the content of a result."""
+    """Another name for the path of a result."""
 
     path: str
-    best_checkpoints: Any
 
     @property
     def log_dir(self) -> Path:
         """The folder of the run."""
         return Path(self.path)
-
-    def get_best_checkpoint(self, metric: str, mode: str) -> Any:
-        """Return the checkpoint with the best number `metric`, or None. `mode`: "min" or "max"."""
-        found = [each for each in self.best_checkpoints if metric in each[1]]
-        pick = {"min": min, "max": max}[mode]
-        return pick(found, key=lambda each: each[1][metric])[0] if found else None
 
 
 class OldNames:

@@ -334,13 +334,17 @@ class _Surroundings:
     def strategy(self) -> Any:
         return SimpleNamespace(all_gather=self.all_gather)
 
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all workers, stacked by rank."""
-        from torch.distributed.nn.functional import all_gather
-
         tensor = torch.as_tensor(tensor)
-        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
-            return tensor if self.world_size == 1 else torch.stack(all_gather(tensor, group))
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            functional = importlib.import_module("torch.distributed.nn.functional")
+            return torch.stack(functional.all_gather(tensor, group))
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        torch.distributed.all_gather(found, tensor.detach().contiguous(), group)
+        return torch.stack(found)
 
     @property
     def max_epochs(self) -> int:

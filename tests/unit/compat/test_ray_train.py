@@ -59,15 +59,8 @@ def test_the_context_of_a_trial_is_that_of_the_run(run):
     assert found == ("mine", "one", "/results/mine")
 
 
-def test_a_result_has_its_folder_and_the_best_checkpoint_by_any_metric():
-    saved = [Checkpoint.from_dict({"n": n}) for n in range(3)]
-    numbers = [{"loss": 2.0, "accuracy": 0.5}, {"loss": 1.0}, {"loss": 3.0, "accuracy": 0.25}]
-    result = Result({}, None, list(zip(saved, numbers, strict=True)), path="/results/mine")
-    assert result.log_dir == Path("/results/mine")
-    assert result.get_best_checkpoint("loss", "min") is saved[1]
-    assert result.get_best_checkpoint("accuracy", "min") is saved[2]
-    assert result.get_best_checkpoint("accuracy", "max") is saved[0]
-    assert result.get_best_checkpoint("other", "max") is None
+def test_a_result_has_its_folder():
+    assert Result({}, None, path="/results/mine").log_dir == Path("/results/mine")
 
 
 def test_a_trainer_has_the_path_of_the_newest_checkpoint(tmp_path):
