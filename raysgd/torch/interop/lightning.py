@@ -374,6 +374,8 @@ class _Surroundings:
         **_: Any,
     ) -> None:
         """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
+        if self.batch_size is None:
+            self.batch_size = batch_size
         if logger is False:
             return
         if hasattr(value, "metric_state"):
@@ -393,8 +395,6 @@ class _Surroundings:
                 "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
             )
         value = value.detach() if is_tensor else value
-        if self.batch_size is None:
-            self.batch_size = batch_size
         if reduction in _REDUCTIONS:
             value = _Reduced(reduction, value)
         elif batch_size is not None:

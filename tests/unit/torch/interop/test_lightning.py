@@ -227,7 +227,8 @@ class OfGraphs(Line):
         return self(batch.rows).sum() * 0 + batch.num_graphs
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_size", float(batch.num_graphs), batch_size=batch.num_graphs)
+        self.log("hidden", 1.0, logger=False, batch_size=batch.num_graphs)
+        self.log("val_size", float(batch.num_graphs))
         return torch.tensor(float(batch.num_graphs))
 
 
