@@ -1,5 +1,1 @@
-"""Names of RaySGD and of Ray Train, for older scripts.
-
-The classes are mixins of the classes that they extend. They import nothing of them, so the names of
-the past stay here.
-"""
+"""Names of RaySGD and Ray Train for older scripts, as mixins that import no other package."""

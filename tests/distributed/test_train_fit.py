@@ -165,7 +165,7 @@ def test_the_session_of_ray_is_that_of_raysgd_in_a_function(module_cluster, tmp_
         report({"n": 1}, checkpoint=Checkpoint.from_dict({"n": 1}))
         loaded = session.get_checkpoint().to_dict()
         report({**loaded, "name": get_experiment_name()})
-        with pytest.raises(RuntimeError, match="not initialized"):
+        with pytest.raises(RuntimeError, match="cannot be used outside of a Ray Train"):
             ray.train.report({"n": 2})
 
     config = RunConfig(name="rays", storage_path=tmp_path)
