@@ -227,7 +227,8 @@ class DataParallelTrainer:
                 f"{_TRAINER}. Pass the folder of a run, which is Result.path."
             )
         trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
-        changed |= zip(("train_loop_per_worker", "train_loop_config"), loop, strict=False)
+        names = ("train_loop_per_worker", "train_loop_config")[: len(loop)]
+        changed |= zip(names, loop, strict=True)
         for name in changed:
             if name.startswith("_") or name not in trainer.__dict__:
                 raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)

@@ -36,10 +36,7 @@ class Result(RayResult):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """All reports of worker 0, including reports before a `restore`.
-
-        A restart repeats the reports since the newest checkpoint. Only the repetitions count.
-        """
+        """All reports of worker 0, also from before a `restore`. Repeated ones count once."""
         return read_reports(Path(self.path) / REPORTS)
 
     @property
@@ -50,10 +47,7 @@ class Result(RayResult):
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """Return the reports in a file of JSON lines; an empty list if the file is missing.
-
-    Omit reports that later reports repeat.
-    """
+    """Return the reports in a file of JSON lines, except those that a restart has repeated."""
     if not path.exists():
         return []
     found: list[dict[str, Any]] = []

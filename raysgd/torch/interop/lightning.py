@@ -329,10 +329,7 @@ class _Surroundings:
         """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
-
-    @property
-    def strategy(self) -> Any:
-        return SimpleNamespace(all_gather=self.all_gather)
+        self.strategy = SimpleNamespace(all_gather=self.all_gather)
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all workers, stacked by rank."""

@@ -84,6 +84,8 @@ def test_restore_takes_the_function_and_its_config_by_position(tmp_path):
     kept = DataParallelTrainer.restore(tmp_path / "mine", train_loop_config={"a": 3})
     assert kept.train_loop_per_worker.__name__ == "first"
     assert kept.train_loop_config == {"a": 3}
+    with pytest.raises(ValueError, match="longer"):
+        DataParallelTrainer.restore(tmp_path / "mine", second, {}, 3)
 
 
 @dataclass
