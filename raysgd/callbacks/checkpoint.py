@@ -141,11 +141,6 @@ class CheckpointCallback(Callback):
         elif not self._of_validation and trainer.num_epochs is None:  # `fit` checks the name
             self._save(trainer, metrics)  # in a loop without such a metric, keep the newest
 
-    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        in_fit = trainer.num_epochs is not None  # otherwise, more plain calls may follow
-        if in_fit and trainer.global_step != self._saved_at:
-            self._save(trainer, metrics)
-
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
             return
