@@ -89,7 +89,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         shared = self._shared
-        epoch = 0 if shared is None else shared.epoch
+        epoch = 0 if shared is None else shared.begin()
         batches = iter(self._loader) if shared is None else shared.source.batches(epoch, offset=0)
         if (device := self._device) is not None and self._ahead:
             batches = _moved_ahead(batches, device)
@@ -144,6 +144,8 @@ class _SharedSampler(DistributedSampler[Any]):
         self.source = source
         self.dataset = source.loader.dataset
         self._num_collectives = num_collectives
+        self._last: tuple[int, int | None] = -1, None
+        """Arguments of `_count` for the last complete pass."""
 
     @property
     def epoch(self) -> int:
@@ -156,7 +158,7 @@ class _SharedSampler(DistributedSampler[Any]):
         self._epoch = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self._epoch, self._last = epoch, (-1, None)
         if hasattr(self._given, "set_epoch"):
             self._given.set_epoch(epoch)
 
@@ -164,15 +166,21 @@ class _SharedSampler(DistributedSampler[Any]):
         return sum(stop - start for start, stop in self.source.shard.batches())
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epoch
+        epoch = self.begin()
         return self.counted(self.source.indices(epoch), epoch)
+
+    def begin(self) -> int:
+        """Return the epoch of a new pass."""
+        self._count(*self._last)
+        return self.epoch
 
     def counted(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
         """Yield the items of a pass. The next pass has the next epoch if this one counts.
 
         One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
-        counts if the workers communicate during it, or if it ends before they ever communicate.
-        Without a count of collectives, it counts from its second item, or at its end.
+        counts if the workers communicate during it, or between its last item and the next pass. It
+        also counts if it ends before they ever communicate. Without a count of collectives, it
+        counts from its second item, or at its end.
         """
         begun, ended = self._num_collectives(), False
         try:
@@ -182,8 +190,10 @@ class _SharedSampler(DistributedSampler[Any]):
             ended = True
         finally:
             self._count(epoch, begun, ended and not begun)
+            if ended and self.epoch == epoch:
+                self._last = epoch, begun
 
-    def _count(self, epoch: int, begun: int | None, ended: bool) -> None:
+    def _count(self, epoch: int, begun: int | None, ended: bool = False) -> None:
         has_trained = begun and begun < (self._num_collectives() or 0)
         if self.epoch == epoch and (ended or has_trained or self.source.shard.world_size == 1):
             self.set_epoch(epoch + 1)

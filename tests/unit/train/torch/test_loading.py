@@ -303,3 +303,17 @@ def test_a_pass_that_all_workers_leave_early_has_a_new_order_each_time():
     clock = itertools.count(1)
     worker = prepared(loader(shuffle=True), num_collectives=lambda: next(clock))
     assert len({tuple(next(iter(worker))[0].tolist()) for _ in range(4)}) == 4
+
+
+def test_a_pass_counts_if_workers_communicate_after_it():
+    clock = [3]
+    worker = prepared(loader(shuffle=True), num_collectives=lambda: clock[0])
+    orders = []
+    for _ in range(3):
+        orders += [rows(worker), rows(worker)]
+        clock[0] += 1  # as in local SGD
+    first, again, *_ = orders
+    assert first == again
+    assert len(set(map(tuple, orders))) == 3
+    worker.sampler.set_epoch(worker.sampler.epoch)  # the user repeats an epoch
+    assert rows(worker) == orders[-1]
