@@ -40,21 +40,20 @@ def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
 
 
 def rounded_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return `config` with the global batch size rounded down to a multiple of `world_size`."""
+    """Return `config` with the global batch size rounded down to a multiple of `world_size`.
+
+    Warn if that changes the size.
+    """
     size = config.get(BATCH_SIZE)
-    if size is None:
+    if size is None or size % world_size == 0:
         return dict(config)
-    return {**config, BATCH_SIZE: size // world_size * world_size}
-
-
-def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
-    size, rounded = config.get(BATCH_SIZE), rounded_config(config, world_size).get(BATCH_SIZE)
-    if rounded is not None and rounded != size:
-        warnings.warn(
-            f"config[BATCH_SIZE]={size} is not a multiple of {world_size} workers. The global "
-            f"batch is {rounded}, {rounded // world_size} per worker.",
-            stacklevel=5,  # the line that creates the trainer
-        )
+    share = size // world_size
+    warnings.warn(
+        f"config[BATCH_SIZE]={size} is not a multiple of {world_size} workers. The global "
+        f"batch is {share * world_size}, {share} per worker.",
+        stacklevel=5,  # the line that creates the trainer
+    )
+    return {**config, BATCH_SIZE: share * world_size}
 
 
 def worker_config(

@@ -15,7 +15,7 @@ from raysgd.callbacks.logger import logdir_of
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import CheckpointStore
 from raysgd.checkpoint.location import Location
-from raysgd.errors import CheckpointError
+from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteError
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,9 @@ class CheckpointCallback(Callback):
     """Saves checkpoints into a folder, and resumes from the newest intact one.
 
     Without `monitor`, it saves after each epoch, or every few steps. With `monitor`, it saves when
-    the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch. It
-    also saves if ``fit(max_steps=...)`` ends within an epoch.
+    the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch. At the
+    end of ``fit()`` or of the trainer, and after an exception, it saves the steps since the last
+    save, unless the workers are lost.
 
     Args:
         folder: a path, or a URL for fsspec; None for ``checkpoints`` in the trainer's ``logdir``.
@@ -80,8 +81,9 @@ class CheckpointCallback(Callback):
         self._write: Future[None] | None = None
         """The newest write in the background."""
         self._newest: str | None = None
-        self._saved_at: int | None = None
-        """The step of the newest checkpoint since training started."""
+        self._saved_at = 0
+        """The step of the newest checkpoint, or of the start of training."""
+        self._can_save = True
         self._of_validation = False
         """Whether validations return the monitored metric."""
         self.restored_from: str | None = None
@@ -94,9 +96,10 @@ class CheckpointCallback(Callback):
         return None if self._store is None else self._store.best
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._saved_at = None
+        self._can_save = True
         folder = self._folder or logdir_of(trainer) / "checkpoints"
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
+        self._saved_at = trainer.global_step
         if not self._resume or trainer.epoch or trainer.global_step:
             return
         restored = self._store.restore()
@@ -111,7 +114,7 @@ class CheckpointCallback(Callback):
                 "config, or another folder (or logdir) to start from scratch. "
                 f"{error}"
             ) from error
-        self.restored_from = restored.path
+        self.restored_from, self._saved_at = restored.path, trainer.global_step
         self._newest = shown
         # Warn because, for example, the script's learning rate has no effect now.
         logger.warning(
@@ -140,11 +143,6 @@ class CheckpointCallback(Callback):
         elif not self._of_validation and trainer.num_epochs is None:  # `fit` checks the name
             self._save(trainer, metrics)  # in a loop without such a metric, keep the newest
 
-    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        in_fit = trainer.num_epochs is not None  # otherwise, more plain calls may follow
-        if in_fit and trainer.global_step != self._saved_at:
-            self._save(trainer, metrics)
-
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
             return
@@ -157,10 +155,22 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        if self._newest is not None and self._resume:
-            error.add_note(f"If you start the script again, it resumes from {self._newest}.")
+        # After other errors of raysgd, reading the state could wait for workers that never answer.
+        is_of_user = not isinstance(error, RaySGDError)
+        self._can_save = is_of_user or isinstance(error, CallbackError | RemoteError)
+        try:
+            self._save_rest(trainer)
+        finally:
+            if self._newest is not None and self._resume:
+                error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
     def on_train_end(self, trainer: Trainer) -> None:
+        self._save_rest(trainer)
+
+    def _save_rest(self, trainer: Trainer) -> None:
+        """Save the steps since the last save, if any, and wait until the checkpoint is written."""
+        if self._can_save and trainer.global_step > self._saved_at:
+            self._save(trainer, {})
         self._wait()
 
     def _wait(self) -> None:

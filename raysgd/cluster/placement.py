@@ -278,7 +278,8 @@ def _reserve_within(
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
             f"group of this trainer, which has room for {num_beside} next to the caller. Give the "
-            "group a bundle for each worker."
+            "group a bundle for each worker. In Ray Tune, pass trainer.as_trainable() to the "
+            "Tuner, or wrap your function in tune.with_resources(...)."
         )
     _warn_of_few(num_beside, num_workers, bundle, "The placement group of this trainer has")
     return Reservation(group, [-1] * min(num_beside, num_workers), owned=False)

@@ -27,6 +27,7 @@ from raysgd._internal.context import (
     WorkerContext,
 )
 from raysgd._internal.imports import frozen_imports
+from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import is_the_users, stacks
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, pack
@@ -138,6 +139,8 @@ class Worker:
         self._backend: Backend | None = None
         self._rank = 0
         self._remote = remote
+        if remote:
+            send_classes_of_the_script()
         self._interrupted = False
         self._cut_off = False
         self._terminated = False

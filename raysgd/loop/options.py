@@ -20,7 +20,7 @@ from raysgd._internal.arguments import (
     is_number,
     set_fields,
 )
-from raysgd._internal.config import BATCH_SIZE, check_batch_size
+from raysgd._internal.config import BATCH_SIZE, check_batch_size, rounded_config
 from raysgd.backends import Backend, create_backend
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import Packed, pack
@@ -65,6 +65,7 @@ class Options(ABC):
         if BATCH_SIZE in config:
             config[BATCH_SIZE] = as_int(config[BATCH_SIZE])
             check_batch_size(config, num_workers)
+            config = rounded_config(config, num_workers)
         set_fields(
             self,
             num_workers=num_workers,

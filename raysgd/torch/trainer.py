@@ -72,8 +72,8 @@ class TorchTrainer(OperatorTrainer):
             fraction of one.
         use_gpu: True: one GPU per worker. "auto": the same if the cluster has GPUs. With
             `use_local`, a single worker takes the GPU of this process, and several use none.
-        backend: "gloo", "nccl", "horovod", or a registered one. "auto": nccl if each worker has a
-            GPU of its own, else gloo.
+        backend: "gloo", "nccl", or "horovod". "auto": nccl if each worker has a GPU of its own,
+            else gloo.
         wrap_ddp: Whether to wrap registered models in DistributedDataParallel.
         timeout_s: Seconds that each collective (except in Horovod) and ``setup`` may take. For
             nccl, ``NCCL_TIMEOUT_S`` in the environment of the driver overrides it.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
+from raysgd.compat.ray_train import RayContext
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.session import Session, here, worker_context
 
@@ -153,12 +154,14 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
 
 
 @dataclass(frozen=True)
-class TrainContext:
+class TrainContext(RayContext):
     """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    run: str = ""
+    folder: str = ""
 
     def get_world_size(self) -> int:
         """Return the number of workers."""
@@ -202,4 +205,5 @@ def get_context() -> TrainContext:
     session, worker = here.session, _worker_context()
     if session is None:
         return TrainContext(worker)
-    return TrainContext(worker, session.plan.metadata, session.plan.name)
+    plan = session.plan
+    return TrainContext(worker, plan.metadata, plan.name, plan.run, plan.folder)

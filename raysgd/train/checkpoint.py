@@ -16,6 +16,7 @@ import cloudpickle
 
 from raysgd._internal.arguments import check_choice, check_int
 from raysgd.checkpoint.file import read_pickle
+from raysgd.compat.ray_train import RayCheckpoint
 
 _FILES = "_files"
 """Key of a packed folder: contents by relative file name."""
@@ -36,7 +37,8 @@ class CheckpointStrategy:
     """Number of the best checkpoints to keep. None keeps all, 0 writes none. During the run, the
     newest checkpoint is kept in addition, because a restart needs it."""
     checkpoint_score_attribute: str | None = "_timestamp"
-    """Name of the reported number that rates a checkpoint. NaN is the worst rating."""
+    """Name of the number that rates a checkpoint, in the checkpoint or else in its report. NaN is
+    the worst rating. A checkpoint without this number raises ValueError."""
     checkpoint_score_order: Literal["max", "min"] = "max"
     """Whether larger or smaller numbers are better."""
 
@@ -47,7 +49,7 @@ class CheckpointStrategy:
         check_choice(name, "checkpoint_score_order", order, ("max", "min"))
 
 
-class Checkpoint:
+class Checkpoint(RayCheckpoint):
     """Values by name, or the files of a folder. Each form converts to the other.
 
     Create a checkpoint with `from_dict` or `from_directory`. A file loads on first access. Reading
@@ -102,14 +104,16 @@ class Checkpoint:
 
         A folder that `to_directory` did not write becomes ``{"_files": {name: bytes}}``.
         """
-        if self._path is not None and self._path.is_dir():
+        if self._data is not None:
+            data = dict(self._data)
+        elif self._path is not None and self._path.is_dir():
             files = _read_folder(self._path)
             is_dict = files.keys() == {_DICT}
-            data: dict[str, Any] = pickle.loads(files[_DICT]) if is_dict else {_FILES: files}
+            data = pickle.loads(files[_DICT]) if is_dict else {_FILES: files}
         elif self._path is not None:
             data = load_checkpoint_from_path(self._path)
         else:
-            data = dict(self._data or {}) if self._blob is None else pickle.loads(self._blob)
+            data = {} if self._blob is None else pickle.loads(self._blob)
         return data
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:

@@ -10,7 +10,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import cloudpickle
 
@@ -67,6 +67,8 @@ class DataParallelTrainer:
     datasets: Any = None
     metadata: Any = None
     resume_from_checkpoint: Any = None
+    _dataset_config: ClassVar[Mapping[str, Any]] = {}
+    """Defaults for ``dataset_config`` in a subclass."""
     _folder: Path | None = dataclasses.field(default=None, init=False)
     """Folder of the run to continue; None for a new run."""
 
@@ -165,7 +167,10 @@ class DataParallelTrainer:
         names = getattr(config, "_datasets_to_split", None)  # Ray has no public name for it
         if names is not None:
             return names == "all" or name in names
-        return bool((config or {}).get(name, name == "train"))
+        config = {**self._dataset_config, **(config or {})}
+        given = config.get(name, config.get("*"))  # a bool, or an old DatasetConfig of Ray
+        split = getattr(given, "split", given)
+        return name == "train" if split is None else bool(split)
 
     # ---- keeping and restoring
 
@@ -204,13 +209,14 @@ class DataParallelTrainer:
         return (Path(path).expanduser() / _TRAINER).is_file()
 
     @classmethod
-    def restore(cls, path: str | os.PathLike[str], **changed: Any) -> Self:
+    def restore(cls, path: str | os.PathLike[str], *loop: Any, **changed: Any) -> Self:
         """Return a trainer whose ``fit()`` continues a run from its newest checkpoint.
 
         Restoring unpickles files of the folder, which can run code.
 
         Args:
             path: folder of the run: ``Result.path``.
+            loop: new values of ``train_loop_per_worker`` and ``train_loop_config``.
             changed: new values for arguments of the trainer, such as ``scaling_config``. Pass
                 ``datasets`` if the earlier data sets belong to another cluster.
         """
@@ -221,6 +227,8 @@ class DataParallelTrainer:
                 f"{_TRAINER}. Pass the folder of a run, which is Result.path."
             )
         trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
+        names = ("train_loop_per_worker", "train_loop_config")[: len(loop)]
+        changed |= zip(names, loop, strict=True)
         for name in changed:
             if name.startswith("_") or name not in trainer.__dict__:
                 raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)

@@ -15,6 +15,7 @@ from typing import Any
 from raysgd._internal.arguments import check_hook, check_int
 from raysgd.cluster import function_calls
 from raysgd.cluster import worker_group as core
+from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
@@ -43,7 +44,7 @@ from raysgd.train.worker_group import WorkerGroup, group_options
 logger = logging.getLogger(__name__)
 
 
-class BackendExecutor:
+class BackendExecutor(OldNames):
     """Starts workers and a backend, and runs training functions on them.
 
     Methods that need the workers raise InactiveWorkerGroupError before `start` and after
@@ -222,6 +223,7 @@ class BackendExecutor:
             iteration,
             metadata=dict(metadata or {}),
             name=name,
+            folder="" if run_dir is None else str(run_dir),
             encode=self._overridden("encode_data"),
             full_size=self.options.num_workers if keeps_batch else None,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,16 @@ from typing import Any
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.logger import end_line
 from raysgd.callbacks.values import jsonable
+from raysgd.compat.ray_train import RayResult
 from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.constants import TRAINING_ITERATION
 
 REPORTS = "result.json"
 """Name of the file with the reports of worker 0."""
 
 
 @dataclass
-class Result:
+class Result(RayResult):
     """The result of a run."""
 
     metrics: dict[str, Any] | None
@@ -33,7 +36,7 @@ class Result:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """All reports of worker 0, including reports before a `restore`."""
+        """All reports of worker 0, also from before a `restore`. Repeated ones count once."""
         return read_reports(Path(self.path) / REPORTS)
 
     @property
@@ -44,13 +47,17 @@ class Result:
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """Return the reports in a file of JSON lines; an empty list if the file is missing."""
+    """Return the reports in a file of JSON lines, except those that a restart has repeated."""
     if not path.exists():
         return []
-    found = []
+    found: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):  # the writer was killed while writing this line
-            found.append(json.loads(line))
+            report = json.loads(line)
+            number = report.get(TRAINING_ITERATION, math.inf)
+            while found and found[-1].get(TRAINING_ITERATION, 0) >= number:
+                found.pop()
+            found.append(report)
     return found
 
 

@@ -45,7 +45,6 @@ class RunCheckpoints(CheckpointFolder):
         keep = 0 if folder is None else strategy.num_to_keep
         score = strategy.checkpoint_score_attribute
         super().__init__(folder or Path(), keep, score, strategy.checkpoint_score_order)
-        self._unwarned_score = None if keep == 0 else score
         self._decode = decode
         self.folder = folder
         self.number = number
@@ -69,8 +68,10 @@ class RunCheckpoints(CheckpointFolder):
         return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
-        """Store a checkpoint, on disk too if the strategy keeps it. Return when it is stored."""
-        self._check_score(turn)
+        """Store a checkpoint, on disk too if the strategy keeps it. Return when it is stored.
+
+        Raise ValueError afterwards if it lacks the number that rates it.
+        """
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
         name = f"checkpoint_{self.number + 1:06d}"
@@ -84,19 +85,12 @@ class RunCheckpoints(CheckpointFolder):
             self._tidy(name)
         self.number += 1
         self.blob, self.has_saved = blob, True
-
-    def _check_score(self, turn: Turn) -> None:
-        """Warn once if a checkpoint lacks the number that rates it."""
-        name = self._unwarned_score
-        if name is None or name in turn.numbers:
-            return
-        self._unwarned_score = None
-        logger.warning(
-            "checkpoint_score_attribute=%r: a checkpoint has no number of that name, and ranks "
-            "last. Its numbers are %s.",
-            name,
-            ", ".join(turn.numbers),
-        )
+        score = self._monitor
+        if self._keep != 0 and score is not None and score not in turn.numbers:
+            raise ValueError(
+                f"checkpoint_score_attribute={score!r}: {name} has no number of that name. Report "
+                f"it with the checkpoint. The numbers are: {', '.join(turn.numbers)}."
+            )
 
     def finish(self) -> None:
         """Remove the newest checkpoint unless it is one of the best."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
+from raysgd.cluster.worker import is_worker_process
+from raysgd.compat import ray_session
 from raysgd.elastic.call import LoadRequest
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
@@ -52,6 +55,8 @@ class FunctionRunner(Runner):
 
     def setup(self, context: WorkerContext) -> None:
         self._context = here.place = context
+        if is_worker_process():
+            sys.modules["ray.air.session"] = ray_session
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         self.setup(context)

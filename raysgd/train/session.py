@@ -22,6 +22,7 @@ import cloudpickle
 from raysgd._internal.context import WorkerContext
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
+from raysgd.compat.ray_train import with_metadata
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
@@ -41,6 +42,8 @@ class Plan:
     """Number of reports before the checkpoint."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    folder: str = ""
+    """Folder of the run on the driver; empty if there is none."""
     encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """`encode_data` of the user's backend; None if the backend does not override it."""
     full_size: int | None = None
@@ -81,9 +84,11 @@ class Session:
     def _run(self) -> None:
         here.session = self
         try:
-            before = _num_collectives()
+            if (state := sys.modules.get("accelerate.state")) is not None:
+                state.AcceleratorState._reset_state(True)  # a run may use another precision
+            before = num_collectives()
             value = pickle.loads(self.plan.function)()
-            if before is not None and _num_collectives() == before:
+            if before is not None and num_collectives() == before:
                 self._warn_of_separate_models()
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
@@ -120,7 +125,9 @@ class Session:
             self._hand_over("report", content)
         else:
             state = Checkpoint.taken_from(checkpoint).to_dict()
-            self._hand_over("report", content, numbers_in(metrics), state)
+            # A number in the checkpoint rates it, even if the report has another of that name.
+            own = {name: v for name, v in state.items() if not isinstance(v, Mapping)}
+            self._hand_over("report", content, numbers_in({**metrics, **own}), state)
 
     def save(self, state: Mapping[str, Any]) -> None:
         self._check_process()
@@ -147,6 +154,9 @@ class Session:
         """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
         blob = None
         if checkpoint is not None:
+            if self.plan.metadata:
+                own = Checkpoint(checkpoint).get_metadata()
+                checkpoint = with_metadata(checkpoint, {**self.plan.metadata, **own})
             self._checkpoint = blob = _pickled(checkpoint)
             if self.plan.encode is not None:
                 blob = _pickled(self.plan.encode(checkpoint))
@@ -191,7 +201,7 @@ def _reported(metrics: Any) -> Packed:
         ) from error
 
 
-def _num_collectives() -> int | None:
+def num_collectives() -> int | None:
     """Return the number of PyTorch collectives so far; None if unknown."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.train.arguments import bound_function, make_folder, run_folder
@@ -22,7 +23,7 @@ from raysgd.train.worker_group import TrainWorkerGroup
 __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
 
 
-class Trainer:
+class Trainer(OldNames):
     """Runs training functions on a group of workers.
 
     Runs on the driver::
@@ -188,6 +189,11 @@ class Trainer:
     def latest_checkpoint_dir(self) -> Path | None:
         """Folder of the newest run's checkpoints; None if no checkpoint is on disk."""
         return self._executor.latest_checkpoint_dir
+
+    @property
+    def latest_checkpoint_path(self) -> Path | None:
+        """Path of the newest checkpoint of the newest run; None if no checkpoint is on disk."""
+        return self._executor.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:

@@ -44,7 +44,13 @@ class WorkerGroup:
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float = 0,
         additional_resources_per_worker: Mapping[str, float] | None = None,
+        **others: Any,
     ) -> None:
+        if others:
+            raise TypeError(
+                f"WorkerGroup({next(iter(others))}=...): there is no such argument. For objects of "
+                "a class on the workers, call Trainer.to_worker_group(cls)."
+            )
         options = group_options(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
@@ -222,8 +228,13 @@ class HostedWorker:
         """Return a method, whose ``remote`` returns a reference or ``num_returns`` references."""
         if name.startswith("__"):
             raise AttributeError(name)
-        execute = self.actor.execute.options(num_returns=self._num_returns.get(name, 1))
-        return SimpleNamespace(remote=partial(execute.remote, _call_hosted, self._id, name))
+
+        def method(num_returns: int) -> SimpleNamespace:
+            execute = self.actor.execute.options(num_returns=num_returns)
+            remote = partial(execute.remote, _call_hosted, self._id, name)
+            return SimpleNamespace(remote=remote, options=method)
+
+        return method(self._num_returns.get(name, 1))
 
 
 def _host(

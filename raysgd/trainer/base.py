@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from raysgd._internal.arguments import check_hook, check_int, checked_dict, unknown_argument
-from raysgd._internal.config import BATCH_SIZE, env_seconds, warn_of_rounding
+from raysgd._internal.config import BATCH_SIZE, env_seconds
 from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
 from raysgd.callbacks.base import Callback, History
@@ -82,8 +82,6 @@ class OperatorTrainer(TrainerInfo):
             request = ApplyOperatorRequest(function=_keeps_global_batch)
             call = Call(request=request, rank=0, max_losses=3, any_size=True)
             self._keeps_batch = bool(calls.make(call)[0])
-        if not self._keeps_batch:
-            warn_of_rounding(options.config, controller.max_workers)
 
     # ---- training
 

@@ -6,7 +6,7 @@ import operator
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.config import rounded_config
+from raysgd._internal.config import BATCH_SIZE
 from raysgd.callbacks.base import LastCall
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -34,11 +34,13 @@ class TrainerInfo:
     def config(self) -> dict[str, Any]:
         """The config, with the global batch of the current workers as ``BATCH_SIZE``.
 
-        If workers read their own batches, the global batch is rounded down to a multiple of
-        `num_workers`.
+        The global batch is rounded down to a multiple of the workers: the maximum number, or the
+        current number if workers read their own batches.
         """
-        size = 1 if self._keeps_batch else max(1, self.num_workers)
-        return rounded_config(self._options.config, size)
+        config = dict(self._options.config)
+        if not self._keeps_batch:
+            config[BATCH_SIZE] -= config[BATCH_SIZE] % max(1, self.num_workers)
+        return config
 
     @property
     def num_workers(self) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.metrics import NUM_SAMPLES, MergeableMetric, computed
+from raysgd.metrics import NUM_SAMPLES, MergeableMetric, Sums, computed, ratio
 from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.creators import lock_of_node, mixed_bases
 
@@ -84,6 +84,7 @@ class LightningMethods(_Base):
             ]
             self.register_data(**loaders)
             module.on_fit_start()
+        unused.discard("max_epochs")
         if unused and self.world_rank == 0:
             logger.warning(
                 "The constructors of %s and of its data module ignore these keys of the config: "
@@ -138,6 +139,12 @@ class LightningMethods(_Base):
         for each in given:
             options = each if isinstance(each, dict) else {"scheduler": each}
             interval, every = options.get("interval"), options.get("frequency", 1)
+            if frequency != "manual" and options.get("monitor") is not None:
+                raise ValueError(
+                    f"{name} has a scheduler with monitor={options['monitor']!r}. Pass "
+                    'scheduler_step_freq="manual" to the trainer, and call '
+                    "trainer.update_scheduler(metric) in on_validation_end of a callback."
+                )
             wanted = {"step": "batch", "epoch": "epoch"}.get(str(interval))
             if frequency != "manual" and (wanted not in (None, frequency) or every != 1):
                 raise ValueError(
@@ -199,7 +206,7 @@ class LightningMethods(_Base):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         module, index = self.module, batch_info["batch_idx"]
-        batch, num_samples = self._move_to_device(batch)
+        batch = self._move_to_device(batch)
         if module.on_train_batch_start(batch, index) == -1:
             raise RuntimeError(
                 f"{type(module).__name__}.on_train_batch_start returned -1, but raysgd cannot skip "
@@ -208,7 +215,8 @@ class LightningMethods(_Base):
         with self.timers.record("fwd"), self.autocast():
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        loss, num_items = outputs.get("loss"), self._count_items(batch, num_samples)
+        loss, num_samples = outputs.get("loss"), self._num_samples(batch)
+        num_items = self._count_items(batch, num_samples)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "
@@ -245,13 +253,19 @@ class LightningMethods(_Base):
         finally:
             vars(module).pop("forward", None)
 
-    def _move_to_device(self, batch: Any) -> tuple[Any, int]:
-        """Return the batch on the device, and its number of samples."""
+    def _move_to_device(self, batch: Any) -> Any:
         module = self.module
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, self.device, 0)
-        batch = module.on_after_batch_transfer(batch, 0)
-        return batch, _import_beside(module, "utilities.data").extract_batch_size(batch)
+        return module.on_after_batch_transfer(batch, 0)
+
+    def _num_samples(self, batch: Any) -> int:
+        """Return the batch size that the step has logged, or else the one that Lightning finds."""
+        given = self._surroundings.batch_size
+        if given is not None:
+            return given
+        found: int = _import_beside(self.module, "utilities.data").extract_batch_size(batch)
+        return found
 
     # ---- validation
 
@@ -271,10 +285,11 @@ class LightningMethods(_Base):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         module, index = self.module, batch_info["batch_idx"]
-        batch, num_samples = self._move_to_device(batch)
+        batch = self._move_to_device(batch)
         module.on_validation_batch_start(batch, index)
         with self.timers.record("eval_fwd"), self.autocast():
             output = self._step(module.validation_step, batch, index)
+        num_samples = self._num_samples(batch)
         module.on_validation_batch_end(output, batch, index)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         metrics = {}
@@ -283,7 +298,7 @@ class LightningMethods(_Base):
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        batch, _ = self._move_to_device(batch)
+        batch = self._move_to_device(batch)
         with self._surrounded(), self.autocast():
             return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
 
@@ -302,14 +317,38 @@ class _Surroundings:
     """Replaces ``self.trainer`` and ``self.fabric`` of a module."""
 
     sanity_checking = False
+    progress_bar_callback = None
+    world_size = 1
     logger = None
     loggers: tuple[Any, ...] = ()
 
     def __init__(self, operator: LightningMethods) -> None:
         self._operator = operator
         self._logged: dict[str, Any] = {}
+        self.batch_size: int | None = None
+        """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
+        self.strategy = SimpleNamespace(all_gather=self.all_gather)
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all workers, stacked by rank."""
+        tensor = torch.as_tensor(tensor)
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            functional = importlib.import_module("torch.distributed.nn.functional")
+            return torch.stack(functional.all_gather(tensor, group))
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        torch.distributed.all_gather(found, tensor.detach().contiguous(), group)
+        return torch.stack(found)
+
+    @property
+    def max_epochs(self) -> int:
+        found: int | None = self._operator.config.get("max_epochs")
+        if found is None:
+            raise RuntimeError('self.trainer.max_epochs is config["max_epochs"], which is missing.')
+        return found
 
     @property
     def current_epoch(self) -> int:
@@ -328,15 +367,23 @@ class _Surroundings:
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: Any = "mean",
+        batch_size: int | None = None,
         **_: Any,
     ) -> None:
         """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
+        if self.batch_size is None:
+            self.batch_size = batch_size
         if logger is False:
+            return
+        if hasattr(value, "metric_state"):
+            self._logged[name] = _TorchMetric(value.clone())
+            value.reset()
             return
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
         if not is_tensor and not isinstance(value, numbers.Number):
             raise TypeError(
-                f"self.log({name!r}, {value!r}): must be a number or a tensor of one element."
+                f"self.log({name!r}, {value!r}): must be a number, a tensor of one element, or a "
+                "metric of torchmetrics."
             )
         reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
         if reduction not in (*_REDUCTIONS, "mean", "avg"):
@@ -345,14 +392,18 @@ class _Surroundings:
                 "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
             )
         value = value.detach() if is_tensor else value
-        self._logged[name] = _Reduced(reduction, value) if reduction in _REDUCTIONS else value
+        if reduction in _REDUCTIONS:
+            value = _Reduced(reduction, value)
+        elif batch_size is not None:
+            value = Sums(ratio, total=value * batch_size, weight=batch_size)
+        self._logged[name] = value
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
         for name, value in dictionary.items():
             self.log(name, value, *arguments, **keywords)
 
     def take_logged(self) -> dict[str, Any]:
-        logged, self._logged = self._logged, {}
+        logged, self._logged, self.batch_size = self._logged, {}, None
         return logged
 
 
@@ -442,6 +493,27 @@ class _Reduced(MergeableMetric):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
+
+
+class _TorchMetric(MergeableMetric):
+    """A metric of torchmetrics, with the data since it was last logged."""
+
+    def __init__(self, metric: Any) -> None:
+        metric.sync_on_compute = False  # workers may compute unequally often
+        self._metric = metric
+
+    def merge(self, other: _TorchMetric) -> _TorchMetric:
+        merged = other._metric.clone()
+        # The public merge_state refuses many metrics, such as MaxMetric.
+        merged._reduce_states(self._metric.metric_state)
+        merged._computed = None  # a cached value
+        return _TorchMetric(merged)
+
+    def compute(self) -> Any:
+        return self._metric.compute()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_metric": self._metric.clone().cpu()}
 
 
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}

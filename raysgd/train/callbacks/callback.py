@@ -84,7 +84,10 @@ class CallbackHandler:
         self._callbacks = [] if callbacks is None else callbacks
         is_list = isinstance(self._callbacks, Sequence)
         if not is_list or not all(isinstance(c, TrainingCallback) for c in self._callbacks):
-            raise TypeError(f"callbacks={callbacks!r}: must be a list of TrainingCallbacks.")
+            raise TypeError(
+                f"callbacks={callbacks!r}: must be a list of TrainingCallbacks. In place of one "
+                "of Ray, such as TuneReportCallback, write a TrainingCallback with handle_result."
+            )
 
     @contextlib.contextmanager
     def run(self, logdir: Path, config: dict[str, Any]) -> Iterator[None]:

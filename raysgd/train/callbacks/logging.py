@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ class JsonLoggerCallback(FileCallback):
 class MLflowLoggerCallback(FileCallback):
     """Writes an MLflow run: the config as parameters, and the numbers that one worker reports.
 
+    A restored run continues its MLflow run.
+
     Args:
         tracking_uri: a server, a database, or a folder. The default is the URI in the settings of
             MLflow. Without one, it is ``mlruns`` in the folder of the run.
@@ -105,9 +108,14 @@ class MLflowLoggerCallback(FileCallback):
         uri = self._tracking_uri
         if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
             uri = str(self.logdir / "mlruns")
-        self._run = MLflowRun(uri, **self._new)
+        key = zlib.crc32(repr((uri, self._new)).encode())
+        path = self.logdir / f"mlflow_run_{key:08x}"
+        earlier = path.read_text() if self._is_restored and path.exists() else None
+        self._run = MLflowRun(uri, run_id=earlier, **self._new)
         self.run_id = self._run.id
-        self._run.log_config(config)
+        if earlier is None:
+            path.write_text(self.run_id)
+            self._run.log_config(config)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         assert self._run is not None

@@ -133,10 +133,11 @@ def prepare_data_loader(
 ) -> torch.utils.data.DataLoader[Any]:
     """Return a loader that gives each worker its part of the data, on its device.
 
-    A pass uses every sample once, in an order that changes with each pass if the loader shuffles.
-    ``loader.sampler.set_epoch(n)`` sets the epoch of the next pass. Batches of a step may differ by
-    one sample, and `backward` weights their losses by size. If a last step has fewer samples than
-    workers, some workers repeat a sample with weight 0.
+    A pass trains on every sample once, in an order that changes with each pass if the loader
+    shuffles. ``loader.sampler.set_epoch(n)`` sets the epoch of the next pass. A pass counts if the
+    workers communicate during it, so one worker alone may look at some batches. Batches of a step
+    may differ by one sample, and `backward` weights their losses by size. If a last step has fewer
+    samples than workers, some workers repeat a sample with weight 0.
 
     Args:
         data_loader: the loader, with the same sampler on all workers. Its batch size is that of one
@@ -167,6 +168,7 @@ def prepare_data_loader(
         full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
         shares=None if running is None else running.context.shares,
         weigh=accelerator.weigh,
+        num_collectives=session.num_collectives,
     )
 
 

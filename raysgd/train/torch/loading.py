@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,11 +27,13 @@ def prepared_loader(
     full_size: int | None = None,
     shares: tuple[float, ...] | None = None,
     weigh: Callable[[float], None] | None = None,
+    num_collectives: Callable[[], int | None] = lambda: None,
 ) -> PreparedLoader:
     """Return a loader that gives this worker its part of the data, on its device.
 
     `full_size` is the number of workers of the full group, which sets the global batch size. None
     scales the batch with the group. `weigh` receives the loss weight of each batch.
+    `num_collectives` returns the number of collectives so far; None if unknown.
     """
     while isinstance(loader, PreparedLoader):
         loader = loader._loader
@@ -51,7 +52,7 @@ def prepared_loader(
             full_size=full_size,
         )
         source.weigh(shares if world_size == len(shares or ()) else None)
-        shared = _SharedSampler(source, seed)
+        shared = _SharedSampler(source, seed, num_collectives)
     return PreparedLoader(loader, shared, device, ahead, weigh)
 
 
@@ -88,7 +89,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         shared = self._shared
-        batches: Iterator[Any] = iter(self._loader) if shared is None else shared.batches()
+        epoch = 0 if shared is None else shared.begin()
+        batches = iter(self._loader) if shared is None else shared.source.batches(epoch, offset=0)
         if (device := self._device) is not None and self._ahead:
             batches = _moved_ahead(batches, device)
         elif device is not None:
@@ -96,7 +98,7 @@ class PreparedLoader(DataLoader[Any]):
             batches = (move_to_device(batch, device) for batch in whole)
         if shared is not None and self._weigh is not None:
             batches = _weighed(batches, shared.source, self._weigh)
-        return batches
+        return batches if shared is None else shared.counted(batches, epoch)
 
 
 def _weighed(
@@ -133,12 +135,17 @@ def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 class _SharedSampler(DistributedSampler[Any]):
     """Offers the epoch of a `ShardedLoader`, and this worker's indices, like PyTorch does."""
 
-    def __init__(self, source: ShardedLoader, seed: int) -> None:
+    def __init__(
+        self, source: ShardedLoader, seed: int, num_collectives: Callable[[], int | None]
+    ) -> None:
         shard, self._given = source.shard, source.order_sampler
         shuffle = is_plain_shuffle(self._given)
         super().__init__(self._given, shard.world_size, shard.rank, shuffle=shuffle, seed=seed)
         self.source = source
         self.dataset = source.loader.dataset
+        self._num_collectives = num_collectives
+        self._last: tuple[int, int | None] = -1, None
+        """Arguments of `_count` for the last complete pass."""
 
     @property
     def epoch(self) -> int:
@@ -151,7 +158,7 @@ class _SharedSampler(DistributedSampler[Any]):
         self._epoch = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self._epoch, self._last = epoch, (-1, None)
         if hasattr(self._given, "set_epoch"):
             self._given.set_epoch(epoch)
 
@@ -159,16 +166,37 @@ class _SharedSampler(DistributedSampler[Any]):
         return sum(stop - start for start, stop in self.source.shard.batches())
 
     def __iter__(self) -> Iterator[Any]:
-        return self._next_pass(self.source.indices)
+        epoch = self.begin()
+        return self.counted(self.source.indices(epoch), epoch)
 
-    def batches(self) -> Iterator[Any]:
-        return self._next_pass(functools.partial(self.source.batches, offset=0))
+    def begin(self) -> int:
+        """Return the epoch of a new pass."""
+        self._count(*self._last)
+        return self.epoch
 
-    def _next_pass(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
-        epoch = self.epoch
-        items = read(epoch)
-        self.set_epoch(epoch + 1)  # the user may set another epoch before the next pass
-        return items
+    def counted(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
+        """Yield the items of a pass. The next pass has the next epoch if this one counts.
+
+        One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
+        counts if the workers communicate during it, or between its last item and the next pass. It
+        also counts if it ends before they ever communicate. Without a count of collectives, it
+        counts from its second item, or at its end.
+        """
+        begun, ended = self._num_collectives(), False
+        try:
+            for item in items:
+                yield item
+                self._count(epoch, begun, begun is None)
+            ended = True
+        finally:
+            self._count(epoch, begun, ended and not begun)
+            if ended and self.epoch == epoch:
+                self._last = epoch, begun
+
+    def _count(self, epoch: int, begun: int | None, ended: bool = False) -> None:
+        has_trained = begun and begun < (self._num_collectives() or 0)
+        if self.epoch == epoch and (ended or has_trained or self.source.shard.world_size == 1):
+            self.set_epoch(epoch + 1)
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:

@@ -11,9 +11,9 @@ from raysgd._internal.config import (
     check_batch_size,
     env_seconds,
     rounded_config,
-    warn_of_rounding,
     worker_config,
 )
+from raysgd.torch.options import TorchOptions
 
 sizes = st.integers(1, 10_000)
 workers = st.integers(1, 64)
@@ -28,7 +28,9 @@ def test_shares_of_a_global_batch_are_equal_and_positive(size, num_workers):
         return
     check_batch_size(config, num_workers)
     share = worker_config(config, num_workers)[BATCH_SIZE]
-    rounded = rounded_config(config, num_workers)[BATCH_SIZE]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rounded = rounded_config(config, num_workers)[BATCH_SIZE]
     assert share >= 1
     assert share * num_workers == rounded
     assert 0 <= size - rounded < num_workers
@@ -38,17 +40,30 @@ def test_shares_of_a_global_batch_are_equal_and_positive(size, num_workers):
 def test_rounding_the_global_batch_warns_with_both_sizes(size, num_workers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_rounding({BATCH_SIZE: size}, num_workers)
+        rounded_config({BATCH_SIZE: size}, num_workers)
     assert len(caught) == (size % num_workers != 0)
     for warning in caught:
         assert str(size) in str(warning.message)
         assert str(size // num_workers * num_workers) in str(warning.message)
 
 
+@pytest.mark.parametrize(("size", "num_workers", "rounded"), [(21, 2, 20), (7, 3, 6), (5, 4, 4)])
+def test_a_trainer_rounds_the_global_batch_down_and_keeps_the_users_config(
+    size, num_workers, rounded
+):
+    config = {BATCH_SIZE: size}
+    with pytest.warns(UserWarning, match=rf"={size} is not a multiple .* batch is {rounded},"):
+        options = TorchOptions(config=config, num_workers=num_workers)
+    assert options.config == {BATCH_SIZE: rounded}
+    assert config == {BATCH_SIZE: size}
+
+
 @pytest.mark.parametrize("function", [rounded_config, worker_config])
 def test_the_config_is_never_changed(function):
     config = {BATCH_SIZE: 21, "lr": 1}
-    made = function(config, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = function(config, 2)
     made["more"] = 1
     assert config == {BATCH_SIZE: 21, "lr": 1}
     plain = {"lr": 1}
@@ -60,7 +75,7 @@ def test_the_config_is_never_changed(function):
 def test_a_config_without_batch_size_is_fine():
     check_batch_size({}, 8)
     check_batch_size({BATCH_SIZE: None}, 8)
-    warn_of_rounding({}, 8)
+    assert rounded_config({BATCH_SIZE: None}, 8) == {BATCH_SIZE: None}
     assert worker_config({}, 8) == {}
 
 

@@ -9,7 +9,7 @@ import torch
 
 from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, LearningRateLogger
 from raysgd.checkpoint import read_manifest
-from raysgd.errors import CallbackError, CheckpointError
+from raysgd.errors import CallbackError, CheckpointError, CollectiveError
 from tests.operators import Classifier
 from tests.unit.callbacks.spy import Scripted
 from tests.unit.recorder import Recorder
@@ -56,7 +56,8 @@ def test_interrupted_run_resumes_with_the_next_sample(make_trainer, tmp_path):
     cut.get_local_operator().fail = fail
     with pytest.raises(MemoryError):
         cut.fit(3)
-    assert steps(tmp_path) == [3, 6]
+    assert steps(tmp_path) == [3, 6, 8]
+    (tmp_path / names(tmp_path)[-1]).unlink()  # as if the process had been killed
 
     resumed_by, stopping = callbacks()
     resumed = make_trainer(Recorder, {**config, "seed": 9}, callbacks=[stopping, resumed_by])
@@ -213,6 +214,61 @@ def test_the_end_by_max_steps_is_saved_once(make_trainer, tmp_path):
         make_trainer(callbacks=[saving]).fit(max_steps=max_steps)
     found = [steps(tmp_path / str(number)) for number in range(len(arguments))]
     assert found == [[5, 7], [3, 6], [3, 6, 7]]
+
+
+def fails_at(trainer, step, error):
+    def fail(batch_info, when):
+        if batch_info["global_step"] == step:
+            raise error
+
+    trainer.get_local_operator().fail = fail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_epochs", "error", "expected"),
+    [
+        ({"every": 3, "keep": None}, 2, None, [3, 6, 9, 10]),
+        ({"every": 7, "blocking": False}, 3, KeyboardInterrupt(), [7, 8]),
+        ({}, 3, OSError("the data is gone"), [5, 8]),
+        ({"monitor": "val_loss"}, 3, OSError("the data is gone"), [5, 8]),
+        ({}, 3, CollectiveError("the others do not answer"), [5]),
+    ],
+)
+def test_an_end_saves_the_steps_since_the_last_save(
+    make_trainer, tmp_path, arguments, num_epochs, error, expected
+):
+    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, **arguments)])
+    if error is not None:
+        fails_at(trainer, 8, error)
+        with pytest.raises(type(error)) as caught:
+            trainer.fit(num_epochs)
+        assert f"step-{expected[-1]:08d}" in caught.value.__notes__[-1]
+    else:
+        trainer.fit(num_epochs)
+    assert steps(tmp_path) == expected
+
+
+def test_a_failed_validation_leaves_a_checkpoint_of_its_epoch(make_trainer, tmp_path):
+    class Fails(Classifier):
+        def validate_batch(self, batch, batch_info):
+            if self.global_step == 10:
+                raise OSError("the data is gone")
+            return super().validate_batch(batch, batch_info)
+
+    trainer = make_trainer(Fails, callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")])
+    with pytest.raises(OSError, match="the data is gone"):
+        trainer.fit(3)
+    assert steps(tmp_path) == [5, 10]
+
+
+def test_the_end_of_the_trainer_saves_new_steps_but_no_loaded_state(make_trainer, tmp_path):
+    for folder, loads in ((tmp_path / "new", False), (tmp_path / "loaded", True)):
+        with make_trainer(callbacks=[CheckpointCallback(folder, every=2)]) as trainer:
+            trainer.train(num_steps=3)
+            assert steps(folder) == [2]
+            if loads:
+                trainer.load(next(folder.glob("*.ckpt")))
+        assert steps(folder) == ([2] if loads else [2, 3])
 
 
 def test_background_writes_are_complete_when_training_ends(make_trainer, tmp_path):

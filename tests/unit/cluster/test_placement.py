@@ -7,6 +7,7 @@ import ray
 
 from raysgd.cluster import placement
 from raysgd.cluster.placement import Reservation
+from raysgd.errors import InsufficientResourcesError
 from tests.unit.cluster.clock import ManualClock
 
 
@@ -80,6 +81,8 @@ def test_no_more_workers_than_requested_start_in_the_group_of_the_caller(monkeyp
     group = SimpleNamespace(bundle_specs=[{"CPU": 1.0}] * 4)
     room = placement._reserve_within(group, {"CPU": 1.0}, num_workers=2, min_workers=1)
     assert len(room.slots) == 2
+    with pytest.raises(InsufficientResourcesError, match=r"In Ray Tune, pass .*as_trainable\(\)"):
+        placement._reserve_within(group, {"CPU": 9.0}, num_workers=2, min_workers=1)
 
 
 def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):

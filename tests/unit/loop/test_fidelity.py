@@ -238,7 +238,7 @@ def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
     full, first, batch_size, given_global, num_samples, accumulated, drop_last, says, course
 ):
     """`says`: whether a batch passes num_samples to backward(), and ends with an exchange."""
-    global_batch = full * batch_size + (given_global and full > 1)  # not divisible by `full`
+    global_batch = full * batch_size
     config = {
         "num_samples": num_samples,
         "num_epochs": 2,

@@ -48,7 +48,7 @@ def test_workers_whose_turns_do_not_fit_are_named(other, match):
 
 def test_a_restart_begins_from_the_kept_checkpoint(tmp_path):
     blob = cloudpickle.dumps({"epoch": 1})
-    saved = Turn("checkpoint", checkpoint=blob, has_checkpoint=True, iteration=3)
+    saved = Turn("checkpoint", None, blob, True, {"_timestamp": 1}, iteration=3)
     controller = Controller([saved], [Turn("checkpoint")], [Turn("end")])
     assert run_on(controller, tmp_path).next_result(dict) is None
     (plan,) = [read()["plan"] for read in controller.states]

@@ -39,6 +39,19 @@ def test_a_restored_run_continues_after_the_last_complete_report(path):
     assert read_reports(path) == [{"n": 0}, {"n": 1}, {"n": 2}]
 
 
+@pytest.mark.parametrize(("first", "again"), [(2, 3), (0, 4), (3, 4), (3, 3)])
+def test_reports_that_a_restart_repeats_are_in_the_history_once(tmp_path, path, first, again):
+    for life, numbers in enumerate((range(4), range(first, again))):
+        log = ReportLog(path)  # a restart of the workers keeps the log, and `restore` opens it
+        for n in numbers:
+            log.write({"life": life, "_training_iteration": n + 1})
+    result = Result(log.last, None, path=str(tmp_path))
+    expected = [(0, n + 1) for n in range(first)] + [(1, n + 1) for n in range(first, again)]
+    found = [(report["life"], report["_training_iteration"]) for report in result.history]
+    assert found == (expected if again > first else [(0, n + 1) for n in range(4)])
+    assert len(result.metrics_dataframe) == len(found)
+
+
 def test_values_that_json_does_not_have_stay_in_memory_only(path):
     ring = []
     ring.append(ring)

@@ -65,14 +65,18 @@ def test_the_newer_of_equals_stays(tmp_path, caplog, score):
     assert not caplog.messages
 
 
-def test_a_checkpoint_without_a_score_is_the_worst_with_one_warning(tmp_path, caplog):
-    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, "accuracy"))
-    keep(checkpoints, {"epoch": 0}, {"epoch": 1, "accuracy": 1}, {"epoch": 2}, {"epoch": 3})
-    checkpoints.finish()
-    assert checkpoints.best_path.name == "checkpoint_000002"
-    assert numbers_in(tmp_path) == [2, 4]
-    (warning,) = caplog.messages
-    assert warning.endswith("Its numbers are _timestamp, epoch.")
+def test_a_checkpoint_without_a_score_is_an_error_and_is_stored(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
+    keep(checkpoints, {"epoch": 1, "accuracy": 1})
+    with pytest.raises(ValueError, match=r"'accuracy': checkpoint_000002 has no .* epoch"):
+        keep(checkpoints, {"epoch": 2})
+    again = RunCheckpoints(tmp_path, CheckpointStrategy(1, "accuracy"))
+    assert again.restore() is not None
+    assert again.latest == {"epoch": 2}
+
+
+def test_a_score_that_selects_no_files_is_not_needed():
+    keep(RunCheckpoints(None, CheckpointStrategy(1, "accuracy")), {"epoch": 1})
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from functools import partial
 
 import cloudpickle
 import pytest
@@ -56,6 +57,20 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
     assert turns[2].value == 2
     assert worker.runner.progress().blocked_on_driver
     assert worker.runner.progress().global_step == 1
+
+
+def test_a_second_run_may_use_another_precision_of_accelerate(make_worker):
+    pytest.importorskip("accelerate")
+
+    def function(precision):
+        from accelerate import Accelerator
+
+        return Accelerator(mixed_precision=precision, cpu=True).mixed_precision
+
+    worker = make_worker()
+    for run, precision in enumerate(("no", "bf16", "no")):
+        worker.begin(partial(function, precision), run)
+        assert worker.next().value == precision
 
 
 def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):

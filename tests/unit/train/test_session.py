@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raysgd import train
-from raysgd.train import constants
+from raysgd.train import Checkpoint, constants
 
 
 def own(state):
@@ -40,6 +40,22 @@ def test_a_report_has_the_values_at_the_time_of_the_call(run, size):
     found = queue.turns[0].metrics
     assert found["running"].sum() == 0
     assert found["losses"] == [0.5]
+
+
+def test_numbers_in_a_checkpoint_rate_it_before_those_of_its_report(run):
+    queue = run()
+    weights = {"bias": torch.ones(1)}
+    saved = Checkpoint.from_dict({"loss": torch.tensor(4.0), "model": weights})
+    train.report({"loss": 2, "accuracy": 0.5}, checkpoint=saved)
+    train.report({}, checkpoint=Checkpoint.from_dict({"loss": 1}))
+    train.save_checkpoint(loss=3)
+    first, *others = [dict(turn.numbers) for turn in queue.turns]
+    assert {name: value for name, value in first.items() if name != "_timestamp"} == {
+        "loss": 4,
+        "accuracy": 0.5,
+    }
+    assert [numbers["loss"] for numbers in others] == [1, 3]
+    assert queue.turns[0].metrics["loss"] == 2
 
 
 def test_values_that_cannot_be_pickled_are_refused_in_the_function(run):

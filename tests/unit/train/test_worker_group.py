@@ -157,6 +157,14 @@ def test_methods_of_a_hosted_class_may_be_private_and_return_several_references(
     for worker in (hosted[0], cloudpickle.loads(cloudpickle.dumps(hosted[0]))):  # as in a task
         assert worker._both.remote() == (5, 2)
         assert worker.actor.num_returns == 2
+        assert worker._both.options(num_returns=1).remote() == (5, 2)
+        assert worker.actor.num_returns == 1
+
+
+@pytest.mark.parametrize("name", ["actor_cls", "placement_group"])
+def test_arguments_that_are_gone_are_named_with_the_way(name):
+    with pytest.raises(TypeError, match=rf"WorkerGroup\({name}=.*to_worker_group"):
+        WorkerGroup(**{name: object})
 
 
 def test_a_second_class_on_the_workers_leaves_the_first_as_it_is(hosted):

@@ -485,7 +485,7 @@ def test_ctrl_c_says_where_the_run_resumes(make_trainer, tmp_path):
     trainer.get_local_operator().fail = fail
     with pytest.raises(KeyboardInterrupt) as caught:
         trainer.fit(3)
-    assert caught.value.__notes__[-1].endswith("epoch-00001-step-00000005.ckpt.")
+    assert caught.value.__notes__[-1].endswith("epoch-00002-step-00000008.ckpt.")
 
 
 def test_fit_validates_all_data_after_a_partial_validation(make_trainer):

@@ -18,6 +18,7 @@ from tests.unit.loop.test_fidelity import Workers
 
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
 
+torchmetrics = pytest.importorskip("torchmetrics")
 X = torch.linspace(-1, 1, 40).reshape(-1, 1)
 Y = 2 * X + 1
 
@@ -208,6 +209,86 @@ def test_reduce_fx_of_logged_values():
     assert (merged["total"], merged["low"], merged["high"]) == (-8, -5, 1)
 
 
+class Graphs:
+    """A batch whose tensors do not count its samples, or that Lightning cannot measure."""
+
+    def __init__(self, rows, num_graphs):
+        self.rows, self.num_graphs = rows, num_graphs
+
+    def to(self, *_):
+        return self
+
+
+class OfGraphs(Line):
+    def training_step(self, batch, batch_idx):
+        self.log("size", float(batch.num_graphs), batch_size=batch.num_graphs)
+        self.log("also", torch.tensor(float(batch.num_graphs)))
+        self.log_dict({"nodes": 1.0 * len(batch.rows)}, batch_size=len(batch.rows))
+        return self(batch.rows).sum() * 0 + batch.num_graphs
+
+    def validation_step(self, batch, batch_idx):
+        self.log("hidden", 1.0, logger=False, batch_size=batch.num_graphs)
+        self.log("val_size", float(batch.num_graphs))
+        return torch.tensor(float(batch.num_graphs))
+
+
+def test_a_logged_batch_size_counts_the_samples_of_a_batch():
+    batches = [Graphs(X[:8], 1), Graphs(X[:2], 3)]
+    trainer = start(OfGraphs, train_dataloader=batches, val_dataloader=batches)
+    stats = trainer.train()
+    expected = (1 * 1 + 3 * 3) / 4
+    assert stats["num_samples"] == 4
+    assert (stats["size"], stats["also"], stats["train_loss"]) == (expected, expected, expected)
+    assert stats["nodes"] == (8 * 8 + 2 * 2) / 10
+    assert stats["last_size"] == 3
+    found = trainer.validate()
+    assert (found["num_samples"], found["val_size"], found["val_loss"]) == (4, expected, expected)
+
+
+class Measuring(Line):
+    def __init__(self, config):
+        super().__init__(config)
+        metrics = {"mae": torchmetrics.MeanAbsoluteError(), "mse": torchmetrics.MeanSquaredError()}
+        self.metrics = torchmetrics.MetricCollection(metrics, prefix="val_")
+        self.largest, self.share = torchmetrics.MaxMetric(), torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.print("batch", batch_idx)
+        self.largest(batch[0].abs().max())
+        self.log("largest", self.largest, on_step=True)
+        self.share.update(self.current_epoch / self.trainer.max_epochs)
+        self.log("gathered", self.all_gather(batch_idx).sum())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("share", self.share)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.metrics.update(self(x), y)
+        self.log_dict(self.metrics)
+
+
+def test_a_module_logs_metrics_of_torchmetrics_and_uses_its_trainer(capsys):
+    trainer = start(Measuring, {"max_epochs": 4})
+    for epoch in range(2):
+        stats = trainer.train()
+        found = trainer.validate()
+        assert (stats["largest"], stats["share"]) == (1, epoch / 4)
+        assert stats["last_largest"] == stats["largest"]
+        assert stats["gathered"] == 2
+        with torch.no_grad():
+            errors = trainer.get_local_operator().module(X) - Y
+        assert found["val_mae"] == pytest.approx(errors.abs().mean().item(), rel=1e-5)
+        assert found["val_mse"] == pytest.approx(errors.square().mean().item(), rel=1e-5)
+    assert capsys.readouterr().out.count("batch 4") == 2
+    operator = trainer.get_local_operator()
+    with torch.no_grad():
+        workers = [operator.validate(iter([batch])) for batch in loader(20)]
+    merged = merge_workers(pickle.loads(pickle.dumps(workers)))
+    assert merged["val_mse"] == pytest.approx(found["val_mse"], rel=1e-5)
+
+
 def test_hooks_are_called_in_the_order_of_lightning():
     trainer = start(train_dataloader=loader(20), val_dataloader=loader(40))
     calls = trainer.get_local_operator().module.calls
@@ -324,6 +405,7 @@ def several(self):
         ({"configure_optimizers": several}, {}, ["must have one optimizer", "own train_batch"]),
         ({"train_dataloader": lambda self: [1, 2]}, {}, ["train_dataloader returned 2 loaders"]),
         ({}, {"scheduler": {"interval": "step"}}, ["interval='step'", "scheduler_step_freq"]),
+        ({}, {"scheduler": {"monitor": "loss"}}, ["monitor='loss'", "update_scheduler"]),
         ({}, {"scheduler": {"frequency": 2}}, ["frequency=2", "scheduler_step_freq='epoch'"]),
         ({"automatic_optimization": False}, {}, ["automatic_optimization = True"]),
     ],
@@ -342,7 +424,7 @@ def test_unsupported_features_are_an_error(methods, config, words):
     [
         ({"training_step": lambda self, batch: None}, "Own.training_step returned None"),
         ({"on_train_batch_start": lambda self, b, i: -1}, "on_train_batch_start returned -1"),
-        ({"training_step": lambda self, batch: self.trainer.strategy}, "self.trainer.strategy"),
+        ({"training_step": lambda self, batch: self.trainer.fit_loop}, "self.trainer.fit_loop"),
         ({"training_step": lambda self, batch: self.log("a", "b")}, "self.log('a', 'b'): must be"),
     ],
 )

@@ -7,6 +7,7 @@ import pytest
 
 from raysgd.train.callbacks import (
     JsonLoggerCallback,
+    MLflowLoggerCallback,
     PrintCallback,
     TBXLoggerCallback,
     TorchTensorboardProfilerCallback,
@@ -109,3 +110,31 @@ def test_tensorboard_gets_numbers_as_scalars(tmp_path):
     scalars = {"loss", "one", "val/loss", "_time_this_iter_s"}
     assert set(found.Tags()["scalars"]) == {f"ray/train/{name}" for name in scalars}
     assert found.Scalars("ray/train/loss")[0].step == 7
+
+
+@pytest.mark.parametrize("uri", [None, "elsewhere"])
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_restored_run_continues_its_mlflow_run(tmp_path, monkeypatch, uri, restored):
+    from mlflow import MlflowClient  # takes two seconds
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / (uri or "run/mlruns")
+    ids = []
+    for loss in (2.0, 1.0):
+        callbacks = [
+            MLflowLoggerCallback(uri and folder, experiment_name=name) for name in ("a", "b/c")
+        ]
+        for callback in callbacks:  # the driver is killed before it finishes the first ones
+            callback.start_training(logdir=tmp_path / "run", config={"lr": loss})
+            callback.process_results([{"loss": loss, "_training_iteration": int(3 - loss)}])
+        ids.append([callback.run_id for callback in callbacks])
+        (tmp_path / "run" / REPORTS).write_text('{"n": 0}\n' * restored)
+    callbacks[0].finish_training()
+    first, second = ids
+    assert len(set(first)) == 2
+    assert (first == second) == restored
+    client = MlflowClient(str(folder))
+    run = client.get_run(second[0])
+    assert run.info.status == "FINISHED"
+    losses = [each.value for each in client.get_metric_history(second[0], "loss")]
+    assert losses == ([2, 1] if restored else [1])

@@ -25,9 +25,9 @@ def loader(num=20, **arguments):
     return DataLoader(TensorDataset(torch.arange(num)), batch_size=4, **arguments)
 
 
-def prepared(loader, rank=0, size=2):
-    device = torch.device("cpu")
-    return prepared_loader(loader, world_size=size, rank=rank, device=device, ahead=True, seed=0)
+def prepared(loader, rank=0, size=2, **others):
+    others |= {"device": torch.device("cpu"), "ahead": True, "seed": 0}
+    return prepared_loader(loader, world_size=size, rank=rank, **others)
 
 
 def rows(loader):
@@ -275,3 +275,45 @@ def test_batches_that_are_moved_ahead_stay_intact_while_a_gpu_is_busy():
         sums.append(batch.double().sum())
     expected = [batch.double().sum() for (batch,) in given]
     assert torch.stack(sums).tolist() == torch.stack(expected).tolist()
+
+
+@pytest.mark.parametrize(("count", "num_read"), [(0, 1), (0, 2), (3, 1), (3, 2), (3, 4), (None, 1)])
+def test_a_worker_that_reads_alone_keeps_the_epoch_of_the_group(count, num_read):
+    clock = [count]
+    parts = []
+    for rank in range(2):
+        worker = prepared(loader(shuffle=True), rank, num_collectives=lambda: clock[0])
+        if rank == 0:
+            held = iter(worker)
+            assert next(held) is not None
+            assert len(list(itertools.islice(worker, num_read))) == min(num_read, 3)
+        parts.append([])
+        for _ in range(3):
+            parts[rank].append([])
+            for (batch,) in worker:
+                parts[rank][-1] += batch.tolist()
+                if count:
+                    clock[0] += 1
+    for mine, others in zip(*parts, strict=True):
+        assert sorted(mine + others) == list(range(20))
+    assert len(set(map(tuple, parts[0]))) == 3
+
+
+def test_a_pass_that_all_workers_leave_early_has_a_new_order_each_time():
+    clock = itertools.count(1)
+    worker = prepared(loader(shuffle=True), num_collectives=lambda: next(clock))
+    assert len({tuple(next(iter(worker))[0].tolist()) for _ in range(4)}) == 4
+
+
+def test_a_pass_counts_if_workers_communicate_after_it():
+    clock = [3]
+    worker = prepared(loader(shuffle=True), num_collectives=lambda: clock[0])
+    orders = []
+    for _ in range(3):
+        orders += [rows(worker), rows(worker)]
+        clock[0] += 1  # as in local SGD
+    first, again, *_ = orders
+    assert first == again
+    assert len(set(map(tuple, orders))) == 3
+    worker.sampler.set_epoch(worker.sampler.epoch)  # the user repeats an epoch
+    assert rows(worker) == orders[-1]
