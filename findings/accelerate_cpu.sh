@@ -6,10 +6,10 @@
 # Seen: The process group has two members, but each Accelerator reports one process and wraps
 #   nothing. Both train a model of their own, and both are the main process.
 # Output:
-#   rank 1, Accelerator({}): 2 members, num_processes=1, main=True, the weight moves by 1.0
-#   rank 0, Accelerator({}): 2 members, num_processes=1, main=True, the weight moves by 0.0
-#   rank 1, Accelerator({'cpu': True}): 2 members, num_processes=2, main=False, the weight moves by 0.5
-#   rank 0, Accelerator({'cpu': True}): 2 members, num_processes=2, main=True, the weight moves by 0.5
+#   rank 1, Accelerator({}): members=2, num_processes=1, main=True, the weight moves by 1.0
+#   rank 0, Accelerator({}): members=2, num_processes=1, main=True, the weight moves by 0.0
+#   rank 0, Accelerator({'cpu': True}): members=2, num_processes=2, main=True, the weight moves by 0.5
+#   rank 1, Accelerator({'cpu': True}): members=2, num_processes=2, main=False, the weight moves by 0.5
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -43,11 +43,11 @@ for arguments in ({}, {"cpu": True}):
     accelerator.backward(model(torch.full((1, 1), float(rank))).sum())
     optimizer.step()
     moved = round(before - accelerator.unwrap_model(model).weight.item(), 4)
-    seen.append((dist.get_world_size(), accelerator.num_processes, accelerator.is_main_process, moved))
+    members, processes = dist.get_world_size(), accelerator.num_processes
+    seen.append((members, processes, accelerator.is_main_process, moved))
     print(
-        f"rank {rank}, Accelerator({arguments}): {dist.get_world_size()} members, "
-        f"num_processes={accelerator.num_processes}, main={accelerator.is_main_process}, "
-        f"the weight moves by {moved}",
+        f"rank {rank}, Accelerator({arguments}): members={members}, num_processes={processes}, "
+        f"main={accelerator.is_main_process}, the weight moves by {moved}",
         flush=True,
     )
 dist.destroy_process_group()

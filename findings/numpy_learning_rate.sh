@@ -35,7 +35,7 @@ for rate in (0.1, np.logspace(-3, -1, 3)[2]):
     except pickle.UnpicklingError:
         outcome = "UnpicklingError"
     print(f"{type(rate).__name__}: {outcome}")
-    if outcome != ("loads" if isinstance(rate, float) and type(rate) is float else "UnpicklingError"):
+    if outcome != ("loads" if type(rate) is float else "UnpicklingError"):
         sys.exit("The behavior has changed.")
 PYTHON
 timeout 120 venv/bin/python check.py "$folder/file"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Optimizer.load_state_dict: the float32 state of Adafactor for bfloat16 parameters becomes bfloat16.
+# torch.optim: loading turns the float32 state of Adafactor into bfloat16.
 #
 # Versions: torch 2.13.0, transformers 5.23.0
 # Expected: Loading restores the state as it was saved, so a resumed training has the same state as
