@@ -15,7 +15,7 @@ class CompleteSdist(sdist):
 
     def make_release_tree(self, base_dir, files):
         """Write the files of the sdist, and the link `raysgd/operators`, into a folder."""
-        for folder in (".ci", "docs", "examples", "operators", "tests"):
+        for folder in (".ci", "docs", "examples", "findings", "operators", "tests"):
             self.filelist.graft(folder)
         for name in (".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"):
             self.filelist.append(name)

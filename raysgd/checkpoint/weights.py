@@ -38,9 +38,12 @@ def save_model(
 
     def fill(file: IO[bytes]) -> None:
         if isinstance(models, Mapping):
+            import numpy as np
             from safetensors.numpy import save
 
-            file.write(save(dict(models), metadata={"format": "np"}))
+            # safetensors writes the elements of a transposed array in another order.
+            arrays = {name: np.asarray(array, order="C") for name, array in models.items()}
+            file.write(save(arrays, metadata={"format": "np"}))
         else:
             file.write(_of_modules(models))
 

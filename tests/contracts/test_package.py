@@ -17,7 +17,7 @@ from raysgd._internal.versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-FOLDERS = (".ci", "docs", "examples", "operators", "raysgd", "tests")
+FOLDERS = (".ci", "docs", "examples", "findings", "operators", "raysgd", "tests")
 
 
 def build(source, folder, *options):

@@ -72,6 +72,14 @@ def test_weights_become_safetensors(tmp_path):
     assert same(dict(load_file(path))["0/kernel"], STATE["models"][0]["0/kernel"])
 
 
+def test_transposed_arrays_keep_their_values_in_safetensors(tmp_path):
+    from safetensors.numpy import load_file
+
+    weights = {"kernel": np.arange(6).reshape(3, 2).T, "part": np.arange(6)[::2], "n": np.array(3)}
+    saved = load_file(save_model(weights, tmp_path / "model.safetensors"))
+    assert all(same(saved[name], np.asarray(array)) for name, array in weights.items())
+
+
 def test_torch_is_not_needed(tmp_path):
     code = f"""
 import sys

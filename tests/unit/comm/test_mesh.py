@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.comm.gloo import _COMBINATIONS
 from raysgd.comm.mesh import Mesh
 
 PATIENCE_S = 30
@@ -77,6 +79,15 @@ def test_tensors_need_not_be_contiguous_and_may_need_gradients(pair):
     tensors = [torch.ones(4, 6, requires_grad=True).t(), torch.ones(12, 4)[::2]]
     reduced(pair, tensors)
     assert [tensor.tolist() for tensor in tensors] == [[[2.0] * 4] * 6] * 2
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("operation", [dist.ReduceOp.MIN, dist.ReduceOp.MAX])
+def test_a_nan_of_any_rank_stays(pair, operation, owner, size):
+    tensors = [torch.full((size,), float("nan") if rank == owner else 0.0) for rank in (0, 1)]
+    reduced(pair, tensors, _COMBINATIONS[operation])
+    assert all(bool(tensor.isnan().all()) for tensor in tensors)
 
 
 def test_reductions_run_in_the_order_of_their_start(pair):

@@ -103,6 +103,16 @@ def test_creator_functions_train_and_validate(tmp_path):
         assert trainer.global_step == 20
 
 
+def test_each_epoch_of_a_fit_config_has_its_steps():
+    """The `fit` of Keras takes 2, 1, 2, and 1 steps, because each epoch ends with the data."""
+    config = {"fit_config": {"epochs": 4, "steps_per_epoch": 2}}
+    images, labels = digits()[0]
+    data = (images[:96], labels[:96]), None  # three batches of 32
+    with TFTrainer(model_creator, lambda _: data, config, use_local=True) as trainer:
+        trainer.train()
+        assert trainer.global_step == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

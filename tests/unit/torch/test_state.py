@@ -59,6 +59,12 @@ def test_copy_does_not_change_with_the_original():
     assert copied["lock"] is lock  # a lock cannot be copied or saved
 
 
+def test_a_copy_of_a_view_has_only_the_elements_of_the_view():
+    """Pickles and files have the whole memory of a tensor."""
+    copied = to_cpu({"first": torch.zeros(1000)[:1]})
+    assert copied["first"].untyped_storage().nbytes() == 4
+
+
 def test_a_copy_keeps_the_versions_of_modules():
     """PyTorch keeps them in `_metadata`. Without it, modules assume a state of an old version."""
     state = torch.nn.BatchNorm1d(2).state_dict()
