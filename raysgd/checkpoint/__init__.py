@@ -1,6 +1,6 @@
 """Checkpoint files and folders."""
 
-from raysgd.checkpoint.file import OpenFile, read_file, read_manifest, write_file
+from raysgd.checkpoint.file import read_file, read_manifest, write_file
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointStore, Restored
 from raysgd.checkpoint.weights import save_model
@@ -8,7 +8,6 @@ from raysgd.checkpoint.weights import save_model
 __all__ = [
     "CheckpointStore",
     "Manifest",
-    "OpenFile",
     "Restored",
     "read_file",
     "read_manifest",

@@ -12,6 +12,7 @@ from typing import Any
 from raysgd import checkpoint
 from raysgd._internal.context import Request
 from raysgd.callbacks.values import scalars, shown_config
+from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
@@ -102,7 +103,7 @@ class TrainerState:
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         self.calls.check_open(moves=True)
-        file = checkpoint.OpenFile(path)
+        file = OpenFile(path)
         self.load(file.read(), again=file.read)
 
     def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:

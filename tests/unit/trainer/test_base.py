@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from raysgd import TorchTrainer
 from raysgd._internal.context import Progress
 from raysgd.callbacks import Callback, CheckpointCallback
-from raysgd.checkpoint import OpenFile, read_manifest
+from raysgd.checkpoint import read_manifest
+from raysgd.checkpoint.file import OpenFile
 from raysgd.errors import CheckpointError
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder
