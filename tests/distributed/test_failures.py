@@ -11,10 +11,10 @@ from raysgd import ElasticConfig, TorchTrainer
 from raysgd.callbacks import Callback
 from raysgd.errors import RemoteTraceback, WorkerLostError
 from raysgd.testing import chaos
-from tests.conftest import SOON_S, wait_until
+from tests.conftest import IN_SOAK, SOON_S, wait_until
 from tests.ends import by_signal, by_timer, check_that_shutdown_ends, hold
 from tests.faulty import check_epoch, faulty_trainer, fingerprints, interrupted_when, order, pids_of
-from tests.ledger import ledger_of, ledger_trainer
+from tests.ledger import Ledger, ledger_of, ledger_trainer
 from tests.operators import NUM_SAMPLES, Classifier, make_data
 from tests.shared import Shared
 
@@ -211,19 +211,52 @@ def test_a_large_state_is_restored_from_its_snapshot(module_cluster):
     elastic = ElasticConfig(snapshot_every=2)
     with TorchTrainer(training_operator_cls=Large, num_workers=1, elastic=elastic) as trainer:
         trainer.train(num_steps=2)
-        controller, expected = trainer._controller, trainer.state_dict()
-
-        def has_arrived():
-            controller.snapshots.poll(controller.ask_progress())
-            return snapshot_step(trainer) == 2
-
-        wait_until(has_arrived)
+        expected = trainer.state_dict()
+        await_snapshot(trainer, 2)
         chaos.kill(trainer, 0)
         torch.testing.assert_close(
             trainer.state_dict()["optimizers"], expected["optimizers"], rtol=0, atol=0
         )
         assert trainer.events[-1].step == 2
         assert trainer.train()["num_samples"] == 16  # the rest of the epoch
+
+
+class Bulky(Ledger):
+    """A ledger with 1.5 GB of parameters that do not train, and that `setup` leaves empty."""
+
+    def setup(self, config):
+        super().setup(config)
+        bulk = torch.nn.Parameter(torch.zeros(15, 25_000_000), requires_grad=False)
+        self.model.register_parameter("bulk", bulk)
+
+    def fill(self):
+        for row, values in enumerate(self.model.bulk):
+            values.fill_(row + 1)
+
+    def counts(self):
+        rows = [values.aminmax() for values in self.model.bulk]
+        return self.model.weights.tolist(), [[int(low), int(high)] for low, high in rows]
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="it needs 8 GB of memory")
+def test_the_loss_of_all_workers_repeats_the_steps_since_the_snapshot_of_a_large_state(
+    module_cluster,
+):
+    elastic = ElasticConfig(snapshot_every=4)
+    with ledger_trainer(2, 80, elastic, Bulky, batch_size=4) as trainer:
+        trainer.apply_all_operators(Bulky.fill)
+        trainer.train(num_steps=4)
+        await_snapshot(trainer, 0)
+        trainer.train(num_steps=2)  # takes a snapshot first
+        await_snapshot(trainer, 4)
+        for rank in range(2):
+            chaos.kill(trainer, rank)
+        metrics = trainer.train()
+        assert metrics["num_samples"] == 80 - 6 * 8  # without the repeated steps
+        restarts = [event for event in trainer.events if event.kind == "restarted"]
+        assert [event.step for event in restarts] == [4]
+        rows = [[row, row] for row in range(1, 16)]
+        assert trainer.apply_all_operators(Bulky.counts) == [([1.0] * 80, rows)] * 2
 
 
 @pytest.mark.slow("a worker starts")
@@ -237,3 +270,14 @@ def test_shutdown_ends_a_call_of_the_drivers_own_worker(module_cluster, tmp_path
 def snapshot_step(trainer):
     state = trainer._controller.snapshots.state()
     return None if state is None else state["global_step"]
+
+
+def await_snapshot(trainer, step):
+    """Wait until the driver has a snapshot of that step."""
+    controller = trainer._controller
+
+    def has_arrived():
+        controller.snapshots.poll(controller.ask_progress())
+        return snapshot_step(trainer) == step
+
+    wait_until(has_arrived, timeout_s=60)
