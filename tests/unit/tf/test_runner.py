@@ -112,6 +112,33 @@ def test_a_failed_step_restores_the_first_of_two_optimizers():
     assert_same(failing.state_dict(), undisturbed.state_dict())
 
 
+class FailsHalfway(keras.optimizers.SGD):
+    """Raises after it has changed a variable."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        if len(variable.shape) == 1:
+            tf.debugging.assert_less(self.iterations, tf.cast(2, self.iterations.dtype))
+
+
+class HalfUpdated(Digits):
+    def setup(self, config):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.register(make_model(), FailsHalfway(0.1), loss)
+        self.register_data(train_loader=digits()[0], shuffle=False)
+
+
+def test_workers_do_not_restart_from_a_state_that_is_half_updated():
+    runner = TFRunner(TFOptions(training_operator_cls=HalfUpdated, config={}, seed=3))
+    runner.setup(WorkerContext(in_driver=True))
+    runner.handle(TrainRequest(call=0, until_step=2))
+    assert runner.restart_state() is not None
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        runner.handle(TrainRequest(call=0, until_step=4))
+    assert runner.progress().partial
+    assert runner.restart_state() is None
+
+
 class Noise(keras.layers.Layer):
     """Adds noise of generators in a list and a dict, and of the generator of Keras itself."""
 
