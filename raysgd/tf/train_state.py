@@ -18,6 +18,7 @@ from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
 from raysgd.tf.features import Averages, Optimization, Replication
 from raysgd.tf.keras import named_arrays, overrides, set_arrays
+from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchMetrics, losses_of_outputs
 from raysgd.tf.options import TFOptions
@@ -149,6 +150,7 @@ class KerasTrainState(TrainState):
             "optimizers": [named_arrays(optimizer.variables) for optimizer in self.optimizers],
         }
 
+            "layers": [layer_states(model) for model in self.models],
     def check_training_state(self, state: dict[str, Any]) -> None:
         check_parts(
             "models", [model.weights for model in self.models], state.get("models"), _misfit
@@ -156,10 +158,16 @@ class KerasTrainState(TrainState):
         variables = [optimizer.variables for optimizer in self.optimizers]
         check_parts("optimizers", variables, state.get("optimizers"), _misfit)
 
+        if "layers" in state:
+            check_parts("layers", self.models, state["layers"], misfit)
     def load_training_state(self, state: dict[str, Any]) -> None:
         for model, arrays in zip(self.models, state["models"], strict=True):
             set_arrays(model.weights, arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
+        for model, states in zip(self.models, state.get("layers", ()), strict=False):
+            set_layer_states(model, states)
+            if states:
+                self.engine = Engine()  # graphs hold the old tensors and tables
             set_arrays(optimizer.variables, arrays)
         self.step.is_partial = False
 
