@@ -46,11 +46,16 @@ def _compiled(model: Any, **arguments: Any) -> Any:
 
 def without_means(criterion: Any) -> list[str]:
     """Return the losses that are not means over samples, as text."""
-    return [
-        f"{type(loss).__name__}(reduction={loss.reduction!r})"
-        for loss in tf.nest.flatten(criterion)
-        if getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight")
-    ]
+    found = []
+    for loss in tf.nest.flatten(criterion):
+        name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
+        if getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight"):
+            found.append(f"{name}(reduction={loss.reduction!r})")
+        elif getattr(loss, "ignore_class", None) is not None:
+            found.append(f"{name}(ignore_class={loss.ignore_class!r})")
+        elif name.lower() in ("dice", "tversky"):  # ratios of sums over the batch
+            found.append(name)
+    return found
 
 
 class BatchMetrics:
