@@ -133,13 +133,16 @@ class TrainingOperator(OperatorBase):
         }
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return a row of output for each sample, for ``trainer.predict``.
+        """Return a row of output for each sample, for ``trainer.predict``. Lists become tuples.
 
         `batch` has a format of `train_batch`, or is a tensor or ``(feature,)`` without a target.
         """
         self._check_own_steps("predict_batch")
         features, _, _ = self._train_state.unpacked(batch, training=False)
-        return self.run(self._predicted, features)
+        import keras
+
+        output = self.run(self._predicted, features)
+        return keras.tree.lists_to_tuples(output)  # a list would be rows
 
     # ---- methods for user code
 
