@@ -103,12 +103,21 @@ class BatchMetrics:
             self._checked.add(name)
         _begin(metric)
         updated()
-        mean = keras.metrics.Mean
-        if isinstance(metric, mean) and type(metric).result is mean.result:
-            total, weight = float(metric.total.numpy()), float(metric.count.numpy())
-            found[name] = Sums(ratio, total=total, weight=weight)
-        else:
-            found[name] = KerasMetric(metric, (given, named))
+        found[name] = mergeable(metric, (given, named))
+
+
+def kept_metrics(model: Any) -> list[Any]:
+    """Return the metrics that the model and its layers update themselves."""
+    inner = model._flatten_layers(include_self=False)
+    layers = [model, *(layer for layer in inner if not isinstance(layer, keras.Model))]
+    return [metric for layer in layers for metric in layer._metrics]
+
+
+def mergeable(metric: Any, given: Any) -> MergeableMetric:
+    mean = keras.metrics.Mean
+    if isinstance(metric, mean) and type(metric).result is mean.result:
+        return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
+    return KerasMetric(metric, given)
 
 
 def _tensors(nest: Any) -> Any:
