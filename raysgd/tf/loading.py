@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -35,6 +36,12 @@ class KerasSources(DataSources):
     shuffle = True
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
+        if isinstance(loader, keras.utils.PyDataset):
+            raise TypeError(
+                f"{type(loader).__name__} is a keras.utils.PyDataset, which TFTrainer cannot "
+                "partition. Register arrays, a tf.data.Dataset, or an iterable that yields the "
+                "batches of self.world_rank."
+            )
         settings, placing = self._state.settings, self._state.settings.placing
         if _is_arrays(loader):
             share = settings.batch_share
