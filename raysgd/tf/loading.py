@@ -296,7 +296,7 @@ class DatasetSource(BatchSource):
             return
         for index in range(number):
             first, stop = part_of(_num_rows(own), number, index)
-            yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
+            yield tf.nest.map_structure(lambda leaf, a=first, b=stop: _rows(leaf, a, b), own)
 
     def _own_part(self, group: list[Any]) -> Any:
         is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
@@ -307,7 +307,7 @@ class DatasetSource(BatchSource):
         if not self._training and self._rank >= total:
             return None
         first, stop = part_of(total, self._world_size, self._rank, self._shares)
-        return tf.nest.map_structure(lambda leaf: leaf[first:stop], rows)
+        return tf.nest.map_structure(lambda leaf: _rows(leaf, first, stop), rows)
 
     def reads(self) -> Any:
         return self.loader.element_spec
@@ -348,7 +348,16 @@ class _Iteration:
 
 
 def _join(*columns: Any) -> Any:
-    return tf.concat(columns, 0)
+    is_sparse = isinstance(columns[0], tf.SparseTensor)
+    return tf.sparse.concat(0, list(columns)) if is_sparse else tf.concat(columns, 0)
+
+
+def _rows(leaf: Any, first: int, stop: int) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[first:stop]
+    shape = leaf.dense_shape.numpy()
+    start = [first, *np.zeros(len(shape) - 1, int)]
+    return tf.sparse.slice(leaf, start, [stop - first, *shape[1:]])
 
 
 def _num_rows(batch: Any) -> int:
