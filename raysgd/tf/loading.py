@@ -66,7 +66,7 @@ class KerasSources(DataSources):
     def check_end(self) -> None:
         if self.has(self.trains_on):
             loader = self.readable(self.trains_on).loader
-            _check_end(loader, "training", "train(num_steps=...)")
+            _check_end(loader, "training", "train(num_steps=...) or fit(max_steps=...)")
 
 
 def _check_end(loader: Any, what: str, call: str) -> None:
@@ -74,7 +74,7 @@ def _check_end(loader: Any, what: str, call: str) -> None:
     if isinstance(loader, tf.data.Dataset) and int(loader.cardinality()) == endless:
         raise ValueError(
             f"The {what} data set repeats without end. Pass a number of steps with {call}, or "
-            "register dataset.take(n)."
+            "register dataset.take(n), whose epochs have n batches."
         )
 
 

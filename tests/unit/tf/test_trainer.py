@@ -173,10 +173,14 @@ def test_endless_data_need_a_number_of_steps():
     with TFTrainer(training_operator_cls=Endless, use_local=True) as trainer:
         with pytest.raises(ValueError, match=r"training data set repeats.* train\(num_steps="):
             trainer.train()
+        with pytest.raises(ValueError, match=r"fit\(max_steps=\.\.\.\), or register dataset\.take"):
+            trainer.fit(1, validate_every=None)
         with pytest.raises(ValueError, match=r"validation data set repeats.* validate\(num_steps="):
             trainer.validate()
         assert trainer.train(num_steps=2)["batch_count"] == 2
         assert trainer.validate(num_steps=2)["batch_count"] == 2
+        trainer.fit(max_steps=5, validate_every=None, verbose=False)
+        assert trainer.global_step == 5
 
 
 class Averaging(TrainingOperator):
