@@ -145,7 +145,9 @@ class ArraySource(PartitionedSource):
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for leaf in tf.nest.flatten(self._arrays):
-            digest.update(np.ascontiguousarray(leaf[[0, -1]]).tobytes() if len(leaf) else b"")
+            ends = np.ascontiguousarray(leaf[[0, -1]] if len(leaf) else leaf)
+            # The bytes of Python objects are addresses.
+            digest.update(repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes())
         content = digest.hexdigest()[:8]
         return f"{self._shard.total} samples, arrays {content}"
 

@@ -255,6 +255,8 @@ def test_different_data_have_different_fingerprints():
         source(np.arange(0)),
     ]
     assert len({each.fingerprint() for each in (mine, *others)}) == 5
+    words = [source(np.array([str(n) for n in range(100, 104)], object)) for _ in range(2)]
+    assert words[0].fingerprint() == words[1].fingerprint()
 
 
 @pytest.mark.parametrize("arrays", [np.float32(3), (np.ones((4, 2)), np.array(1))])
