@@ -36,6 +36,14 @@ def register(
             raise TypeError(
                 f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
             )
+        layers = [each for each in model._flatten_layers() if getattr(each, "synchronized", False)]
+        if layers and state.settings.options.num_workers > 1:
+            raise NotImplementedError(
+                f"The layer {layers[0].name!r} has synchronized=True, but TFTrainer normalizes "
+                "each worker's batch by its own statistics. Pass synchronized=False."
+            )
+    if any(model.run_eagerly for model in state.models):
+        tf.config.run_functions_eagerly(True)
     model = state.models[0]
     if optimizers is None:
         optimizers = getattr(model, "optimizer", None)
