@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -115,6 +116,12 @@ class Calls:
             yield
         finally:
             self._max_steps, self._log_every = None, None
+
+    @property
+    def steps_left(self) -> float:
+        """Number of steps until ``fit(max_steps=...)`` ends."""
+        limit = math.inf if self._max_steps is None else self._max_steps
+        return limit - self.controller.progress.global_step
 
     @property
     def metrics(self) -> dict[str, Any]:
