@@ -34,11 +34,10 @@ class KerasGenerators(Generators):
                 for variable, seed in zip(own, state[name], strict=True):
                     variable.assign(np.asarray(seed))
             elif name in state:
-                self._operator._train_state.say(
-                    name,
-                    f"The state has {number} random seeds in {name}, but this operator has "
-                    f"{len(own)}. It keeps its own seeds, so dropout has other masks, for example.",
+                text = (
+                    "The state has %d random seeds in %s, but the operator has %d. None is loaded."
                 )
+                self._operator._train_state.say(name, text, number, name, len(own))
         if "keras_global" in state:
             global_seed_generator().state.assign(np.asarray(state["keras_global"]))
 

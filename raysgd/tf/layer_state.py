@@ -34,16 +34,12 @@ def misfit(model: Any, states: Mapping[str, Any]) -> str:
 
 
 def _special(model: Any) -> list[Any]:
+    """Return the preprocessing layers, and the user's layers that load more than variables."""
     layers = model._flatten_layers()  # Keras has no public method that includes inner layers
-    return [layer for layer in layers if _keeps_more(layer)]
-
-
-def _keeps_more(layer: Any) -> bool:
-    """Return whether a preprocessing layer or a layer of the user loads more than variables."""
-    loader = type(layer).load_own_variables.__module__
-    if isinstance(layer, keras.layers.TextVectorization):
-        return False  # its lookup layer has the vocabulary
-    return not loader.startswith("keras.") or ".preprocessing." in loader
+    loaders = [(layer, type(layer).load_own_variables.__module__) for layer in layers]
+    found = [layer for layer, m in loaders if ".preprocessing." in m or not m.startswith("keras.")]
+    # The vocabulary of a TextVectorization is in its lookup layer.
+    return [each for each in found if not isinstance(each, keras.layers.TextVectorization)]
 
 
 def _state_of(layer: Any) -> dict[str, Any]:
@@ -52,9 +48,8 @@ def _state_of(layer: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if isinstance(layer, keras.layers.StringLookup | keras.layers.IntegerLookup):
         state["vocabulary"] = json.dumps(layer.get_vocabulary(), default=int)
-        if hasattr(layer, "idf_weights_const"):
-            weights = np.array(layer.idf_weights_const)
-            state["idf_weights"] = weights[: layer.vocabulary_size()]  # without padding
+        if hasattr(layer, "idf_weights_const"):  # which may have padding
+            state["idf_weights"] = np.array(layer.idf_weights_const)[: layer.vocabulary_size()]
         return state
     layer.save_own_variables(state)
     return {k: np.array(v.numpy() if hasattr(v, "numpy") else v) for k, v in state.items()}

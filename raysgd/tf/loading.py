@@ -38,9 +38,8 @@ class KerasSources(DataSources):
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         if isinstance(loader, keras.utils.PyDataset):
             raise TypeError(
-                f"{type(loader).__name__} is a keras.utils.PyDataset, which TFTrainer cannot "
-                "partition. Register arrays, a tf.data.Dataset, or an iterable that yields the "
-                "batches of self.world_rank."
+                f"TFTrainer does not partition a keras.utils.PyDataset, such as {loader!r}. Pass "
+                "arrays, a tf.data.Dataset, or an iterable of the batches of self.world_rank."
             )
         settings, placing = self._state.settings, self._state.settings.placing
         if _is_arrays(loader):
@@ -145,7 +144,7 @@ class ArraySource(PartitionedSource):
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for leaf in tf.nest.flatten(self._arrays):
-            ends = np.ascontiguousarray(leaf[[0, -1]] if len(leaf) else leaf)
+            ends = leaf[[0, -1]] if len(leaf) else leaf
             # The bytes of Python objects are addresses.
             digest.update(repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes())
         content = digest.hexdigest()[:8]
@@ -358,8 +357,7 @@ def _rows(leaf: Any, first: int, stop: int) -> Any:
     if not isinstance(leaf, tf.SparseTensor):
         return leaf[first:stop]
     shape = leaf.dense_shape.numpy()
-    start = [first, *np.zeros(len(shape) - 1, int)]
-    return tf.sparse.slice(leaf, start, [stop - first, *shape[1:]])
+    return tf.sparse.slice(leaf, [first, *[0] * len(shape[1:])], [stop - first, *shape[1:]])
 
 
 def _num_rows(batch: Any) -> int:

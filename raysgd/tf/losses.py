@@ -108,14 +108,12 @@ class BatchMetrics:
 
 def kept_metrics(model: Any) -> list[Any]:
     """Return the metrics that the model and its layers update themselves."""
-    inner = model._flatten_layers(include_self=False)
-    layers = [model, *(layer for layer in inner if not isinstance(layer, keras.Model))]
-    return [metric for layer in layers for metric in layer._metrics]
+    inner = [each for each in model._flatten_layers(False) if not isinstance(each, keras.Model)]
+    return [metric for layer in [model, *inner] for metric in layer._metrics]
 
 
 def mergeable(metric: Any, given: Any) -> MergeableMetric:
-    mean = keras.metrics.Mean
-    if isinstance(metric, mean) and type(metric).result is mean.result:
+    if isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result:
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
     return KerasMetric(metric, given)
 

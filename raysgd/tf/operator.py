@@ -137,12 +137,11 @@ class TrainingOperator(OperatorBase):
 
         `batch` has a format of `train_batch`, or is a tensor or ``(feature,)`` without a target.
         """
-        self._check_own_steps("predict_batch")
-        features, _, _ = self._train_state.unpacked(batch, training=False)
         import keras
 
-        output = self.run(self._predicted, features)
-        return keras.tree.lists_to_tuples(output)  # a list would be rows
+        self._check_own_steps("predict_batch")
+        features, _, _ = self._train_state.unpacked(batch, training=False)
+        return keras.tree.lists_to_tuples(self.run(self._predicted, features))
 
     # ---- methods for user code
 

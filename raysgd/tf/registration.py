@@ -39,8 +39,8 @@ def register(
         layers = [each for each in model._flatten_layers() if getattr(each, "synchronized", False)]
         if layers and state.settings.options.num_workers > 1:
             raise NotImplementedError(
-                f"The layer {layers[0].name!r} has synchronized=True, but TFTrainer normalizes "
-                "each worker's batch by its own statistics. Pass synchronized=False."
+                f"TFTrainer does not synchronize the statistics of {layers[0].name!r} over the "
+                "workers. Pass synchronized=False to this layer."
             )
     if any(model.run_eagerly for model in state.models):
         tf.config.run_functions_eagerly(True)

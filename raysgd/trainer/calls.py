@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -120,8 +119,7 @@ class Calls:
     @property
     def steps_left(self) -> float:
         """Number of steps until ``fit(max_steps=...)`` ends."""
-        limit = math.inf if self._max_steps is None else self._max_steps
-        return limit - self.controller.progress.global_step
+        return (self._max_steps or float("inf")) - self.controller.progress.global_step
 
     @property
     def metrics(self) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def test_a_loaded_state_draws_the_same_numbers(tmp_path, caplog):
         saved["keras_others"] = [*saved["keras_others"], np.zeros(2, "uint32")]
         trainer.train(num_steps=1)
         trainer.load_state_dict(state)
-        assert "3 random seeds in keras_others, but this operator has 2" in caplog.text
+        assert "3 random seeds in keras_others, but the operator has 2" in caplog.text
         (loaded,) = trainer.state_dict()["data"]["rng"]
         assert np.array_equal(loaded["keras_models"], saved["keras_models"])
         for generators in state["data"]["rng"]:  # as an old version saved it
