@@ -315,7 +315,7 @@ class OperatorRunner(ABC):
 
         A sharded state needs the shards of all workers. `num_workers` workers can send shards.
         """
-        if self._loop is None:
+        if self._loop is None or self._train_state.step.is_partial:
             return None
         train_state = self._train_state
         has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers

@@ -30,9 +30,14 @@ class KerasGenerators(Generators):
     def set(self, state: Mapping[str, Any]) -> None:
         super().set(state)
         for name, own in self._seeds().items():
-            if len(own) == len(state.get(name, ())):  # other layers draw their own numbers
+            if (number := len(state.get(name, ()))) == len(own):
                 for variable, seed in zip(own, state[name], strict=True):
                     variable.assign(np.asarray(seed))
+            elif name in state:
+                text = (
+                    "The state has %d random seeds in %s, but the operator has %d. None is loaded."
+                )
+                self._operator._train_state.say(name, text, number, name, len(own))
         if "keras_global" in state:
             global_seed_generator().state.assign(np.asarray(state["keras_global"]))
 

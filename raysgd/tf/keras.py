@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from raysgd.tf.layer_state import layer_states, set_layer_states
 
 
 def overrides(model: Any, name: str) -> bool:
@@ -38,12 +41,42 @@ def portable(model: Any) -> dict[str, Any]:
             "get_config() in this class, or create the model on the driver, with the weights of "
             "state_dict()['models']."
         ) from error
-    return {"architecture": architecture, "weights": named_arrays(model.weights)}
+    return {
+        "architecture": architecture,
+        "objects": _own_objects(model),
+        "layers": layer_states(model),
+        "weights": named_arrays(model.weights),
+    }
+
+
+def _own_objects(model: Any) -> dict[str, Any]:
+    """Return the user's classes and functions in a model, by the names in the architecture.
+
+    The decorators that register classes do not run on workers, so the driver needs the objects.
+    """
+    found, held, seen = {}, [model], set()
+    for each in held:
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        kind = each if isinstance(each, type | FunctionType) else type(each)
+        # Keras wraps methods of layers in functions that keep the names of the methods.
+        module = getattr(kind, "__globals__", {"__name__": str(kind.__module__)})["__name__"]
+        is_own = module.split(".")[0] not in ("builtins", "keras", "numpy", "tensorflow")
+        if is_own and (hasattr(kind, "get_config") or isinstance(each, FunctionType)):
+            found[keras.saving.get_registered_name(kind)] = kind
+        if isinstance(each, list | tuple | set | dict):
+            held.extend(each.values() if isinstance(each, dict) else each)
+        if kind is not each and (hasattr(kind, "get_config") or module.startswith("keras.")):
+            held.extend(getattr(each, "__dict__", {}).values())
+    return found
 
 
 def assembled(portable_model: Mapping[str, Any]) -> Any:
     architecture = portable_model["architecture"]
-    model = keras.saving.deserialize_keras_object(architecture, safe_mode=False)
+    with keras.saving.custom_object_scope(portable_model["objects"]):
+        model = keras.saving.deserialize_keras_object(architecture, safe_mode=False)
+    set_layer_states(model, portable_model["layers"])
     set_arrays(model.weights, portable_model["weights"])
     return model
 

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -35,6 +36,11 @@ class KerasSources(DataSources):
     shuffle = True
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
+        if isinstance(loader, keras.utils.PyDataset):
+            raise TypeError(
+                f"TFTrainer does not partition a keras.utils.PyDataset, such as {loader!r}. Pass "
+                "arrays, a tf.data.Dataset, or an iterable of the batches of self.world_rank."
+            )
         settings, placing = self._state.settings, self._state.settings.placing
         if _is_arrays(loader):
             share = settings.batch_share
@@ -59,7 +65,7 @@ class KerasSources(DataSources):
     def check_end(self) -> None:
         if self.has(self.trains_on):
             loader = self.readable(self.trains_on).loader
-            _check_end(loader, "training", "train(num_steps=...)")
+            _check_end(loader, "training", "train(num_steps=...) or fit(max_steps=...)")
 
 
 def _check_end(loader: Any, what: str, call: str) -> None:
@@ -67,7 +73,7 @@ def _check_end(loader: Any, what: str, call: str) -> None:
     if isinstance(loader, tf.data.Dataset) and int(loader.cardinality()) == endless:
         raise ValueError(
             f"The {what} data set repeats without end. Pass a number of steps with {call}, or "
-            "register dataset.take(n)."
+            "register dataset.take(n), whose epochs have n batches."
         )
 
 
@@ -138,7 +144,9 @@ class ArraySource(PartitionedSource):
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for leaf in tf.nest.flatten(self._arrays):
-            digest.update(np.ascontiguousarray(leaf[[0, -1]]).tobytes() if len(leaf) else b"")
+            ends = leaf[[0, -1]] if len(leaf) else leaf
+            # The bytes of Python objects are addresses.
+            digest.update(repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes())
         content = digest.hexdigest()[:8]
         return f"{self._shard.total} samples, arrays {content}"
 
@@ -289,7 +297,7 @@ class DatasetSource(BatchSource):
             return
         for index in range(number):
             first, stop = part_of(_num_rows(own), number, index)
-            yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
+            yield tf.nest.map_structure(lambda leaf, a=first, b=stop: _rows(leaf, a, b), own)
 
     def _own_part(self, group: list[Any]) -> Any:
         is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
@@ -300,7 +308,7 @@ class DatasetSource(BatchSource):
         if not self._training and self._rank >= total:
             return None
         first, stop = part_of(total, self._world_size, self._rank, self._shares)
-        return tf.nest.map_structure(lambda leaf: leaf[first:stop], rows)
+        return tf.nest.map_structure(lambda leaf: _rows(leaf, first, stop), rows)
 
     def reads(self) -> Any:
         return self.loader.element_spec
@@ -341,7 +349,15 @@ class _Iteration:
 
 
 def _join(*columns: Any) -> Any:
-    return tf.concat(columns, 0)
+    is_sparse = isinstance(columns[0], tf.SparseTensor)
+    return tf.sparse.concat(0, list(columns)) if is_sparse else tf.concat(columns, 0)
+
+
+def _rows(leaf: Any, first: int, stop: int) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[first:stop]
+    shape = leaf.dense_shape.numpy()
+    return tf.sparse.slice(leaf, [first, *[0] * len(shape[1:])], [stop - first, *shape[1:]])
 
 
 def _num_rows(batch: Any) -> int:

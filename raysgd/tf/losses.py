@@ -46,11 +46,16 @@ def _compiled(model: Any, **arguments: Any) -> Any:
 
 def without_means(criterion: Any) -> list[str]:
     """Return the losses that are not means over samples, as text."""
-    return [
-        f"{type(loss).__name__}(reduction={loss.reduction!r})"
-        for loss in tf.nest.flatten(criterion)
-        if getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight")
-    ]
+    found = []
+    for loss in tf.nest.flatten(criterion):
+        name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
+        if getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight"):
+            found.append(f"{name}(reduction={loss.reduction!r})")
+        elif getattr(loss, "ignore_class", None) is not None:
+            found.append(f"{name}(ignore_class={loss.ignore_class!r})")
+        elif name.lower() in ("dice", "tversky"):  # ratios of sums over the batch
+            found.append(name)
+    return found
 
 
 class BatchMetrics:
@@ -98,12 +103,19 @@ class BatchMetrics:
             self._checked.add(name)
         _begin(metric)
         updated()
-        mean = keras.metrics.Mean
-        if isinstance(metric, mean) and type(metric).result is mean.result:
-            total, weight = float(metric.total.numpy()), float(metric.count.numpy())
-            found[name] = Sums(ratio, total=total, weight=weight)
-        else:
-            found[name] = KerasMetric(metric, (given, named))
+        found[name] = mergeable(metric, (given, named))
+
+
+def kept_metrics(model: Any) -> list[Any]:
+    """Return the metrics that the model and its layers update themselves."""
+    inner = [each for each in model._flatten_layers(False) if not isinstance(each, keras.Model)]
+    return [metric for layer in [model, *inner] for metric in layer._metrics]
+
+
+def mergeable(metric: Any, given: Any) -> MergeableMetric:
+    if isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result:
+        return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
+    return KerasMetric(metric, given)
 
 
 def _tensors(nest: Any) -> Any:

@@ -133,13 +133,15 @@ class TrainingOperator(OperatorBase):
         }
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return a row of output for each sample, for ``trainer.predict``.
+        """Return a row of output for each sample, for ``trainer.predict``. Lists become tuples.
 
         `batch` has a format of `train_batch`, or is a tensor or ``(feature,)`` without a target.
         """
+        import keras
+
         self._check_own_steps("predict_batch")
         features, _, _ = self._train_state.unpacked(batch, training=False)
-        return self.run(self._predicted, features)
+        return keras.tree.lists_to_tuples(self.run(self._predicted, features))
 
     # ---- methods for user code
 

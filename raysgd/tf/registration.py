@@ -36,6 +36,14 @@ def register(
             raise TypeError(
                 f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
             )
+        layers = [each for each in model._flatten_layers() if getattr(each, "synchronized", False)]
+        if layers and state.settings.options.num_workers > 1:
+            raise NotImplementedError(
+                f"TFTrainer does not synchronize the statistics of {layers[0].name!r} over the "
+                "workers. Pass synchronized=False to this layer."
+            )
+    if any(model.run_eagerly for model in state.models):
+        tf.config.run_functions_eagerly(True)
     model = state.models[0]
     if optimizers is None:
         optimizers = getattr(model, "optimizer", None)

@@ -18,8 +18,9 @@ from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
 from raysgd.tf.features import Averages, Optimization, Replication
 from raysgd.tf.keras import named_arrays, overrides, set_arrays
+from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
-from raysgd.tf.losses import BatchMetrics, losses_of_outputs
+from raysgd.tf.losses import BatchMetrics, kept_metrics, losses_of_outputs, mergeable
 from raysgd.tf.options import TFOptions
 
 
@@ -60,6 +61,8 @@ class KerasTrainState(TrainState):
 
     def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
         """Return the features, target, and sample weights, with class weights in training."""
+        for metric in kept_metrics(self.models[0]):
+            metric.reset_state()
         features, target, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if training and self.class_weight is not None:
             weights = _with_class_weight(self.class_weight, target, weights)
@@ -100,6 +103,7 @@ class KerasTrainState(TrainState):
         found: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
         for each in self._losses:
             each.reset_state()
+        found |= {each.name: mergeable(each, ((), {})) for each in kept_metrics(self.models[0])}
         found |= self.metrics.measure(target, output, weights)
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
@@ -146,6 +150,7 @@ class KerasTrainState(TrainState):
     def training_state(self) -> dict[str, Any]:
         return {
             "models": [named_arrays(model.weights) for model in self.models],
+            "layers": [layer_states(model) for model in self.models],
             "optimizers": [named_arrays(optimizer.variables) for optimizer in self.optimizers],
         }
 
@@ -153,10 +158,16 @@ class KerasTrainState(TrainState):
         check_parts(
             "models", [model.weights for model in self.models], state.get("models"), _misfit
         )
+        if "layers" in state:
+            check_parts("layers", self.models, state["layers"], misfit)
         variables = [optimizer.variables for optimizer in self.optimizers]
         check_parts("optimizers", variables, state.get("optimizers"), _misfit)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
+        for model, states in zip(self.models, state.get("layers", ()), strict=False):
+            set_layer_states(model, states)
+            if states:
+                self.engine = Engine()  # graphs hold the old tensors and tables
         for model, arrays in zip(self.models, state["models"], strict=True):
             set_arrays(model.weights, arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):

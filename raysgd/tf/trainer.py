@@ -158,8 +158,11 @@ class TFTrainer(OperatorTrainer):
         arguments = (profile, reduce_results, max_retries, info)
         if self._plan is None or num_steps is not None:
             return super().train(num_steps, *arguments)
+        steps, result = self._plan["steps_per_epoch"], None
         for _ in range(self._plan["epochs"] or 1):
-            result = super().train(self._plan["steps_per_epoch"], *arguments)
+            if result is None or self._calls.steps_left > 0:
+                num_steps = steps and int(min(steps, self._calls.steps_left))
+                result = super().train(num_steps, *arguments)
         return result
 
     def validate(

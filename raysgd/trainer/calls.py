@@ -117,6 +117,11 @@ class Calls:
             self._max_steps, self._log_every = None, None
 
     @property
+    def steps_left(self) -> float:
+        """Number of steps until ``fit(max_steps=...)`` ends."""
+        return (self._max_steps or float("inf")) - self.controller.progress.global_step
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, including metrics that callbacks are handling now."""
         return {**self.latest, **self._shown}

@@ -1,5 +1,7 @@
 """One worker matches ``fit()`` and ``evaluate()`` in Keras for all arguments of ``compile()``."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,21 @@ SIZE = 8
 
 def squares(target, output):
     return tf.square(target - output)
+
+
+class Counting(keras.layers.Dense):
+    """Keeps metrics of its own."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self.spread = keras.metrics.Mean(name="spread")
+        self.precision = keras.metrics.Precision(name="own_precision")
+
+    def call(self, inputs):
+        output = super().call(inputs)
+        self.spread.update_state(tf.abs(output))
+        self.precision.update_state(inputs[:, :1] > 0, tf.sigmoid(output[:, :1]))
+        return output
 
 
 def network(num_outputs):
@@ -105,11 +122,11 @@ def in_batches(data, size=SIZE):
     return tf.data.Dataset.from_tensor_slices(data).batch(size)
 
 
-def compared(build, make, data, class_weight=None):
+def compared(build, make, data, class_weight=None, operator_cls=Compiled):
     """Train and evaluate with Keras and with an operator, and compare the results."""
     fitted = make()
     logs = fitted.fit(in_batches(data), class_weight=class_weight, verbose=0, shuffle=False)
-    operator = build(Compiled, {"make": make, "class_weight": class_weight})
+    operator = build(operator_cls, {"make": make, "class_weight": class_weight})
     found = operator.train_epoch(iter(in_batches(data)), num_steps=3)
     names = {"train_loss", *(f"train_{name}" for name in logs.history)}
     assert {name for name in found if name.startswith("train_")} == names
@@ -214,6 +231,47 @@ def test_a_loss_of_the_model_itself_is_called(build):
     compared(build, make, (FEATURES, BITS, WEIGHTS))
 
 
+def test_metrics_of_layers_and_of_the_model_are_in_the_results(build):
+    def make():
+        inputs, init = keras.Input((4,)), keras.initializers.GlorotUniform(seed=1)
+        counting = Counting(3, kernel_initializer=init, name="counting")
+        inner = keras.Sequential([keras.Input((4,)), counting], name="inner")
+        head = keras.layers.Dense(1, kernel_initializer=init, name="head")
+        model = keras.Model(inputs, head(inner(inputs)))
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        return model
+
+    class Predicts(Compiled):
+        def train_batch(self, batch, batch_info):
+            self.predict_batch(batch, {})  # updates the metrics too
+            return super().train_batch(batch, batch_info)
+
+    compared(build, make, (FEATURES, BITS), operator_cls=Predicts)
+
+
+def test_eager_models_run_without_graphs(build):
+    class Eager(keras.layers.Layer):
+        def call(self, inputs):
+            return inputs * float(np.max(inputs.numpy()))
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    def make():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), Eager()])
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    try:
+        operator = build(Compiled, {"make": make})
+        batch = next(iter(in_batches((FEATURES, BITS))))
+        assert float(operator.train_batch(batch, {})["train_loss"]) > 0
+        expected = operator.model.test_on_batch(*batch)
+        assert float(operator.validate_batch(batch, {})["val_loss"]) == pytest.approx(expected)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
 def test_masked_steps_are_left_out(build):
     steps = RNG.integers(0, 5, (24, 6))
     steps[:, 0] = 1
@@ -259,6 +317,39 @@ def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, 
     assert len(warnings) == (workers == 2 and kind != "mean")
     said = "(reduction='sum') is not a mean" if kind == "sum" else "The model masks its output"
     assert all(said in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (
+            keras.losses.SparseCategoricalCrossentropy(ignore_class=0),
+            "SparseCategoricalCrossentropy(ignore_class=0)",
+        ),
+        ({"a": keras.losses.Dice()}, "Dice"),
+        ("dice", "dice"),
+        (keras.losses.tversky, "tversky"),
+        ([keras.losses.Tversky(alpha=0.3)], "Tversky"),
+        (keras.losses.SparseCategoricalCrossentropy(), None),
+    ],
+)
+def test_several_workers_warn_of_losses_that_weight_samples(build, loss, said, caplog):
+    build(Given, {"make": lambda: network(1), "loss": loss, "metrics": []}, workers=2)
+    assert [f"The loss {said} is not a mean" in each for each in caplog.messages] == [True] * bool(
+        said
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_synchronized_batch_normalization_needs_one_worker(build, workers):
+    def make():
+        norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
+        inner = keras.Sequential([keras.Input((4,)), norm])
+        return keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(1)])
+
+    refused = pytest.raises(NotImplementedError, match=r"does not synchronize .* 'norm'")
+    with refused if workers == 2 else contextlib.nullcontext():
+        build(Given, {"make": make, "loss": "mse", "metrics": []}, num_workers=workers)
 
 
 @pytest.mark.parametrize("step", ["train_step", "test_step", "compute_metrics"])

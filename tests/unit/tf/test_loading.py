@@ -74,6 +74,23 @@ def test_parts_of_a_step_follow_the_shares(splits):
     assert sorted(x for source in pair for batch in drawn(source) for x in batch) == list(range(40))
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["sparse", "ragged"])
+@pytest.mark.parametrize("splits", [True, False])
+def test_steps_of_uneven_sparse_batches_are_divided(training, kind, splits):
+    dense = np.arange(1, 40, dtype="float32").reshape(13, 3) * [[1, 0, 1]]
+    rows = tf.sparse.from_dense(dense) if kind == "sparse" else tf.RaggedTensor.from_tensor(dense)
+    data = tf.data.Dataset.from_tensor_slices((rows, dense)).batch(4)
+    found = []
+    for rank in range(2):
+        place = {"training": training, "world_size": 2, "rank": rank, "splits": splits}
+        for features, target in DatasetSource(data, **place).batches(0, 0):
+            own = tf.sparse.to_dense(features) if kind == "sparse" else features.to_tensor()
+            np.testing.assert_array_equal(own, target)
+            found += target.numpy().tolist()
+    assert {tuple(row) for row in found} == set(map(tuple, dense.tolist()))
+
+
 def test_an_epoch_goes_on_in_its_order_in_another_process():
     first, again = sources(2, shuffle=True)[0], sources(2, shuffle=True)[0]
     epochs = [drawn(first, epoch, 0) for epoch in range(3)]
@@ -238,6 +255,8 @@ def test_different_data_have_different_fingerprints():
         source(np.arange(0)),
     ]
     assert len({each.fingerprint() for each in (mine, *others)}) == 5
+    words = [source(np.array([str(n) for n in range(100, 104)], object)) for _ in range(2)]
+    assert words[0].fingerprint() == words[1].fingerprint()
 
 
 @pytest.mark.parametrize("arrays", [np.float32(3), (np.ones((4, 2)), np.array(1))])

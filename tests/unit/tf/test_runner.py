@@ -112,6 +112,33 @@ def test_a_failed_step_restores_the_first_of_two_optimizers():
     assert_same(failing.state_dict(), undisturbed.state_dict())
 
 
+class FailsHalfway(keras.optimizers.SGD):
+    """Raises after it has changed a variable."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        if len(variable.shape) == 1:
+            tf.debugging.assert_less(self.iterations, tf.cast(2, self.iterations.dtype))
+
+
+class HalfUpdated(Digits):
+    def setup(self, config):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.register(make_model(), FailsHalfway(0.1), loss)
+        self.register_data(train_loader=digits()[0], shuffle=False)
+
+
+def test_workers_do_not_restart_from_a_state_that_is_half_updated():
+    runner = TFRunner(TFOptions(training_operator_cls=HalfUpdated, config={}, seed=3))
+    runner.setup(WorkerContext(in_driver=True))
+    runner.handle(TrainRequest(call=0, until_step=2))
+    assert runner.restart_state() is not None
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        runner.handle(TrainRequest(call=0, until_step=4))
+    assert runner.progress().partial
+    assert runner.restart_state() is None
+
+
 class Noise(keras.layers.Layer):
     """Adds noise of generators in a list and a dict, and of the generator of Keras itself."""
 
@@ -160,7 +187,7 @@ class Drawing(TrainingOperator):
         return {"train_loss": loss, "num_samples": len(batch[-1])}
 
 
-def test_a_loaded_state_draws_the_same_numbers(tmp_path):
+def test_a_loaded_state_draws_the_same_numbers(tmp_path, caplog):
     def make():
         return TFTrainer(training_operator_cls=Drawing, use_local=True)
 
@@ -180,6 +207,7 @@ def test_a_loaded_state_draws_the_same_numbers(tmp_path):
         saved["keras_others"] = [*saved["keras_others"], np.zeros(2, "uint32")]
         trainer.train(num_steps=1)
         trainer.load_state_dict(state)
+        assert "3 random seeds in keras_others, but the operator has 2" in caplog.text
         (loaded,) = trainer.state_dict()["data"]["rng"]
         assert np.array_equal(loaded["keras_models"], saved["keras_models"])
         for generators in state["data"]["rng"]:  # as an old version saved it

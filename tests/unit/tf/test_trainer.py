@@ -113,6 +113,47 @@ def test_each_epoch_of_a_fit_config_has_its_steps():
         assert trainer.global_step == 8
 
 
+@pytest.mark.parametrize(("steps", "max_steps"), [(8, 10), (25, 10), (4, 20)])
+def test_fit_of_creator_functions_ends_at_max_steps_with_metrics(steps, max_steps):
+    config = {"fit_config": {"epochs": 2, "steps_per_epoch": steps}}
+    arguments = {"config": config, "use_local": True}
+    with TFTrainer(model_creator, data_creator, **arguments) as trainer:
+        history = trainer.fit(max_steps=max_steps, verbose=False)
+        assert trainer.global_step == max_steps
+        assert all(row["train_loss"] > 0 and row["batch_count"] > 0 for row in history)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.ones((4, 64), "float32"), np.ones(4, "int64")
+
+
+class NestedOutputs(TrainingOperator):
+    def setup(self, config):
+        inputs = keras.Input((64,))
+        heads = [keras.layers.Dense(n, name=f"of_{n}")(inputs) for n in (1, 2, 3)]
+        outputs = {"list": heads, "nested": {"pair": heads[:2], "c": heads[2]}}
+        model = keras.Model(inputs, outputs[config["outputs"]])
+        self.model, *_ = self.register(model, "sgd", "mse")
+
+
+@pytest.mark.parametrize("outputs", ["list", "nested"])
+def test_predict_returns_an_array_for_each_output(outputs):
+    images = digits()[1][0][:70]  # three batches
+    config = {"outputs": outputs}
+    with TFTrainer(training_operator_cls=NestedOutputs, config=config, use_local=True) as trainer:
+        found = trainer.predict(images)
+        expected = trainer.get_local_operator().model.predict(images, verbose=0)
+        for own, other in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
+            np.testing.assert_allclose(own, other, atol=1e-5)
+        assert type(found) is (tuple if outputs == "list" else dict)
+        with pytest.raises(TypeError, match=r"keras\.utils\.PyDataset, such as .*Batches"):
+            trainer.predict(Batches())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -142,10 +183,14 @@ def test_endless_data_need_a_number_of_steps():
     with TFTrainer(training_operator_cls=Endless, use_local=True) as trainer:
         with pytest.raises(ValueError, match=r"training data set repeats.* train\(num_steps="):
             trainer.train()
+        with pytest.raises(ValueError, match=r"fit\(max_steps=\.\.\.\), or register dataset\.take"):
+            trainer.fit(1, validate_every=None)
         with pytest.raises(ValueError, match=r"validation data set repeats.* validate\(num_steps="):
             trainer.validate()
         assert trainer.train(num_steps=2)["batch_count"] == 2
         assert trainer.validate(num_steps=2)["batch_count"] == 2
+        trainer.fit(max_steps=5, validate_every=None, verbose=False)
+        assert trainer.global_step == 5
 
 
 class Averaging(TrainingOperator):

@@ -1,0 +1,55 @@
+"""What the layers of a model keep in addition to their variables, such as vocabularies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+
+def layer_states(model: Any) -> dict[str, dict[str, Any]]:
+    """Return the state of each layer that keeps more than variables, by ``number/name``."""
+    return {f"{n}/{layer.name}": _state_of(layer) for n, layer in enumerate(_special(model))}
+
+
+def set_layer_states(model: Any, states: Mapping[str, Any]) -> None:
+    """Load the result of `layer_states`. Graphs of the model are outdated if it is not empty."""
+    for layer, state in zip(_special(model), states.values(), strict=True):
+        if "bin_boundaries" in state:
+            layer.bin_boundaries = state["bin_boundaries"]
+        elif "vocabulary" not in state:
+            layer.load_own_variables(dict(state))
+        elif "idf_weights" in state or state != _state_of(layer):  # no table can become empty
+            layer.set_vocabulary(json.loads(state["vocabulary"]), state.get("idf_weights"))
+
+
+def misfit(model: Any, states: Mapping[str, Any]) -> str:
+    number, own = len(states), len(_special(model))
+    return (
+        "" if number == own else f"it has {number} layers that keep more than variables, not {own}"
+    )
+
+
+def _special(model: Any) -> list[Any]:
+    """Return the preprocessing layers, and the user's layers that load more than variables."""
+    layers = model._flatten_layers()  # Keras has no public method that includes inner layers
+    loaders = [(layer, type(layer).load_own_variables.__module__) for layer in layers]
+    found = [layer for layer, m in loaders if ".preprocessing." in m or not m.startswith("keras.")]
+    # The vocabulary of a TextVectorization is in its lookup layer.
+    return [each for each in found if not isinstance(each, keras.layers.TextVectorization)]
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    if isinstance(layer, keras.layers.Discretization):
+        return {"bin_boundaries": layer.bin_boundaries and list(layer.bin_boundaries)}
+    state: dict[str, Any] = {}
+    if isinstance(layer, keras.layers.StringLookup | keras.layers.IntegerLookup):
+        state["vocabulary"] = json.dumps(layer.get_vocabulary(), default=int)
+        if hasattr(layer, "idf_weights_const"):  # which may have padding
+            state["idf_weights"] = np.array(layer.idf_weights_const)[: layer.vocabulary_size()]
+        return state
+    layer.save_own_variables(state)
+    return {k: np.array(v.numpy() if hasattr(v, "numpy") else v) for k, v in state.items()}
