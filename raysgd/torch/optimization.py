@@ -161,6 +161,8 @@ class Optimization(StepFeature):
         self.in_helper = False
         """Whether `step` is running."""
         self._used = False
+        self.average: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        """Averages gradients of an optimizer that the workers have not averaged."""
         self.rows: Callable[[Any], Any] = lambda parameters: parameters
         """Returns the tensors that have this worker's gradients of some parameters."""
         self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
@@ -201,11 +203,25 @@ class Optimization(StepFeature):
             for optimizer in self._optimizers:
                 self._set_aside(optimizer)
 
-    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _begin_update(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         self._step.check_warm_up()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.in_helper:
             self._check_step(optimizer)
+            if closure is None:
+                self.average(optimizer)
         self._step.begin_update(optimizer)
+        if closure is None:
+            return args, kwargs
+
+        def averaging() -> Any:
+            loss = closure()
+            self.average(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": averaging}
 
     def check_complete(self) -> None:
         if self.group.holds and not self._has_updated():
@@ -297,6 +313,7 @@ class Optimization(StepFeature):
             return False
         self.in_helper = True
         try:
+            self.average(optimizer)
             for feature in self._state.features:
                 feature.before_update(optimizer)
             before = self._step.num_updates(optimizer)
