@@ -61,6 +61,10 @@ class ReplicatedModel(DistributedDataParallel):
     """ID of the backward pass in progress."""
     _before: Sequence[Any] = ()
     """Versions of the gradients before that pass."""
+    _has_pass = False
+    """Whether a backward pass of this step has computed gradients."""
+    _first_pass = -1
+    """ID of the first backward pass of the newest step with one."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -101,9 +105,11 @@ class ReplicatedModel(DistributedDataParallel):
         DistributedDataParallel averages only the first backward pass after a forward pass. The mean
         of averaged and local gradients is right too, because a mean is linear.
         """
-        before, self._pass = self._before, -1
+        before, number, self._pass = self._before, self._pass, -1
         if list(map(gradient_of, self._reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
+        if not self._has_pass:
+            self._has_pass, self._first_pass = True, number
         if self._awaits_pass:
             pairs = zip(self._reduced, before, strict=True)
             self._complete([each for each, held in pairs if gradient_of(each) == held])
@@ -225,7 +231,32 @@ def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
     """Prepare for the next step."""
     for model in models:
         if isinstance(model, ReplicatedModel):
-            model._awaits_pass, model._averaged = False, {}
+            model._awaits_pass, model._has_pass, model._averaged = False, False, {}
+
+
+def check_skipped(models: Sequence[torch.nn.Module]) -> None:
+    """Raise an error if this worker has skipped a batch that other workers have trained.
+
+    Without it, the other workers would average their gradients with those of a later batch. Every
+    rank that has made no backward pass in the step must call this.
+    """
+    replicas = [model for model in models if isinstance(model, ReplicatedModel)]
+    if not replicas or any(model._has_pass for model in replicas):
+        return
+    if any(parameter.grad is not None for model in replicas for parameter in model.parameters()):
+        return  # user code accumulates gradients
+    model = min(replicas, key=lambda model: model._first_pass)
+    if not model._awaits_pass:  # a forward pass without the module, as for uneven inputs in PyTorch
+        model._pre_forward()  # type: ignore[no-untyped-call]
+        model._post_forward(())  # type: ignore[no-untyped-call]
+    model._complete(model._reduced)
+    if any(parameter.grad is not None for parameter in model._reduced):
+        raise RuntimeError(
+            "train_batch made no backward pass for this batch on this worker, but did so on other "
+            "workers. All workers must train on every batch. For a batch without a loss, call "
+            "self.backward(loss, num_samples=0) with any loss of the registered model, and then "
+            "self.optimizer_step(optimizer)."
+        )
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> Any:

@@ -85,6 +85,11 @@ class Replication(StepFeature):
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return ddp.no_forward_sync(self._state.models)
 
+    def before_commit(self) -> None:
+        state = self._state
+        if not any(map(state.step.num_updates, state.optimizers)):
+            ddp.check_skipped(state.models)
+
     def commit(self) -> None:
         ddp.forget_gradients(self._state.models)
 

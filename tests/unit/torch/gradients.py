@@ -33,6 +33,8 @@ class Case:
     """Name of a function that changes the model before `register`."""
     after: str = ""
     """Name of a function that changes the model after `register`."""
+    num_steps: int | None = None
+    """None for the epoch."""
     raw: bool = False
     """Whether the step calls ``loss.backward()`` and ``optimizer.step()``."""
 
@@ -223,6 +225,31 @@ def steps_in_hook(t, x, y):
     t.backward(mse(t.model(x, "sum"), y))
 
 
+def skips(t, x, y, at=1, ranks=(1,), after=lambda t, x: None):
+    """Skip a batch on some workers, as after a loss that is NaN."""
+    t.count = getattr(t, "count", -1) + 1
+    if t.count == at and getattr(t, "world_rank", 0) in ranks:
+        after(t, x)
+    else:
+        one_forward(t, x, y)
+
+
+def skips_first(t, x, y):
+    skips(t, x, y, at=0)
+
+
+def skips_after_forward(t, x, y):
+    skips(t, x, y, after=lambda t, x: t.model(x))
+
+
+def all_skip(t, x, y):
+    skips(t, x, y, ranks=(0, 1))
+
+
+def all_skip_first(t, x, y):
+    skips(t, x, y, at=0, ranks=(0, 1), after=lambda t, x: t.model(x))
+
+
 def freeze_body(model):
     model.body.requires_grad_(False)
 
@@ -291,7 +318,7 @@ def run(case, rank):
     runner.setup(WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True))
     before = parameters(runner.operator.model)
     try:
-        runner.handle(TrainRequest(call=0, until_epoch=1))
+        runner.handle(TrainRequest(call=0, until_epoch=1, until_step=case.num_steps))
     except RuntimeError as error:
         return str(error), torch.equal(before, parameters(runner.operator.model))
     found = parameters(runner.operator.model)

@@ -61,6 +61,8 @@ def workers():
         Case("in_one_loss"),
         Case("clips_by_hand"),
         Case("closure"),
+        Case("all_skip"),
+        Case("all_skip_first"),
         Case("one_head"),
         Case("one_head", raw=True),
         Case("one_head", {"gradient_accumulation_steps": 2}),
@@ -80,6 +82,15 @@ def test_update_equals_that_of_one_process(workers, case):
     first, second = workers(case)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected(case), atol=1e-15, rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("step", "at"), [("skips_first", 1), ("skips", 2), ("skips_after_forward", 2)]
+)
+def test_batch_that_one_worker_skips_is_an_error_in_that_step(workers, step, at):
+    _, (message, is_unchanged) = workers(Case(step, num_steps=at))
+    assert "self.backward(loss, num_samples=0)" in message
+    assert is_unchanged == (at == 1)
 
 
 def test_step_within_a_backward_pass_is_an_error(workers):
