@@ -277,7 +277,7 @@ class Optimization(StepFeature):
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
-        if self.group.place.is_part and not self.group.is_last:
+        if self.precision.scales or not self.group.is_last:
             self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self._optimizers}
 
     def _weigh_in_group(self, count: float | None) -> float:
@@ -303,7 +303,14 @@ class Optimization(StepFeature):
         if id(optimizer) in self._stepped:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
         self._stepped.add(id(optimizer))
-        self._check_unchanged(optimizer)
+        if self._check_unchanged(optimizer):
+            why = self.needs_helper or self.precision.name
+            raise RuntimeError(
+                "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
+                f"optimizer). With {why}, they are not final there. Clip with "
+                "register(max_grad_norm=...), or change them in a hook: call "
+                "optimizer.register_step_pre_hook(fn) in setup, before register."
+            )
         group = self.group
         needs_backward = _has_gradients(optimizer) or (group.holds and group.is_last)
         if self._in_group and needs_backward and not group.has_backward:
@@ -408,11 +415,21 @@ class Optimization(StepFeature):
                 "self.optimizer_step(optimizer) in train_batch instead."
             )
 
-    def _check_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reject parts if user code changes the gradients of a part, for example by clipping."""
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer, so that user code may change them."""
+        self.precision.unscale(optimizer)
+        self._seen.pop(id(optimizer), None)
+
+    def _check_unchanged(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether user code has changed gradients since a loss, for example by clipping.
+
+        Reject parts if it changes the gradients of a part.
+        """
         seen = self._seen.get(id(optimizer))
-        if seen is not None and seen != _gradients_of(optimizer):
+        changed = seen is not None and seen != _gradients_of(optimizer)
+        if changed:
             self._refuse_parts("train_batch changes gradients before it steps an optimizer")
+        return changed
 
 
 def _zero_gradients_of(loss: torch.Tensor) -> None:
