@@ -62,8 +62,8 @@ class HealthMonitor:
             return (
                 f"Workers {self._listed(waiting)} wait in a collective for workers "
                 f"{self._listed(returned)}, which have returned, or reported or saved more often. "
-                "All workers must communicate, report, and save equally often and in the same "
-                "order."
+                "All workers must train, communicate, report, and save equally often and in the "
+                "same order."
             )
         return None
 

@@ -165,6 +165,7 @@ class OperatorRunner(ABC):
             samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
             split=train_state.parts.split,
+            blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._loss.read(meters),
             divided=bool(sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),

@@ -190,7 +190,23 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
     # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
     modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
     is_torchs = bool(modules & {"torch.nn.modules.loss", "torch.nn.functional"})
-    return criterion(scores_in(output) if is_torchs else output, batch.target)
+    if not is_torchs:
+        return criterion(output, batch.target)
+    scores = scores_in(output)
+    if scores is not output and torch.is_grad_enabled():
+        _refuse_auxiliary(output)
+    return criterion(scores, batch.target)
+
+
+def _refuse_auxiliary(output: Any) -> None:
+    names = output if isinstance(output, Mapping) else dir(output)
+    unused = [name for name in names if name.startswith("aux") and _part(output, name) is not None]
+    if unused:
+        raise TypeError(
+            f"The output {type(output).__name__} has logits and {', '.join(unused)}, but a loss of "
+            "PyTorch receives only the logits. Register a criterion of your own, a function of "
+            "(output, target) that adds all losses, or create the model without auxiliary outputs."
+        )
 
 
 def _own_loss(output: Any) -> torch.Tensor | None:

@@ -79,6 +79,37 @@ def broadcast_object(thing: Any, source: int) -> Any:
     return box[0]
 
 
+def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Average the gradients of the same parameters on every rank. Every rank must call this.
+
+    A gradient that other ranks lack counts as 0 there.
+    """
+    kinds = [0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters]
+    found = torch.tensor(kinds, dtype=torch.int64, device=parameters[0].device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    for number, (parameter, kind) in enumerate(zip(parameters, found.tolist(), strict=True)):
+        if kind and parameter.grad is None:
+            zeros = torch.zeros_like(parameter)
+            parameter.grad = zeros if kind == 1 else zeros.to_sparse()
+        if (gradient := parameter.grad) is not None:
+            if gradient.is_sparse:
+                parameter.grad = gradient = gradient.coalesce()
+            alone = number if gradient.is_sparse or gradient.nbytes >= _MESSAGE_BYTES else None
+            groups.setdefault((gradient.dtype, alone), []).append(gradient)
+    for gradients in groups.values():
+        flat = gradients[0]
+        if len(gradients) > 1 or not flat.is_sparse:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat.div_(dist.get_world_size())  # first, so that sums do not overflow
+        dist.all_reduce(flat)
+        if not flat.is_sparse:
+            for gradient, part in zip(
+                gradients, flat.split([g.numel() for g in gradients]), strict=True
+            ):
+                gradient.copy_(part.view_as(gradient))
+
+
 # ---- states
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from raysgd.torch.collectives import average_gradients
+from raysgd.torch.state import version_of
 
 _METHODS_OF_THE_MODULE = (
     "__bool__",
@@ -50,14 +55,25 @@ class ReplicatedModel(DistributedDataParallel):
     so that user code works as with one worker.
     """
 
-    _has_forward = False
-    """Whether a forward pass with gradients has run since an optimizer last stepped."""
-    _stepped: Collection[int] = ()
-    """IDs of the optimizers that have stepped since the last forward pass with gradients."""
+    _awaits_pass = False
+    """Whether the next backward pass averages gradients, because a forward pass prepared it."""
+    _pass = -1
+    """ID of the backward pass in progress."""
+    _before: Sequence[Any] = ()
+    """Versions of the gradients before that pass."""
+    _has_pass = False
+    """Whether a backward pass of this step has computed gradients."""
+    _first_pass = -1
+    """ID of the first backward pass of the newest step with one."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         del self.training  # __getattr__ then returns the mode of the module
+        # The parameters whose gradients a backward pass averages, and the others.
+        self._reduced = [p for p in self._module_parameters if p.requires_grad]
+        self._others = [p for p in self._module_parameters if not p.requires_grad]
+        self._averaged: dict[torch.nn.Parameter, Any] = {}
+        """Averaged gradients, to detect changes until an optimizer steps."""
         self._wrapped = True
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -66,10 +82,68 @@ class ReplicatedModel(DistributedDataParallel):
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._has_forward = True
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        return self.module(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if self.require_backward_grad_sync:
+            self._awaits_pass = True
+            for tensor in _find_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin_pass)
+        return output
+
+    def _begin_pass(self, _: torch.Tensor) -> None:
+        if self._pass != (number := torch._C._current_graph_task_id()):
+            self._pass, self._before = number, list(map(gradient_of, self._reduced))
+            # A callback of a callback runs after the callback of DistributedDataParallel.
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._end_pass))
+
+    def _end_pass(self) -> None:
+        """Average what the backward pass that ends has not averaged.
+
+        DistributedDataParallel averages only the first backward pass after a forward pass. The mean
+        of averaged and local gradients is right too, because a mean is linear.
+        """
+        before, number, self._pass = self._before, self._pass, -1
+        if list(map(gradient_of, self._reduced)) == before:
+            return  # a pass that computes no gradients of parameters, as for a gradient penalty
+        if not self._has_pass:
+            self._has_pass, self._first_pass = True, number
+        if self._awaits_pass:
+            pairs = zip(self._reduced, before, strict=True)
+            self._complete([each for each, held in pairs if gradient_of(each) == held])
+            local = [p for p in self._others if p.requires_grad]
+        else:
+            local = self._module_parameters
+        if local:
+            average_gradients(local)
+        self._averaged = {p: gradient_of(p) for p in self._module_parameters}
+
+    def _complete(self, missing: Sequence[torch.nn.Parameter]) -> None:
+        """Complete the averages that other workers wait for, if a loss does not use parameters.
+
+        Without gradients on all workers, parameters have none afterwards. Therefore the share of a
+        worker without a gradient is -0.0, which is the sum only of such shares.
+        """
+        self._awaits_pass = False
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError:
+            pass
+        else:
+            if len(missing) < len(self._reduced):
+                return
+        frozen = [parameter for parameter in missing if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        torch.autograd.backward(missing, [torch.full_like(each, -0.0) for each in missing])
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for parameter in missing:
+            gradient = parameter.grad
+            if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):
+                parameter.grad = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -127,39 +201,68 @@ def wrapped(
     return replica
 
 
-def check_exchanged(
-    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
-) -> None:
-    """Reject steps of `optimizers` with gradients that no wrapper of `models` has averaged.
+def average(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> None:
+    """Average the gradients of an optimizer, unless wrappers of `models` have averaged them.
 
-    A wrapper averages only gradients of its own forward pass. If user code calls the module
-    directly, or another method of the module, each worker would train its own model.
+    Every rank must call this.
     """
-    replicated = [model for model in models if isinstance(model, ReplicatedModel)]
-    for model in replicated:
-        model._stepped = {id(optimizer) for optimizer in optimizers}
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for model in replicated:
-            if model._has_forward:
-                model._has_forward, model._stepped = False, set()
-            elif id(optimizer) in model._stepped:
-                _check_no_gradient(optimizer, model)
-            model._stepped = {*model._stepped, id(optimizer)}
-
-    for optimizer in optimizers if replicated else ():
-        optimizer.register_step_pre_hook(check)
-
-
-def _check_no_gradient(optimizer: torch.optim.Optimizer, model: ReplicatedModel) -> None:
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if any(p.grad is not None and id(p) in stepped for p in model.module.parameters()):
-        kind = type(model.module).__name__
+    if torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step() has gradients of {kind} that the workers have not "
-            "averaged. Workers average only gradients from calls of the registered model. Compute "
-            "the loss from the output of self.model(...)."
+            f"{type(optimizer).__name__}.step() runs within a backward pass, such as in a hook. "
+            "The workers average gradients until the end of the pass. Call step() after it."
         )
+    stepped = {p: None for group in optimizer.param_groups for p in group["params"]}
+    for model in models:
+        if isinstance(model, DistributedDataParallel) and not isinstance(model, ReplicatedModel):
+            for parameter in model.parameters():  # which user code averages
+                stepped.pop(parameter, None)
+    averaged: dict[torch.nn.Parameter, Any] = {}
+    for model in models:
+        if isinstance(model, ReplicatedModel):
+            if model._awaits_pass and not stepped.keys().isdisjoint(model._reduced):
+                model._complete(model._reduced)
+            averaged |= model._averaged
+            model._averaged = {p: g for p, g in averaged.items() if p not in stepped}
+    if any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
+        average_gradients(list(stepped))
+
+
+def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
+    """Prepare for the next step."""
+    for model in models:
+        if isinstance(model, ReplicatedModel):
+            model._awaits_pass, model._has_pass, model._averaged = False, False, {}
+
+
+def check_skipped(models: Sequence[torch.nn.Module]) -> None:
+    """Raise an error if this worker has skipped a batch that other workers have trained.
+
+    Without it, the other workers would average their gradients with those of a later batch. Every
+    rank that has made no backward pass in the step must call this.
+    """
+    replicas = [model for model in models if isinstance(model, ReplicatedModel)]
+    if not replicas or any(model._has_pass for model in replicas):
+        return
+    if any(parameter.grad is not None for model in replicas for parameter in model.parameters()):
+        return  # user code accumulates gradients
+    model = min(replicas, key=lambda model: model._first_pass)
+    if not model._awaits_pass:  # a forward pass without the module, as for uneven inputs in PyTorch
+        model._pre_forward()  # type: ignore[no-untyped-call]
+        model._post_forward(())  # type: ignore[no-untyped-call]
+    model._complete(model._reduced)
+    if any(parameter.grad is not None for parameter in model._reduced):
+        raise RuntimeError(
+            "train_batch made no backward pass for this batch on this worker, but did so on other "
+            "workers. All workers must train on every batch. For a batch without a loss, call "
+            "self.backward(loss, num_samples=0) with any loss of the registered model, and then "
+            "self.optimizer_step(optimizer)."
+        )
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> Any:
+    """Return the identity and version of a gradient, to detect changes."""
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), version_of(gradient))
 
 
 def only_running_statistics(model: torch.nn.Module) -> bool:

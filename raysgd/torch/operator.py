@@ -413,7 +413,7 @@ class TrainingOperator(OperatorBase):
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a registered model without DistributedDataParallel and ``torch.compile``.
 
-        To train, call the registered model: workers average only gradients of its forward pass.
+        To train, call the registered model. Its gradients are averaged during the backward pass.
         """
         return plain(model)
 

@@ -166,6 +166,8 @@ class Optimization(StepFeature):
         self.in_helper = False
         """Whether `step` is running."""
         self._used = False
+        self.average: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        """Averages gradients of an optimizer that the workers have not averaged."""
         self.rows: Callable[[Any], Any] = lambda parameters: parameters
         """Returns the tensors that have this worker's gradients of some parameters."""
         self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
@@ -206,11 +208,25 @@ class Optimization(StepFeature):
             for optimizer in self._optimizers:
                 self._set_aside(optimizer)
 
-    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _begin_update(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         self._step.check_warm_up()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.in_helper:
             self._check_step(optimizer)
+            if closure is None:
+                self.average(optimizer)
         self._step.begin_update(optimizer)
+        if closure is None:
+            return args, kwargs
+
+        def averaging() -> Any:
+            loss = closure()
+            self.average(optimizer)
+            return loss
+
+        return args[:1], {**kwargs, "closure": averaging}
 
     def check_complete(self) -> None:
         if self.group.holds and not self._has_updated():
@@ -271,7 +287,7 @@ class Optimization(StepFeature):
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
-        if self.group.place.is_part and not self.group.is_last:
+        if self.precision.scales or not self.group.is_last:
             self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self._optimizers}
 
     def _weigh_in_group(self, count: float | None) -> float:
@@ -302,7 +318,14 @@ class Optimization(StepFeature):
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
                 "not have. Override train_batch, and call self.optimizer.step(closure) in it."
             )
-        self._check_unchanged(optimizer)
+        if self._check_unchanged(optimizer):
+            why = self.needs_helper or self.precision.name
+            raise RuntimeError(
+                "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
+                f"optimizer). With {why}, they are not final there. Clip with "
+                "register(max_grad_norm=...), or change them in a hook: call "
+                "optimizer.register_step_pre_hook(fn) in setup, before register."
+            )
         group = self.group
         needs_backward = _has_gradients(optimizer) or (group.holds and group.is_last)
         if self._in_group and needs_backward and not group.has_backward:
@@ -312,6 +335,7 @@ class Optimization(StepFeature):
             return False
         self.in_helper = True
         try:
+            self.average(optimizer)
             for feature in self._state.features:
                 feature.before_update(optimizer)
             before = self._step.num_updates(optimizer)
@@ -406,11 +430,21 @@ class Optimization(StepFeature):
                 "self.optimizer_step(optimizer) in train_batch instead."
             )
 
-    def _check_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reject parts if user code changes the gradients of a part, for example by clipping."""
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer, so that user code may change them."""
+        self.precision.unscale(optimizer)
+        self._seen.pop(id(optimizer), None)
+
+    def _check_unchanged(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether user code has changed gradients since a loss, for example by clipping.
+
+        Reject parts if it changes the gradients of a part.
+        """
         seen = self._seen.get(id(optimizer))
-        if seen is not None and seen != _gradients_of(optimizer):
+        changed = seen is not None and seen != _gradients_of(optimizer)
+        if changed:
             self._refuse_parts("train_batch changes gradients before it steps an optimizer")
+        return changed
 
 
 def _zero_gradients_of(loss: torch.Tensor) -> None:

@@ -227,25 +227,6 @@ def check_fully_shardable(
 # ---- what changes after register
 
 
-def check_untrained(
-    unfrozen: Mapping[int, int],
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> None:
-    """Reject training of parameters that were frozen at `register`.
-
-    `unfrozen` maps the ID of each parameter that now requires gradients to the index of its model.
-    """
-    for identity in unfrozen.keys() & _stepped(optimizers):
-        index = unfrozen[identity]
-        raise RuntimeError(
-            f"The registered model {index}, a {type(models[index]).__name__}, has parameters that "
-            "required no gradients at register() and do now. The workers would not average their "
-            'gradients. Register the model first, with ddp_args={"find_unused_parameters": True}, '
-            "and freeze parameters afterwards."
-        )
-
-
 def check_same_parameters(
     models: Sequence[torch.nn.Module], dtypes: Mapping[torch.nn.Parameter, torch.dtype]
 ) -> None:

@@ -161,7 +161,7 @@ def _replicate(
             ddp.wrapped(model, device, ddp_args, is_criterion=index >= count)
             for index, model in enumerate(state.models)
         ]
-        ddp.check_exchanged(state.optimizers, state.models)
+        state.optimization.average = lambda optimizer: ddp.average(optimizer, state.models)
     return Replication(state, wraps)
 
 

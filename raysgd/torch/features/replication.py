@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
-from raysgd.torch.register_checks import check_same_parameters, check_untrained
+from raysgd.torch.register_checks import check_same_parameters
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -28,7 +28,6 @@ class Replication(StepFeature):
         }
         self._dtypes = {p: p.dtype for model in state.models for p in model.parameters()}
         self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
-        self._frozen: list[tuple[int, torch.nn.Parameter]] = []
 
     def note_wrappers(self) -> None:
         """Record the wrappers at the end of ``setup``."""
@@ -38,19 +37,6 @@ class Replication(StepFeature):
             if isinstance(model, DistributedDataParallel)
             else None
             for model in models
-        ]
-        averaged = {
-            id(parameter)
-            for model, names in zip(models, self._averaged, strict=True)
-            if names is not None
-            for name, parameter in ddp.unwrap(model).named_parameters()
-            if names.get(name, True)
-        }
-        self._frozen = [
-            (index, parameter)
-            for index, model in enumerate(models if self._wraps else ())
-            for parameter in model.parameters()
-            if id(parameter) not in averaged
         ]
 
     @property
@@ -85,9 +71,6 @@ class Replication(StepFeature):
         models = [ddp.unwrap(model) for model in self._state.models]
         if self._wraps:
             check_same_parameters(models, self._dtypes)
-        unfrozen = {id(p): index for index, p in self._frozen if p.requires_grad}
-        if unfrozen:
-            check_untrained(unfrozen, models, self._state.optimizers)
 
     def begin_batch(self, place: MicroBatch) -> None:
         if self._state.accumulation_steps > 1 or place.is_part:
@@ -101,6 +84,16 @@ class Replication(StepFeature):
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return ddp.no_forward_sync(self._state.models)
+
+    def before_commit(self) -> None:
+        state = self._state
+        if not any(map(state.step.num_updates, state.optimizers)):
+            ddp.check_skipped(state.models)
+
+    def commit(self) -> None:
+        ddp.forget_gradients(self._state.models)
+
+    roll_back = commit
 
     def end_segment(self) -> None:
         self._exchange(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.partition import MicroBatch
@@ -30,8 +31,10 @@ class Schedules(StepFeature):
         self._note()
 
     def step_with(self, metric: float) -> None:
+        """Step every scheduler. Those whose ``step`` takes an ``epoch`` do not get the metric."""
         for scheduler in self._state.schedulers:
-            scheduler.step(metric)
+            takes = next(iter(inspect.signature(scheduler.step).parameters), "epoch")
+            scheduler.step(*[] if takes == "epoch" else [metric])
 
     def _note(self) -> None:
         schedulers = self._state.schedulers

@@ -228,7 +228,7 @@ class LightningMethods(_Base):
             module.on_after_backward()
         with self.timers.record("apply"):
             if self._train_state.step.place.is_last:
-                self._train_state.optimization.precision.unscale(self.optimizer)
+                self._train_state.optimization.unscale(self.optimizer)
                 module.on_before_optimizer_step(self.optimizer)
             if self.optimizer_step(self.optimizer):
                 module.on_before_zero_grad(self.optimizer)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from raysgd.data import Dataset
 from raysgd.errors import RemoteError
 from raysgd.loop.requests import TrainRequest
 from raysgd.testing import run_operator
+from raysgd.torch.features.schedules import Schedules
 from tests.unit.recorder import Recorder, Streaming, Unsized
 
 EPOCH = list(range(40))
@@ -401,6 +403,28 @@ def test_manual_schedulers_step_with_the_metric_alone(start):
     for metric in (1.0, 1.0, 1.0):
         trainer.update_scheduler(metric)
     assert rate(operator) == pytest.approx(0.25)
+
+
+class OwnPlateau(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of user code whose step takes a loss."""
+
+    def step(self, loss=None):
+        self.losses = [*getattr(self, "losses", []), loss]
+
+
+def test_only_schedulers_that_take_a_metric_get_it():
+    schedulers = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    linear = schedulers.LinearLR(optimizer, 0.5, total_iters=4)
+    chained = schedulers.ChainedScheduler([schedulers.ConstantLR(optimizer, 1.0)])
+    plateau, own = schedulers.ReduceLROnPlateau(optimizer), OwnPlateau(optimizer)
+    optimizer.step()
+    given = SimpleNamespace(schedulers=[linear, chained, plateau, own])
+    for metric in (9.0, 8.0):
+        Schedules(given).step_with(metric)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75)
+    assert plateau.best == 8.0
+    assert own.losses == [None, 9.0, 8.0]
 
 
 # ---- failures of user code

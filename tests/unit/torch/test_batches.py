@@ -9,6 +9,7 @@ import torch
 
 from raysgd import TrainingOperator
 from raysgd.testing import run_operator
+from raysgd.torch.batches import scores_in
 
 FEATURES, TARGET = (
     torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
@@ -123,6 +124,37 @@ def test_batch_formats(kind):
     found = operator.validate_batch(batch, {})
     assert {**expected, **found} == expected
     assert found["num_samples"] == 6
+
+
+class WithAuxiliary(Model):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return self.kind(logits, logits * 2) if self.training else logits
+
+
+Inception = namedtuple("Inception", "logits aux_logits")
+AUXILIARY = {
+    "named tuple": Inception,
+    "dict": lambda logits, aux: {"logits": logits, "aux_loss": aux.mean()},
+    "object": lambda logits, aux: SimpleNamespace(logits=logits, aux_logits1=aux, aux_logits2=None),
+}
+
+
+@pytest.mark.parametrize("kind", AUXILIARY)
+def test_auxiliary_output_that_no_loss_uses_is_an_error(kind):
+    operator = run_operator(Trained, {"model": lambda: WithAuxiliary(AUXILIARY[kind])})
+    operator.train_mode(True)
+    with pytest.raises(TypeError, match=r"has logits and aux_lo.*Register a criterion of your own"):
+        operator.train_batch((FEATURES, TARGET), {})
+    operator.validate(iter([(FEATURES, TARGET)]))
+    operator.train_mode(True)
+    losses = torch.nn.functional.cross_entropy
+    operator.criterion = lambda output, target: losses(scores_in(output), target)
+    operator.train_batch((FEATURES, TARGET), {})
 
 
 def test_sample_with_a_scalar_target_counts_once():

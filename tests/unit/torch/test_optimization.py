@@ -387,3 +387,51 @@ def test_optimizer_that_needs_a_closure_is_refused_with_the_way(make_trainer):
 
     with pytest.raises(TypeError, match=r"LBFGS.*self.optimizer.step\(closure\)"):
         make_trainer(Closing).train()
+
+
+# ---- gradients that user code changes before the update
+
+
+def clip_values(optimizer):
+    for group in optimizer.param_groups:
+        torch.nn.utils.clip_grad_value_(group["params"], 1e-3)
+
+
+def add_noise(optimizer):
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = p.grad + 1e-3
+
+
+class Changing(Accumulating):
+    """Changes gradients after the backward pass, or in a hook of the optimizer."""
+
+    def register(self, *, optimizers, **given):
+        if self.config["in_hook"]:
+            optimizers.register_step_pre_hook(lambda o, *_: self.config["change"](o))
+        return super().register(optimizers=optimizers, **given)
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        self.backward(self.criterion(self.model(features), target))
+        if not self.config["in_hook"]:
+            self.config["change"](self.optimizer)
+        self.optimizer_step(self.optimizer)
+        return {}
+
+
+@pytest.mark.parametrize("change", [clip_values, add_noise])
+@pytest.mark.parametrize(
+    ("steps", "precision"), [(2, {}), (3, PRECISIONS[1]), (1, PRECISIONS[1]), (1, {})]
+)
+def test_gradients_change_exactly_or_are_refused_before_the_update(change, steps, precision):
+    config = {"change": change, "batch_size": 4, "num_samples": 48}
+    plain = {**config, "batch_size": 4 * steps, "in_hook": False}
+    expected, _ = trained(plain, operator_cls=Changing)
+    config |= {"steps": steps, "in_hook": True}
+    found, _ = trained(config, operator_cls=Changing, **precision)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    config["in_hook"] = False
+    if steps == 1 and not precision:
+        return
+    with pytest.raises(RuntimeError, match=r"changes gradients between self.backward"):
+        trained(config, operator_cls=Changing, **precision)

@@ -1,0 +1,366 @@
+"""Steps whose gradients no single backward pass averages, on two workers and in one process."""
+
+import itertools
+import pickle
+import traceback
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+
+NUM_WORKERS = 2
+BATCH = 4
+NUM_STEPS = 3
+
+
+@dataclass
+class Case:
+    """A step, by its name in this module, and the settings of its operator."""
+
+    step: str
+    register: dict[str, Any] = field(default_factory=dict)
+    scaled: bool = False
+    before: str = ""
+    """Name of a function that changes the model before `register`."""
+    after: str = ""
+    """Name of a function that changes the model after `register`."""
+    num_steps: int | None = None
+    """None for the epoch."""
+    raw: bool = False
+    """Whether the step calls ``loss.backward()`` and ``optimizer.step()``."""
+
+
+class Heads(torch.nn.Module):
+    """An encoder with two heads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh())
+        self.first, self.second = torch.nn.Linear(5, 1), torch.nn.Linear(5, 1)
+        self.double()
+
+    def forward(self, x, which="both"):
+        h = self.body(x)
+        if which == "both":
+            return self.first(h), {"second": self.second(h)}
+        if which == "sum":
+            return self.first(h) + self.second(h)
+        return getattr(self, which)(h)
+
+    def energy(self, x):
+        return self.body(x).square().mean()
+
+
+def data():
+    x = torch.randn(BATCH * NUM_WORKERS * NUM_STEPS, 3, dtype=torch.float64, generator=seeded())
+    return x, x.sum(1, keepdim=True)
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3, eps=1e-3)
+
+
+def mse(output, y):
+    return (output - y).square().mean()
+
+
+# ---- steps: `t` is an operator, or stands for it in one process
+
+
+def one_forward(t, x, y):
+    first, rest = t.model(x)
+    t.backward(mse(first, y) + mse(rest["second"], y))
+    t.optimizer_step(t.optimizer)
+
+
+def two_forwards(t, x, y):
+    a, b = t.model(x, "sum"), t.model(x * 0.5, "sum")
+    t.backward(mse(a, y))
+    t.backward(mse(b, y))
+    t.optimizer_step(t.optimizer)
+
+
+def three_forwards_reversed(t, x, y):
+    outputs = [t.model(x * scale, "sum") for scale in (1, 0.5, 2)]
+    for output in reversed(outputs):
+        t.backward(mse(output, y))
+    t.optimizer_step(t.optimizer)
+
+
+def two_heads(t, x, y):
+    a, b = t.model(x, "first"), t.model(x, "second")
+    t.backward(mse(a, y))
+    t.backward(mse(b, -y))
+    t.optimizer_step(t.optimizer)
+
+
+def task_by_task(t, x, y):
+    first, rest = t.model(x)
+    t.backward(mse(first, y), retain_graph=True)
+    t.backward(mse(rest["second"], -y))
+    t.optimizer_step(t.optimizer)
+
+
+def retained(t, x, y):
+    loss = mse(t.model(x, "sum"), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    t.optimizer_step(t.optimizer)
+
+
+def surgery(t, x, y):
+    """Project conflicting gradients of two tasks, which is not linear."""
+    first, rest = t.model(x)
+    found = []
+    for loss in (mse(first, y), mse(rest["second"], -y)):
+        t.optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        gradients = [p.grad for p in t.model.parameters()]
+        found.append([torch.zeros(()) if g is None else g.clone() for g in gradients])
+    for p, a, b in zip(t.model.parameters(), *found, strict=True):
+        dot = (a * b).sum()
+        p.grad = a + b - (dot < 0) * dot / b.square().sum().clamp(min=1e-9) * b + 0 * p.detach()
+    t.optimizer_step(t.optimizer)
+
+
+def own_gradients(t, x, y):
+    loss = mse(t.model(x, "sum"), y)
+    trained = list(t.model.parameters())
+    for p, g in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+        p.grad = g
+    t.optimizer_step(t.optimizer)
+
+
+def penalty(t, x, y):
+    """Add a gradient penalty, whose inner pass computes no gradients of parameters."""
+    x = x.clone().requires_grad_()
+    output = t.model(x, "sum")
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    t.backward(mse(output, y) + (slope.norm(dim=1) - 1).square().mean())
+    t.optimizer_step(t.optimizer)
+
+
+def other_method(t, x, y):
+    t.backward(mse(t.model(x, "sum"), y))
+    t.backward(t.model.energy(x))
+    t.optimizer_step(t.optimizer)
+
+
+def only_other_method(t, x, y):
+    t.backward(t.model.energy(x))
+    t.optimizer_step(t.optimizer)
+
+
+def in_one_loss(t, x, y):
+    t.backward(mse(t.model(x, "sum"), y) + t.model.energy(x))
+    t.optimizer_step(t.optimizer)
+
+
+def clips_by_hand(t, x, y):
+    a, b = t.model(x, "sum"), t.model(x * 0.5, "sum")
+    a.mean().backward()
+    b.square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
+    t.optimizer_step(t.optimizer)
+
+
+def one_head(t, x, y):
+    """Leave the second head without gradients on all workers."""
+    t.backward(mse(t.model(x, "first"), y))
+    t.optimizer_step(t.optimizer)
+
+
+def heads_by_data(t, x, y):
+    """Use the second head for some samples, which not all workers have in each step."""
+    large = y[:, 0] > 0.8
+    loss = mse(t.model(x)[0], y)
+    if large.any():
+        output = t.model(x[large], "second")
+        loss = loss + (output - y[large]).square().sum() / len(x)
+    t.backward(loss)
+    t.optimizer_step(t.optimizer)
+
+
+def one_or_the_other(t, x, y):
+    """Use one head or the other, depending on the worker. The mean over both is the loss."""
+    rank = getattr(t, "world_rank", None)
+    halves = (
+        [(x, y, rank)]
+        if rank is not None
+        else [(x[:BATCH], y[:BATCH], 0), (x[BATCH:], y[BATCH:], 1)]
+    )
+    losses = [mse(t.model(a, ["first", "second"][which]), b) for a, b, which in halves]
+    t.backward(sum(losses) / len(losses))
+    t.optimizer_step(t.optimizer)
+
+
+def closure(t, x, y):
+    def evaluate():
+        t.optimizer.zero_grad()
+        a, b = t.model(x, "sum"), t.model(x * 0.5, "sum")
+        mse(a, y).backward()
+        mse(b, y).backward()
+        return None
+
+    t.optimizer.step(evaluate)
+
+
+def steps_in_hook(t, x, y):
+    bias = t.model.body[0].bias
+    bias.register_post_accumulate_grad_hook(lambda p: t.optimizer.step())
+    t.backward(mse(t.model(x, "sum"), y))
+
+
+def skips(t, x, y, at=1, ranks=(1,), after=lambda t, x: None):
+    """Skip a batch on some workers, as after a loss that is NaN."""
+    t.count = getattr(t, "count", -1) + 1
+    if t.count == at and getattr(t, "world_rank", 0) in ranks:
+        after(t, x)
+    else:
+        one_forward(t, x, y)
+
+
+def skips_first(t, x, y):
+    skips(t, x, y, at=0)
+
+
+def skips_after_forward(t, x, y):
+    skips(t, x, y, after=lambda t, x: t.model(x))
+
+
+def all_skip(t, x, y):
+    skips(t, x, y, ranks=(0, 1))
+
+
+def all_skip_first(t, x, y):
+    skips(t, x, y, at=0, ranks=(0, 1), after=lambda t, x: t.model(x))
+
+
+def freeze_body(model):
+    model.body.requires_grad_(False)
+
+
+def freeze_some(model):
+    model.body[0].bias.requires_grad_(False)
+    model.second.requires_grad_(False)
+
+
+def freeze_all(model):
+    model.requires_grad_(False)
+
+
+def unfreeze(model):
+    model.requires_grad_(True)
+
+
+def changed(model, how):
+    if how:
+        globals()[how](model)
+    return model
+
+
+# ----
+
+
+class Trains(TrainingOperator):
+    def setup(self, config):
+        self.case = case = config["case"]
+        model = changed(Heads(), case.before)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=make_optimizer(model), **case.register
+        )
+        batch = BATCH // case.register.get("gradient_accumulation_steps", 1)
+        self.register_data(train_loader=DataLoader(TensorDataset(*data()), batch_size=batch))
+        changed(self.model, case.after)
+
+    def train_batch(self, batch, batch_info):
+        globals()[self.case.step](self, *batch)
+        return {"num_samples": len(batch[0])}
+
+    def backward(self, loss, retain_graph=False):
+        if self.case.raw or retain_graph:
+            loss.backward(retain_graph=retain_graph)
+        else:
+            super().backward(loss)
+
+    def optimizer_step(self, optimizer):
+        if self.case.raw:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            super().optimizer_step(optimizer)
+
+
+def run(case, rank):
+    precision: dict[str, Any] = {"use_fp16": True, "amp_dtype": torch.float16}
+    options = TorchOptions(
+        training_operator_cls=Trains,
+        config={"case": case},
+        num_workers=NUM_WORKERS,
+        use_gpu=False,
+        **(precision if case.scaled else {}),
+    )
+    runner = TorchRunner(options)
+    runner.setup(WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True))
+    before = parameters(runner.operator.model)
+    try:
+        runner.handle(TrainRequest(call=0, until_epoch=1, until_step=case.num_steps))
+    except RuntimeError as error:
+        return str(error), torch.equal(before, parameters(runner.operator.model))
+    found = parameters(runner.operator.model)
+    runner.teardown()
+    return found
+
+
+def parameters(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def expected(case):
+    """Return the parameters of plain PyTorch in one process with the global batch."""
+    model = changed(changed(Heads(), case.before), case.after)
+    optimizer = make_optimizer(model)
+
+    def backward(loss, retain_graph=False):
+        loss.backward(retain_graph=retain_graph)
+
+    def step(optimizer):
+        if norm := case.register.get("max_grad_norm"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    t = SimpleNamespace(model=model, optimizer=optimizer, backward=backward, optimizer_step=step)
+    for batch in zip(*(each.split(BATCH * NUM_WORKERS) for each in data()), strict=True):
+        globals()[case.step](t, *batch)
+    return parameters(model)
+
+
+def play(rank, store):
+    """Run cases from the store until one is None."""
+    for number in itertools.count():
+        if (case := pickle.loads(store.get(f"cases/{number}"))) is None:
+            break
+        own = dist.PrefixStore(f"group-{number}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=NUM_WORKERS)
+        try:
+            result = run(case, rank)
+        except Exception:
+            result = traceback.format_exc()
+        store.set(f"results/{number}/{rank}", pickle.dumps(result))
+        dist.destroy_process_group()
+    print("good")

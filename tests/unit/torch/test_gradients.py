@@ -1,0 +1,99 @@
+"""Gradients are averaged when the optimizer steps, whatever produced them."""
+
+import datetime
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from tests.conftest import running_ranks
+from tests.unit.torch.gradients import NUM_WORKERS, Case, expected
+
+PLAY = """
+from tests.unit.torch.gradients import play
+
+play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Return a function that trains a case and returns the result of each worker."""
+    with running_ranks(PLAY, NUM_WORKERS) as store:
+        store.set_timeout(datetime.timedelta(seconds=30))
+        numbers = itertools.count()
+
+        def train(case):
+            number = next(numbers)
+            store.set(f"cases/{number}", pickle.dumps(case))
+            keys = [f"results/{number}/{rank}" for rank in range(NUM_WORKERS)]
+            results = [pickle.loads(store.get(key)) for key in keys]
+            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
+            return results
+
+        yield train
+        store.set(f"cases/{next(numbers)}", pickle.dumps(None))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("one_forward"),
+        Case("two_forwards"),
+        Case("two_forwards", raw=True),
+        Case("two_forwards", scaled=True),
+        Case("two_forwards", {"max_grad_norm": 0.1}),
+        Case("two_forwards", {"sharding": "optimizer"}),
+        Case("two_forwards", {"gradient_accumulation_steps": 2}),
+        Case("three_forwards_reversed"),
+        Case("two_heads"),
+        Case("two_heads", raw=True),
+        Case("task_by_task"),
+        Case("retained"),
+        Case("retained", raw=True),
+        Case("surgery"),
+        Case("own_gradients"),
+        Case("own_gradients", raw=True),
+        Case("penalty"),
+        Case("other_method"),
+        Case("only_other_method"),
+        Case("in_one_loss"),
+        Case("clips_by_hand"),
+        Case("closure"),
+        Case("all_skip"),
+        Case("all_skip_first"),
+        Case("one_head"),
+        Case("one_head", raw=True),
+        Case("one_head", {"gradient_accumulation_steps": 2}),
+        Case("heads_by_data"),
+        Case("one_or_the_other"),
+        Case("one_head", after="freeze_body"),
+        Case("one_forward", after="freeze_body"),
+        Case("two_heads", after="freeze_some", raw=True),
+        Case("one_forward", {"sharding": "optimizer"}, after="freeze_some"),
+        Case("one_forward", before="freeze_some", after="unfreeze"),
+        Case("two_heads", before="freeze_body", after="unfreeze"),
+        Case("two_forwards", before="freeze_all", after="unfreeze"),
+    ],
+    ids=str,
+)
+def test_update_equals_that_of_one_process(workers, case):
+    first, second = workers(case)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, expected(case), atol=1e-15, rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("step", "at"), [("skips_first", 1), ("skips", 2), ("skips_after_forward", 2)]
+)
+def test_batch_that_one_worker_skips_is_an_error_in_that_step(workers, step, at):
+    _, (message, is_unchanged) = workers(Case(step, num_steps=at))
+    assert "self.backward(loss, num_samples=0)" in message
+    assert is_unchanged == (at == 1)
+
+
+def test_step_within_a_backward_pass_is_an_error(workers):
+    for message, is_unchanged in workers(Case("steps_in_hook")):
+        assert "step() runs within a backward pass" in message
+        assert is_unchanged
