@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
@@ -120,13 +121,22 @@ def _restoring(part: Any) -> Callable[[], Any] | None:
         content = part.copy()
         fill = "extend" if isinstance(part, list | deque) else "update"
         return lambda: (part.clear(), getattr(part, fill)(content))
-    if getattr(part, "nbytes", math.inf) <= _LARGE_BYTES and hasattr(part, "__setitem__"):
-        values = part.detach().clone() if hasattr(part, "detach") else part.copy()
-        return lambda: getattr(part, "detach", lambda: part)().__setitem__(..., values)
+    is_array = getattr(getattr(part, "flags", None), "writeable", False) is True
+    if not is_array and (isinstance(part, type) or not hasattr(part, "detach")):
+        return None
+    with contextlib.suppress(AttributeError, RuntimeError):  # raised for sparse tensors
+        if part.nbytes <= _LARGE_BYTES:
+            values = part.copy() if is_array else part.detach().clone()
+            return partial(_fill, part if is_array else part.detach(), values)
     return None
 
 
-_FOREIGN = ("builtins", "torch", "tensorflow", "keras", "ray", "raysgd")
+def _fill(array: Any, values: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # user code cannot write it either
+        array[...] = values
+
+
+_FOREIGN = sys.stdlib_module_names | {"torch", "tensorflow", "keras", "ray", "raysgd"}
 
 
 def _is_own(part: Any) -> bool:
@@ -135,7 +145,11 @@ def _is_own(part: Any) -> bool:
         return False
     if hasattr(part, "named_parameters"):
         return not any(True for _ in part.named_parameters())
-    modules = {kind.__module__ for kind in type(part).__mro__[:-1]} - {"raysgd.metrics"}
+    modules = {kind.__module__ for kind in type(part).__mro__[:-1]} - {
+        "abc",
+        "raysgd.metrics",
+        "typing",
+    }
     return not any(module.split(".")[0] in _FOREIGN for module in modules)
 
 

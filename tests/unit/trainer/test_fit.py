@@ -3,8 +3,10 @@
 import json
 import logging
 import math
+import queue
 import re
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -229,6 +231,8 @@ class Totals(Recorder):
         self.tensor, self.array, self.meter = torch.zeros(()), np.zeros(1), AverageMeter()
         self.nested, self.total, self.metrics = {"a": [[], 0]}, Total(), {"b": (Metric(),)}
         self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
+        self.kept = [torch.zeros(1).expand(3), np.broadcast_to(np.zeros(1), 3), queue.Queue()]
+        self.kept += [torch.eye(2).to_sparse(), np.float64(1), threading.Lock(), torch.Tensor]
         self.seen = seen = []  # a closure writes to the same list
         self.model.register_forward_hook(lambda *_: seen.append(1))
 
