@@ -63,8 +63,11 @@ class GroupForming:
     def ask_progress(self) -> Event:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
-        patience_s = _STRAGGLER_S if self._context.policy.can_join else _RESTART_STRAGGLER_S
-        if lost := self._commands.await_busy(patience_s):
+        can_join = self._context.policy.can_join
+        # A worker that holds the GIL receives its interruption late.
+        _, silent = self._commands.reach(self._commands.busy if can_join else ())
+        patience_s = _STRAGGLER_S if can_join else _RESTART_STRAGGLER_S
+        if lost := silent or self._commands.await_busy(patience_s):
             return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
         joining = {r.member: r for r in ready if r.member is not None}
@@ -317,7 +320,7 @@ class GroupForming:
     ) -> Attempt:
         """Run one step of a start or a rejoin on workers, within `timeout_s`.
 
-        With `listening`, declare workers lost that answer no control call.
+        With `listening`, declare workers lost whose processes are stopped.
         """
         self._commands.entering = list(members)
         attempt = Attempt(
@@ -334,7 +337,10 @@ class GroupForming:
                 waiting = self._journal.listed(attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, what)
             if listening and not has_settled:
-                _, lost = self._commands.reach(attempt.pending)
+                _, lost = self._commands.reach(
+                    attempt.pending,
+                    lambda: attempt.settle(0.0) or self._clock.monotonic() > deadline,
+                )
                 for member, error in lost.items():
                     attempt.give_up(member, error)
             if self._clock.monotonic() > deadline and not self._group.is_cut_off():

@@ -218,7 +218,7 @@ def test_a_replacement_that_hangs_while_it_joins_is_discarded(world):
     world.at_step(2, lambda: hold_when_ready(world, stop_the_replacement))
     assert steps_of(run_until(controller, 4000, max_losses=0)) == [4000] * 3
     failed = [event for event in controller.events if event.kind == "newcomer_failed"]
-    assert [event.cause for event in failed] == ["no answer within 10 s"]
+    assert [event.cause for event in failed] == ["its process is stopped: no answer within 10 s"]
     assert world.workers[2] not in controller.members
     assert world.trained == list(range(1, 4001))
 
@@ -229,7 +229,43 @@ def test_a_worker_that_is_stopped_while_a_generation_forms_is_lost(world):
     world.at_step(20, lambda: world.lose(1))
     world.on_meeting.append(lambda: setattr(stopped, "silent", True))
     assert steps_of(run_until(controller, 100, max_losses=2)) == [100]
-    assert controller.events[-2].cause == "no answer within 10 s"
+    assert controller.events[-2].cause == "its process is stopped: no answer within 10 s"
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_worker_that_holds_the_gil_while_a_generation_forms_is_not_lost(world, when):
+    """It answers nothing for longer than a stopped process may, and than a straggler may take."""
+    controller = world.drive(3, grow=False).controller
+    busy = controller.members[2]
+    if when == "before":
+        world.at_step(19, lambda: busy.hold_gil(80.0))
+    world.at_step(19 if when == "before" else 20, lambda: world.lose(1))
+    if when == "while":
+        world.on_meeting.append(lambda: busy.hold_gil(80.0))
+    began = world.now
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
+    assert world.now - began > 80
+    assert kinds(controller).count("lost") == 1
+
+
+def test_a_worker_that_answers_nothing_within_timeout_s_is_lost(world):
+    controller = world.drive(3, grow=False, timeout_s=30.0).controller
+    break_with_an_error(world, controller)
+    controller.members[2].hold_gil(1000.0)
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
+    assert controller.events[-2].cause == "no answer within 31 s (timeout_s)"
+
+
+def test_a_worker_that_dies_is_lost_while_another_holds_the_gil(world):
+    controller = world.drive(3, grow=False).controller
+    doomed, busy = controller.members[1:]
+    world.at_step(20, lambda: world.lose(0))
+    world.on_meeting.append(
+        lambda: (busy.hold_gil(80.0), world.plan(1.0, lambda: doomed.die("OOM")))
+    )
+    assert steps_of(run_until(controller, 100, max_losses=2)) == [100]
+    assert kinds(controller).count("lost") == 2
+    assert controller.members == [busy]
 
 
 def break_with_an_error(world, controller):
