@@ -44,7 +44,7 @@ class Snapshots:
         self._held: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
         self._copy: dict[str, Any] | None = None  # until it is sent
         self._asked_at = -_SEND_S  # when the driver last asked for the copy
-        self._is_outdated = False
+        self._is_outdated, self.num_changes = False, 0
         self._size, self._copy_s, self._s_per_byte = 0, 0.0, _S_PER_BYTE
         self._trained_s = self._looked_at = 0.0
         self._wait_s, self._looked_in = 0.0, -1  # training time that pays for the next one
@@ -130,6 +130,7 @@ class Snapshots:
         """
         self._held = self._copy = None
         self._looked_in, self._is_outdated = -1, outdated
+        self.num_changes += outdated
 
     def get(self) -> dict[str, Any] | None:
         """Return the newest copy, or None if it was sent. Called from another thread."""

@@ -22,8 +22,8 @@ from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
 
-_OF_CALL = ("call", "batching")
-"""Keys of a snapshot that a state lacks: the unfinished call, and changes to the loaders."""
+_OF_CALL = ("call", "batching", "flags")
+"""Keys of a snapshot that a state lacks: the unfinished call, and changes to loaders and models."""
 
 
 @dataclass(eq=False)
