@@ -207,6 +207,10 @@ class GroupForming:
             self._abort(joining, failure)
             self._scale_up.set_up_alone()
             return FormingFailed(by_newcomer=True)
+        # All workers repeat the steps after the snapshot, also those of departed workers.
+        step, call = self._journal.progress.global_step, self._context.call
+        given, call.departed_results = call.departed_results, []
+        call.departed_results += [each for each in given if each.progress.global_step <= step]
         self._scale_up.forget_joined(ready)
         self._scale_up.set_up_alone()
         self._record_start()

@@ -183,7 +183,8 @@ class ScaleUp:
 
     @property
     def under_way(self) -> bool:
-        return bool(self._replacements)
+        """Whether a replacement starts. Those that wait for room do not count."""
+        return self.coming() > 0
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Advance the replacements. Start missing ones if the group may grow."""

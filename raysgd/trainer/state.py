@@ -14,7 +14,7 @@ from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
 from raysgd.trainer.calls import Calls
@@ -58,7 +58,15 @@ class TrainerState:
 
     def _collect_from_workers(self, own: bool) -> dict[str, Any]:
         controller = self.calls.controller
-        if not controller.members and (snapshot := controller.snapshots.state()):
+        with controller.alone():  # no other thread restarts the workers now
+            snapshot = None if controller.members else controller.snapshots.state()
+        if snapshot:
+            at, now = snapshot.get("global_step", 0), controller.progress.global_step
+            if at < now and not controller.policy.keeps_snapshots:
+                raise WorkerLostError(
+                    f"All workers are lost, and with them steps {at + 1} to {now}. There is no "
+                    "snapshot of them (snapshot_every=None). Load a checkpoint to continue."
+                )
             # Copy the state, because it may be one that the user loaded.
             state = self.assemble(snapshot)
             return copy.deepcopy(

@@ -42,6 +42,32 @@ def every_new(world, **values):
     world.on_new_worker.append(change)
 
 
+def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
+    controller = world.drive(3).controller
+    world.room = 2
+    world.at_step(20, lambda: world.lose(2))
+    asked = []
+    member = controller.members[0]
+    control = member.control
+    member.control = lambda method, *given: asked.append(method) or control(method, *given)
+    assert steps_of(run_until(controller, 2000, max_losses=1)) == [2000] * 2
+    assert asked.count("progress") < 1.5 * 2000 * 0.05
+
+
+def test_no_other_thread_can_call_while_the_group_forms(world):
+    controller, errors = world.drive(3).controller, []
+
+    def call():
+        with pytest.raises(RuntimeError, match="Another thread is calling these workers"):
+            run(controller, "train", until_step=1)
+        errors.append(type(controller.state).__name__)
+
+    world.at_step(20, lambda: world.lose(2))
+    world.on_meeting.append(call)
+    assert steps_of(run_until(controller, 300, max_losses=1))[0] == 300
+    assert errors == ["Broken"]
+
+
 # ---- lost workers are replaced
 
 
