@@ -49,6 +49,7 @@ class Progress:
     step_s: float = 0.0  # mean seconds per step, or 0 if unknown
     samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
     snapshot: int | None = None  # committed steps in the newest snapshot of this worker
+    num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
     divided: bool = False  # whether each worker holds only a shard of the state

@@ -2,7 +2,7 @@
 
 The driver and each worker on another machine share an idle TCP connection. Both kernels probe the
 connection by keepalive, and close it if no probe is answered. A kernel answers for every process,
-so a worker that is stopped, busy, or holds the GIL is never declared lost.
+so a worker that is stopped, busy, or holds the GIL is never declared lost here.
 
 If a worker's host is silent and the driver reaches another worker, the worker is lost. If the
 driver reaches no worker, it assumes that its own host has no network, and waits. A worker that does

@@ -72,6 +72,12 @@ class WorkerHandle(ABC):
         """Send a signal to the worker's process. Return False if the process is gone."""
         raise RuntimeError(f"{self.name}: this worker has no process of its own.")
 
+    def is_stopped(self) -> Future[bool]:
+        """Ask the worker's node whether the process is stopped, for example by SIGSTOP."""
+        running: Future[bool] = Future()
+        running.set_result(False)
+        return running
+
     @property
     def node_id(self) -> str:
         return self.info.node_id
@@ -196,6 +202,9 @@ class ActorHandle(WorkerHandle):
             return False
         return True
 
+    def is_stopped(self) -> Future[bool]:
+        return self._on_node(_is_stopped)
+
     def _on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a function with the worker's process ID on the worker's node.
 
@@ -277,6 +286,10 @@ def _await_end(pid: int, timeout_s: float) -> bool:
     except psutil.NoSuchProcess:
         pass
     return True
+
+
+def _is_stopped(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 def _is_here(info: WorkerInfo) -> bool:

@@ -31,6 +31,8 @@ _NOTICE_S = 0.1
 """Seconds between the request of a pause and the pause."""
 _LONG_NOTICE_S = 1.0
 """The same delay for new shares, which are not urgent. A late request costs a new generation."""
+_CHANGE_S = 10.0
+"""Seconds that a call waits for the snapshot of a change. Large states arrive later."""
 
 
 class CallRunner:
@@ -42,6 +44,7 @@ class CallRunner:
         self._journal, self._commands = context.journal, context.commands
         self._reached = Progress()
         self._redo: Call | None = None
+        self._num_changes = 0
         self.sent: dict[WorkerHandle, Future[Outcome]] | None = None
         """The call on each worker, or None before the first worker receives it."""
         self._attempt: Attempt | None = None
@@ -151,9 +154,17 @@ class CallRunner:
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
         is_complete = not paused and not action.is_redo
         if is_complete:
-            self._context.snapshots.poll(progress)
+            self._poll_snapshots(progress)
             self.outcomes = [attempt.outcomes[member] for member in members]
         return CallReturned(is_complete=is_complete, interrupted=interrupted)
+
+    def _poll_snapshots(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Fetch a newer snapshot. Wait for it if a restart could not repeat this call."""
+        snapshots, before = self._context.snapshots, self._num_changes
+        snapshots.poll(progress)
+        self._num_changes = next(iter(progress.values())).num_changes
+        if self._num_changes != before:
+            self._clock.wait(snapshots.coming, _CHANGE_S)
 
     def _watch(self, call: Call, attempt: Attempt) -> None:
         monitor = HealthMonitor(attempt, self._journal.ranks, self._clock)

@@ -30,6 +30,7 @@ _NODE_LOSS_S = 10.0
 """Seconds that Ray may take to report a lost node."""
 ANSWER_S = 0.7
 _SILENCE_S = 10.0
+"""Seconds that a stopped process may take to answer."""
 _SALVAGE_S = 10.0
 """Seconds that a worker may take to send its state before all workers restart."""
 _LOOK_EVERY_S = 1.0
@@ -141,12 +142,17 @@ class Commands:
     """Sends requests to all members, and tracks which of them are busy."""
 
     def __init__(
-        self, group: WorkerGroup, journal: Journal, check_open: Callable[[], None]
+        self,
+        group: WorkerGroup,
+        journal: Journal,
+        check_open: Callable[[], None],
+        timeout_s: float,
     ) -> None:
         self._group = group
         self._clock = group.clock
         self._journal = journal
         self._check_open = check_open
+        self._timeout_s = max(timeout_s, _SILENCE_S)
         self.busy: dict[WorkerHandle, Future[Outcome]] = {}
         """Workers that had not returned when the driver stopped waiting for their call."""
         self.entering: list[WorkerHandle] = []
@@ -191,7 +197,7 @@ class Commands:
         packed = pack(request)
         asked = [member.work("call", packed) for member in members]
         self._clock.wait(asked, timeout_s)
-        return [future.result() for future in asked if _error_of(future) is None]
+        return [future.result() for future in asked if future.done() and not _error_of(future)]
 
     def ask_all(self, members: Sequence[WorkerHandle], request: Request) -> list[Any]:
         """Return the answers of idle members.
@@ -228,29 +234,61 @@ class Commands:
         return attempt.lost | {m: WorkerTimeoutError(why) for m in attempt.pending}
 
     def reach(
-        self, members: Iterable[WorkerHandle]
+        self, members: Iterable[WorkerHandle], is_over: Callable[[], bool] = lambda: False
     ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
-        """Return the progress of workers, and the lost workers. Kill workers that do not answer."""
+        """Return the progress of workers, and the lost workers. Kill workers that do not answer.
+
+        A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`, or until
+        `is_over`. A stopped process may take `_SILENCE_S`.
+        """
         asked = {member: member.control("progress") for member in members}
-        deadline = self._clock.monotonic() + _SILENCE_S
+        lost: dict[WorkerHandle, BaseException] = {}
+        began = looked = self._clock.monotonic()
         while True:
             self._clock.wait(asked.values(), _LOOK_EVERY_S)
+            now = self._clock.monotonic()
             if self._group.is_cut_off():
-                deadline = self._clock.monotonic() + _SILENCE_S
+                began = looked = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
+            is_early = now - began < _SILENCE_S
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
-            is_done = not again and all(f.done() for f in asked.values())
-            if is_done or self._clock.monotonic() >= deadline:
+            again = again if is_early else []
+            silent = [member for member, answer in asked.items() if not answer.done()]
+            if not (again or silent) or is_over():
                 break
+            if now - looked >= _SILENCE_S:
+                looked = now
+                lost |= self._silent_too_long(silent, now - began)
+                asked = {member: answer for member, answer in asked.items() if member not in lost}
             if again:
                 self._clock.sleep(_ASK_AGAIN_S)
             asked |= {member: member.control("progress") for member in again}
             self._check_open()
-        lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
-        for member, error in lost.items():
-            if not is_loss(error):  # the process may still exist, but be stopped
-                member.kill_process()
-        return {m: f.result() for m, f in asked.items() if m not in lost}, lost
+        for member in lost:  # the process may still exist
+            member.kill_process()
+        lost |= {member: error for member, f in asked.items() if (error := _error_of(f))}
+        return {m: f.result() for m, f in asked.items() if f.done() and m not in lost}, lost
+
+    def _silent_too_long(
+        self, silent: Sequence[WorkerHandle], waited_s: float
+    ) -> dict[WorkerHandle, BaseException]:
+        """Return the workers to declare lost: stopped ones, and all of them after `timeout_s`."""
+        why = f"no answer within {waited_s:.0f} s"
+        if waited_s < self._timeout_s:
+            states = {member: member.is_stopped() for member in silent}
+            self._clock.wait(states.values(), _SILENCE_S)
+            stopped = [m for m, f in states.items() if f.done() and not _error_of(f) and f.result()]
+            if len(stopped) < len(silent) and waited_s < 2 * _SILENCE_S:
+                logger.warning(
+                    "Workers %s have not answered for %.0f s, although their processes run. A "
+                    "call of C code that holds the GIL has this effect. Waiting up to %.0f s "
+                    "(timeout_s).",
+                    self._journal.listed(member for member in silent if member not in stopped),
+                    waited_s,
+                    self._timeout_s,
+                )
+            return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
+        return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))
 
 
 def value_of(outcome: Outcome) -> Any:
@@ -259,6 +297,4 @@ def value_of(outcome: Outcome) -> Any:
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:
-    if answer.done():
-        return answer.exception()
-    return WorkerTimeoutError(f"no answer within {_SILENCE_S:g} s")
+    return answer.exception() if answer.done() else None

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ class Controller:
     ) -> None:
         self.state: State = machine.New()
         self._is_shut_down = False
+        self._is_called = threading.Lock()
         self._pid = os.getpid()
         self._group = group
         self._backend = backend
@@ -186,8 +188,6 @@ class Controller:
     def run(self, call: Call) -> list[Outcome]:
         """Run a call, or its next part, and return the outcomes."""
         self._check_open()
-        if isinstance(self.state, machine.Running | machine.Starting):
-            raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
         min_workers = 1 if call.any_size else self.min_workers
         budget = machine.Budget(
             in_call=True,
@@ -195,15 +195,26 @@ class Controller:
             max_losses=call.max_losses,
             num_losses=call.num_losses,
         )
-        self._calls.begin(call)
+        with self.alone():
+            self._calls.begin(call)
+            try:
+                with self._supervised():
+                    if len(self.members) < min_workers:
+                        self._scale_up.try_again()  # once per call, to limit the attempts
+                    self._react(machine.CallRequested(budget=budget))
+                    return self._calls.outcomes
+            finally:
+                self._calls.end()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuse calls of other threads within the context."""
+        if not self._is_called.acquire(blocking=False):
+            raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
         try:
-            with self._supervised():
-                if len(self.members) < min_workers:
-                    self._scale_up.try_again()  # once per call, to limit the number of attempts
-                self._react(machine.CallRequested(budget=budget))
-                return self._calls.outcomes
+            yield
         finally:
-            self._calls.end()
+            self._is_called.release()
 
     def _survey(self) -> Event:
         self.journal.lost = {}
@@ -282,6 +293,11 @@ class Controller:
                 return False
             self._react(machine.StartRequested(min_workers=self.min_workers))
         return True
+
+    def call_later(self, request: Request) -> None:
+        """Send a request to each worker that starts later, after its setup."""
+        if not self._group.options.inline:
+            self._scale_up.later.append(sendable(request.name, request))
 
     # ---- what trainers read
 

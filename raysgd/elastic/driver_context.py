@@ -43,7 +43,7 @@ class DriverContext:
         self.group, self.backend, self.elastic = group, backend, elastic
         self.policy, self.timeout_s, self.check_open = policy, timeout_s, check_open
         self.journal = journal = Journal(group, policy.joins)
-        self.commands = Commands(group, journal, check_open)
+        self.commands = Commands(group, journal, check_open, timeout_s)
         self.snapshots = SnapshotKeeper(group)
         self.preemption = PreemptionWatch(group, journal, policy.can_join)
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)

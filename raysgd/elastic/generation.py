@@ -64,8 +64,11 @@ class GroupForming:
     def ask_progress(self) -> Event:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
-        patience_s = _STRAGGLER_S if self._context.policy.can_join else _RESTART_STRAGGLER_S
-        if lost := self._commands.await_busy(patience_s):
+        can_join = self._context.policy.can_join
+        # A worker that holds the GIL receives its interruption late.
+        _, silent = self._commands.reach(self._commands.busy if can_join else ())
+        patience_s = _STRAGGLER_S if can_join else _RESTART_STRAGGLER_S
+        if lost := silent or self._commands.await_busy(patience_s):
             return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
         joining = {r.member: r for r in ready if r.member is not None}
@@ -205,6 +208,10 @@ class GroupForming:
             self._abort(joining, failure)
             self._scale_up.set_up_alone()
             return FormingFailed(by_newcomer=True)
+        # All workers repeat the steps after the snapshot, also those of departed workers.
+        step, call = self._journal.progress.global_step, self._context.call
+        given, call.departed_results = call.departed_results, []
+        call.departed_results += [each for each in given if each.progress.global_step <= step]
         self._scale_up.forget_joined(ready)
         self._scale_up.set_up_alone()
         self._record_start()
@@ -228,6 +235,9 @@ class GroupForming:
         if self.on_start is not None:
             self.on_start()
         if leader is None:
+            for request in self._scale_up.later:
+                what = "repeat apply_all_operators"
+                self._raise_failure(self._step("call", [(request,)] * len(members), what, members))
             self._load_snapshot(members)
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
@@ -319,7 +329,7 @@ class GroupForming:
     ) -> Attempt:
         """Run one step of a start or a rejoin on workers, within `timeout_s`.
 
-        With `listening`, declare workers lost that answer no control call.
+        With `listening`, declare workers lost whose processes are stopped.
         """
         self._commands.entering = list(members)
         attempt = Attempt(
@@ -336,7 +346,10 @@ class GroupForming:
                 waiting = self._journal.listed(attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, what)
             if listening and not has_settled:
-                _, lost = self._commands.reach(attempt.pending)
+                _, lost = self._commands.reach(
+                    attempt.pending,
+                    lambda: attempt.settle(0.0) or self._clock.monotonic() > deadline,
+                )
                 for member, error in lost.items():
                     attempt.give_up(member, error)
             if self._clock.monotonic() > deadline and not self._group.is_cut_off():

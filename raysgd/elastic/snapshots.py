@@ -63,6 +63,7 @@ class SnapshotKeeper:
         self._step = -1
         self._coming: tuple[int, list[Future[Read | None]]] | None = None
         self._has_warned = False
+        self._num_changes = 0
 
     def keep(self, *shards: Read, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
@@ -94,6 +95,9 @@ class SnapshotKeeper:
             return  # the worker with the snapshot may not have answered
         member, newest = next(iter(progress.items()))
         step = newest.snapshot
+        if newest.num_changes != self._num_changes:
+            self.outdate()
+            self._num_changes = newest.num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._coming is None and step > self._step:
@@ -102,6 +106,10 @@ class SnapshotKeeper:
                     self._coming = (step, [fetch(member, None)])
             elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
                 self._coming = (step, [fetch(each, step) for each in progress])
+
+    @property
+    def coming(self) -> Sequence[Future[Any]]:
+        return () if self._coming is None else self._coming[1]
 
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""

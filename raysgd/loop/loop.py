@@ -91,6 +91,8 @@ class Loop:
         self.results: list[tuple[int, Mapping[str, Any]]] = []
         self.evaluation = Evaluation(self)
         self.snapshots = Snapshots(self.train_state)
+        untracked = self.train_state.untracked(operator)
+        self._tensors = [name for name, each in untracked.items() if isinstance(each, tuple)]
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
@@ -130,7 +132,8 @@ class Loop:
         batching = self.train_state.data.batching()
         # Shares of the global batch follow from the new number of workers.
         own = {name: each for name, each in batching.items() if not each[1]}
-        return {**self.state(), "call": self.call_state(), "batching": own}
+        own_call = {"call": self.call_state(), "batching": own, "flags": self.train_state.flags()}
+        return {**self.state(), **own_call}
 
     def call_state(self) -> dict[str, Any]:
         return dict(vars(self.call))
@@ -159,6 +162,8 @@ class Loop:
         if request.split is not None:
             train_state.parts.raise_split(request.split)
         train_state.timers.enabled = request.profile
+        untracked = train_state.untracked(self.operator)
+        untracked = {name: untracked.get(name) for name in self._tensors}
         source = train_state.data.training_source(request.dataset)
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
@@ -178,6 +183,7 @@ class Loop:
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(source, None, request)
+        train_state.warn_of_changes("train_batch", self.operator, untracked)
         train_state.check_trained()  # user code can unfreeze parameters during the call
         if train_state.context.distributed:
             for feature in train_state.features:

@@ -92,6 +92,7 @@ class OperatorRunner(ABC):
         if follows:
             self.operator.load_state_dict(state["operator"])
             train_state.step.is_partial = state["partial"]
+            train_state.set_flags(state["flags"])
         if rank != leader:
             train_state.move_to(state["position"], state["global_step"])
             self._running.join_call(state["call"])
@@ -164,6 +165,7 @@ class OperatorRunner(ABC):
             step_s=0.0 if segment is None else segment.step_s,
             samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
+            num_changes=self._loop.snapshots.num_changes,
             split=train_state.parts.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._loss.read(meters),
@@ -216,7 +218,7 @@ class OperatorRunner(ABC):
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():
-                    return self._apply_operator(request.function)
+                    return self._apply_operator(request.function, request.also_later)
                 case call.RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case call.ExportReplicaRequest():
@@ -249,18 +251,23 @@ class OperatorRunner(ABC):
     @abstractmethod
     def models(self) -> Any: ...
 
-    def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
+    def _apply_operator(self, function: Callable[[Any], Any], also_later: bool) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""
         train_state, loop = self._train_state, self._running
-        before = train_state.settable(), train_state.data.batching()
+        before, untracked = self._settable(), train_state.untracked(self.operator)
         try:
             return function(self.operator)
         finally:
-            if (train_state.settable(), train_state.data.batching()) != before:
-                has_snapshot = loop.snapshots.step is not None
-                loop.snapshots.clear(outdated=True)  # the next segment takes a new snapshot
-                if not has_snapshot:
+            if self._settable() != before:
+                loop.snapshots.clear(outdated=True)
+                if not train_state.context.alone:
                     loop.snapshots.maybe_take(loop.state_with_call)
+            if not also_later:
+                train_state.warn_of_changes("apply_all_operators", self.operator, untracked)
+
+    def _settable(self) -> tuple[Any, ...]:
+        train_state = self._train_state
+        return train_state.settable(), train_state.data.batching(), train_state.flags()
 
     # ---- state
 
@@ -305,6 +312,7 @@ class OperatorRunner(ABC):
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._running.join_call(state["call"])
             train_state.data.set_batch_size(state["batching"])
+            train_state.set_flags(state["flags"])
         else:
             train_state.warn_of_other_steps(position)
         train_state.move_to(position, state.get("global_step", 0))
@@ -334,6 +342,7 @@ class OperatorRunner(ABC):
             "call": self._running.call_state(),
             "fingerprint": train_state.data.fingerprint(),
             "batching": train_state.data.batching(),
+            "flags": train_state.flags(),
             "indivisible": train_state.parts.why_not,
             "partial": train_state.step.is_partial,
         }

@@ -45,6 +45,7 @@ class Snapshots:
         self._copy: dict[str, Any] | None = None  # until it is sent
         self._asked_at = -_SEND_S  # when the driver last asked for the copy
         self._is_needed = self._every != "auto"  # whether a snapshot is due in any case
+        self.num_changes = 0
         self._copy_s, self._s_per_byte = 0.0, _S_PER_BYTE
         self._trained_s = self._looked_at = 0.0
         self._wait_s = 0.0  # training time that pays for the next snapshot
@@ -129,6 +130,7 @@ class Snapshots:
         """
         self._held = self._copy = None
         self._is_needed = outdated or self._every != "auto"
+        self.num_changes += outdated
 
     def get(self) -> dict[str, Any] | None:
         """Return the newest copy, or None if it was sent. Called from another thread."""

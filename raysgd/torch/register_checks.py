@@ -22,6 +22,9 @@ from raysgd.torch.options import TorchOptions
 
 logger = logging.getLogger(__name__)
 
+_MOST_ITEMS = 1000
+"""Maximum size of a container of an operator whose items are compared."""
+
 
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
 _INSTEAD = {
@@ -298,6 +301,38 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
         )
 
 
+def identities(operator: Any, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Return what identifies each attribute of an operator and of its modules, by name.
+
+    Leave out parameters and buffers of registered `models`, and metrics.
+    """
+    registered = {id(module) for model in models for module in ddp.plain(model).modules()}
+    found: dict[str, Any] = {}
+    for name, value in vars(operator).items():
+        is_long = isinstance(value, Mapping | list | tuple) and len(value) > _MOST_ITEMS
+        items = [(f"self.{name}", value)] if is_long else _places(f"self.{name}", value)
+        for place, held in items if name != "_train_state" else ():
+            found[place] = _identity(held)
+            if not isinstance(held, torch.nn.Module) or _is_metric(held):
+                continue
+            for path, module in ddp.plain(held).named_modules(prefix=place):
+                own = {} if id(module) in registered else {**module._parameters, **module._buffers}
+                for key, each in {**vars(module), **own}.items():
+                    if key[0] != "_" and key != "training":
+                        found[f"{path}.{key}"] = _identity(each)
+    return found
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value._version
+    return repr(value) if isinstance(value, int | float | str | tuple) else id(value)
+
+
+def _is_metric(module: torch.nn.Module) -> bool:
+    return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
+
+
 def _places(place: str, value: Any) -> list[tuple[str, Any]]:
     """Return the value of an attribute, or its items, each with its name."""
     if not isinstance(value, Mapping | list | tuple):
@@ -311,6 +346,5 @@ def _looks_trained(held: Any, registered: Collection[int]) -> bool:
         return held.requires_grad
     if not isinstance(held, torch.nn.Module) or isinstance(held, AveragedModel):
         return isinstance(held, torch.optim.Optimizer)
-    is_metric = any(kind.__module__.startswith("torchmetrics.") for kind in type(held).__mro__)
     trained = {id(p) for p in held.parameters() if p.requires_grad}
-    return not is_metric and not trained <= set(registered)
+    return not _is_metric(held) and not trained <= set(registered)

@@ -22,6 +22,7 @@ from raysgd.torch.loading import TorchSources
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
+from raysgd.torch.register_checks import identities
 from raysgd.torch.state import (
     Places,
     copy_leaf,
@@ -170,6 +171,22 @@ class TorchTrainState(TrainState):
             [version_of(parameter) for model in self.models for parameter in model.parameters()],
             [feature.settable() for feature in self.features],
         )
+
+    def flags(self) -> Any:
+        return [
+            ([p.requires_grad for p in model.parameters()], [m.training for m in model.modules()])
+            for model in map(ddp.plain, self.models)
+        ]
+
+    def set_flags(self, flags: Any) -> None:
+        for model, (required, modes) in zip(map(ddp.plain, self.models), flags, strict=True):
+            for parameter, requires_grad in zip(model.parameters(), required, strict=True):
+                parameter.requires_grad_(requires_grad)
+            for module, training in zip(model.modules(), modes, strict=True):
+                module.training = training
+
+    def untracked(self, operator: Any) -> dict[str, Any]:
+        return identities(operator, self.models)
 
     def training_state(self) -> dict[str, Any]:
         partial = self._partial_models()

@@ -14,7 +14,13 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from raysgd._internal.arguments import check_hook, check_int, checked_dict, unknown_argument
+from raysgd._internal.arguments import (
+    check_flags,
+    check_hook,
+    check_int,
+    checked_dict,
+    unknown_argument,
+)
 from raysgd._internal.config import BATCH_SIZE, env_seconds
 from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
@@ -258,7 +264,6 @@ class OperatorTrainer(TrainerInfo):
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
-        self._controller.snapshots.outdate()  # earlier snapshots lack this metric
         request = UpdateSchedulersRequest(call=self._calls.next_number(), metric=metric)
         self._calls.make(Call(request=request, max_losses=3))
 
@@ -343,10 +348,22 @@ class OperatorTrainer(TrainerInfo):
         _check_callable("apply_all_workers", fn)
         return self._calls.make(Call(request=ApplyRequest(function=fn)))
 
-    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call `fn(operator)` on every worker. See `apply_all_workers`."""
+    def apply_all_operators(self, fn: Callable[[Any], Any], also_later: bool = False) -> list[Any]:
+        """Call `fn(operator)` on every worker. See `apply_all_workers`.
+
+        Args:
+            fn: a function of the operator. New workers receive its changes of learning rates,
+                parameters, ``requires_grad``, and batch sizes (``register_data``).
+            also_later: whether each worker that starts later calls `fn` too, after its ``setup``,
+                so that it also has other changes, such as attributes.
+        """
         _check_callable("apply_all_operators", fn)
-        return self._calls.make(Call(request=ApplyOperatorRequest(function=fn)))
+        check_flags("apply_all_operators", also_later=also_later)
+        request = ApplyOperatorRequest(function=fn, also_later=also_later)
+        results = self._calls.make(Call(request=request))
+        if also_later:
+            self._controller.call_later(request)
+        return results
 
     def drain(
         self,

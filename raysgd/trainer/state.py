@@ -16,7 +16,7 @@ from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
-from raysgd.errors import CheckpointError
+from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
 from raysgd.trainer.calls import Calls
@@ -25,8 +25,8 @@ from raysgd.trainer.fit import FitLoop
 logger = logging.getLogger(__name__)
 
 _OF_DRIVER = ("callbacks", "config", "validation_due")
-_OF_CALL = ("call", "batching")
-"""Keys of a snapshot that a state lacks: the unfinished call, and changes to the loaders."""
+_OF_CALL = ("call", "batching", "flags")
+"""Keys of a snapshot that a state lacks: the unfinished call, and changes to loaders and models."""
 
 
 def _of_workers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,15 @@ class TrainerState:
 
     def _collect_from_workers(self) -> dict[str, Any]:
         controller = self.calls.controller
-        if not controller.members and (snapshot := controller.snapshots.state()):
+        with controller.alone():  # no other thread restarts the workers now
+            snapshot = None if controller.members else controller.snapshots.state()
+        if snapshot:
+            at, now = snapshot.get("global_step", 0), controller.progress.global_step
+            if at < now and not controller.policy.keeps_snapshots:
+                raise WorkerLostError(
+                    f"All workers are lost, and with them steps {at + 1} to {now}. There is no "
+                    "snapshot of them (snapshot_every=None). Load a checkpoint to continue."
+                )
             # Copy the state, because it may be one that the user loaded.
             state = self.assemble(snapshot)
             return copy.deepcopy(

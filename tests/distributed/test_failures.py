@@ -154,11 +154,15 @@ def test_training_is_ended_by_a_shutdown_in_a_signal_handler(three):
 def test_a_single_worker_survives_ctrl_c_but_no_loss_without_a_snapshot(module_cluster, tmp_path):
     elastic = ElasticConfig(snapshot_every=None)
     with faulty_trainer(tmp_path, 1, elastic=elastic) as trainer:
+        trainer.load_state_dict(trainer.state_dict())
         interrupt_validation(trainer, tmp_path, 1)
         interrupt_training(trainer, tmp_path, 1)
         order(tmp_path, "train", 0, trainer.global_step + 1, "die")
         with pytest.raises(WorkerLostError, match=r"all workers are lost(.|\n)*worker 0"):
             trainer.train()
+        # the state that was loaded is older than `global_step`
+        with pytest.raises(WorkerLostError, match="with them steps 1 to"):
+            trainer.save(tmp_path / "late.pt")
 
 
 @pytest.mark.slow("all workers start three times")

@@ -266,6 +266,9 @@ class SimMember(WorkerHandle):
         """Samples per second."""
         self.silent = False
         """Whether the process is stopped, so that it does and answers nothing."""
+        self.holds_gil = False
+        """Whether it is silent although its process runs."""
+        self.unanswered = []
         self.deaf = False
         """Whether it ignores interruptions."""
         self.error = None
@@ -311,9 +314,29 @@ class SimMember(WorkerHandle):
         future = Future()
         if self.dead:
             future.set_exception(self.dead)
-        elif not self.silent:
+        elif self.silent:
+            self.unanswered.append((future, method, arguments))
+        else:
             future.set_result(getattr(self, f"_{method}")(*arguments))
         return future
+
+    def hold_gil(self, seconds):
+        """Do and answer nothing for this many seconds, although the process runs."""
+        self.silent = self.holds_gil = True
+        self._world.plan(seconds, self._release_gil)
+
+    def _release_gil(self):
+        self.silent = self.holds_gil = False
+        unanswered, self.unanswered = self.unanswered, []
+        for future, method, arguments in unanswered:
+            if not self.dead:
+                future.set_result(getattr(self, f"_{method}")(*arguments))
+        self.go_on()
+
+    def is_stopped(self):
+        answer = Future()
+        answer.set_result(self.silent and not self.holds_gil)
+        return answer
 
     def kill(self):
         self.die("killed by the driver")
@@ -378,8 +401,9 @@ class SimMember(WorkerHandle):
     def fail_all(self):
         """Fail all tasks of the dead worker."""
         queue, self.queue = self.queue, []
-        for task in queue:
-            task.future.set_exception(self.dead)
+        unanswered, self.unanswered = self.unanswered, []
+        for future in [task.future for task in queue] + [each[0] for each in unanswered]:
+            future.set_exception(self.dead)
 
     def end(self, kind, value=None):
         """End the current task and begin the next one."""

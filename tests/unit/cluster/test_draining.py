@@ -52,6 +52,24 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     assert call.num_losses == 0
 
 
+@pytest.mark.parametrize("snapshot_every", [1000, 10])
+def test_metrics_of_a_departed_worker_do_not_count_if_its_steps_run_again(start, snapshot_every):
+    world, controller = start(room=6)
+    world.snapshot_every = snapshot_every
+
+    def lose_all():
+        for member in controller.members:
+            member.die("OOM")
+
+    world.at_step(20, lambda: controller.drain(None, 1, 60.0))
+    world.at_step(100, lose_all)
+    call = train(controller, 200, max_losses=1)
+    assert kinds(controller)[-1] == "restarted"
+    repeated = controller.events[-1].step == 0
+    assert repeated == (snapshot_every == 1000)
+    assert [outcome.value() for outcome in call.departed_results] == ["of 1"] * (not repeated)
+
+
 def test_leaving_worker_that_dies_is_no_loss(start):
     world, controller = start(room=6)
     before = controller.members[0]

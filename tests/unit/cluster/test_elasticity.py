@@ -42,6 +42,32 @@ def every_new(world, **values):
     world.on_new_worker.append(change)
 
 
+def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
+    controller = world.drive(3).controller
+    world.room = 2
+    world.at_step(20, lambda: world.lose(2))
+    asked = []
+    member = controller.members[0]
+    control = member.control
+    member.control = lambda method, *given: asked.append(method) or control(method, *given)
+    assert steps_of(run_until(controller, 2000, max_losses=1)) == [2000] * 2
+    assert asked.count("progress") < 1.5 * 2000 * 0.05
+
+
+def test_no_other_thread_can_call_while_the_group_forms(world):
+    controller, errors = world.drive(3).controller, []
+
+    def call():
+        with pytest.raises(RuntimeError, match="Another thread is calling these workers"):
+            run(controller, "train", until_step=1)
+        errors.append(type(controller.state).__name__)
+
+    world.at_step(20, lambda: world.lose(2))
+    world.on_meeting.append(call)
+    assert steps_of(run_until(controller, 300, max_losses=1))[0] == 300
+    assert errors == ["Broken"]
+
+
 # ---- lost workers are replaced
 
 
@@ -218,7 +244,7 @@ def test_a_replacement_that_hangs_while_it_joins_is_discarded(world):
     world.at_step(2, lambda: hold_when_ready(world, stop_the_replacement))
     assert steps_of(run_until(controller, 4000, max_losses=0)) == [4000] * 3
     failed = [event for event in controller.events if event.kind == "newcomer_failed"]
-    assert [event.cause for event in failed] == ["no answer within 10 s"]
+    assert [event.cause for event in failed] == ["its process is stopped: no answer within 10 s"]
     assert world.workers[2] not in controller.members
     assert world.trained == list(range(1, 4001))
 
@@ -229,7 +255,43 @@ def test_a_worker_that_is_stopped_while_a_generation_forms_is_lost(world):
     world.at_step(20, lambda: world.lose(1))
     world.on_meeting.append(lambda: setattr(stopped, "silent", True))
     assert steps_of(run_until(controller, 100, max_losses=2)) == [100]
-    assert controller.events[-2].cause == "no answer within 10 s"
+    assert controller.events[-2].cause == "its process is stopped: no answer within 10 s"
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_worker_that_holds_the_gil_while_a_generation_forms_is_not_lost(world, when):
+    """It answers nothing for longer than a stopped process may, and than a straggler may take."""
+    controller = world.drive(3, grow=False).controller
+    busy = controller.members[2]
+    if when == "before":
+        world.at_step(19, lambda: busy.hold_gil(80.0))
+    world.at_step(19 if when == "before" else 20, lambda: world.lose(1))
+    if when == "while":
+        world.on_meeting.append(lambda: busy.hold_gil(80.0))
+    began = world.now
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
+    assert world.now - began > 80
+    assert kinds(controller).count("lost") == 1
+
+
+def test_a_worker_that_answers_nothing_within_timeout_s_is_lost(world):
+    controller = world.drive(3, grow=False, timeout_s=30.0).controller
+    break_with_an_error(world, controller)
+    controller.members[2].hold_gil(1000.0)
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
+    assert controller.events[-2].cause == "no answer within 31 s (timeout_s)"
+
+
+def test_a_worker_that_dies_is_lost_while_another_holds_the_gil(world):
+    controller = world.drive(3, grow=False).controller
+    doomed, busy = controller.members[1:]
+    world.at_step(20, lambda: world.lose(0))
+    world.on_meeting.append(
+        lambda: (busy.hold_gil(80.0), world.plan(1.0, lambda: doomed.die("OOM")))
+    )
+    assert steps_of(run_until(controller, 100, max_losses=2)) == [100]
+    assert kinds(controller).count("lost") == 2
+    assert controller.members == [busy]
 
 
 def break_with_an_error(world, controller):

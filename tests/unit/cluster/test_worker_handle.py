@@ -1,6 +1,8 @@
 """Handles of workers: calls, liveness, and causes of losses."""
 
 import os
+import signal
+import subprocess
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from raysgd.cluster.worker_handle import (
     is_loss,
     loss_cause,
 )
+from tests.conftest import wait_until
 from tests.unit.cluster.calls import request_of
 from tests.unit.cluster.test_worker import FakeRunner
 
@@ -137,6 +140,16 @@ def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
     for pid, there in ((os.getpid(), True), (NO_PROCESS, False)):
         member.info = WorkerInfo(node_id="a", node_ip="10.0.0.7", pid=pid)
         assert member.signal(0) is there
+
+
+def test_only_a_stopped_process_counts_as_stopped(member, monkeypatch):
+    monkeypatch.setattr(members, "_is_here", lambda info: True)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        member.info = WorkerInfo(node_id="a", node_ip="10.0.0.7", pid=process.pid)
+        assert not member.is_stopped().result(10)
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: member.is_stopped().result(10))
+        process.kill()
 
 
 def test_worker_without_a_known_place_can_be_killed(member, monkeypatch):

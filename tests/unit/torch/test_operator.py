@@ -1,6 +1,7 @@
 """The default methods and the helpers of an operator."""
 
 import collections
+import copy
 import dataclasses
 import weakref
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd import TrainingOperator
+from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions
@@ -22,6 +23,60 @@ BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
 class Small(TrainingOperator):
     def setup(self, config):
         register_all(self, **config)
+
+
+# ---- what new workers lack
+
+
+class Teaching(Small):
+    def setup(self, config):
+        super().setup({})
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.fixed = torch.nn.Linear(2, 2)
+        self.average = {"bias": torch.zeros(2)}
+        self.newest, self.alpha = None, 1.0
+        self.keeps = config["keeps"]
+
+    def train_batch(self, batch, batch_info):
+        self.teacher[0].weight.mul_(0.9)
+        self.average["bias"] = self.average["bias"] + 1
+        self.newest = torch.zeros(1)
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self):
+        kept = {"teacher_state": self.teacher.state_dict(), "average": self.average}
+        return kept if self.keeps else {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, caplog):
+    with TorchTrainer(
+        training_operator_cls=Teaching, config={"keeps": keeps}, use_local=True
+    ) as trainer:
+        for _ in range(2):
+            trainer.train()
+    warnings = [r.message for r in caplog.records if "train_batch changed" in r.message]
+    expected = "changed self.teacher.0.weight, self.average['bias']. Checkpoints and workers"
+    assert len(warnings) == (not keeps)
+    assert keeps or expected in warnings[0]
+
+
+def test_changes_by_apply_all_operators_that_new_workers_lack_are_a_warning(caplog):
+    operator = run_operator(Teaching, {"keeps": True})
+    state = operator._train_state
+    state.settings.context = WorkerContext(in_driver=False)
+    before = state.untracked(operator)
+    operator.alpha = 0.5
+    operator.criterion.label_smoothing = 0.1
+    operator.model[0].weight.data.mul_(2)  # this change travels
+    operator.model.train(False)
+    operator.teacher[0].weight.mul_(0.5)
+    state.warn_of_changes("apply_all_operators", operator, before)
+    (warning,) = [r.message for r in caplog.records if "apply_all_operators changed" in r.message]
+    assert "changed self.criterion.label_smoothing, self.alpha. Checkpoints" in warning
 
 
 # ---- missing objects
