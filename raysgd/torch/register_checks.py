@@ -19,6 +19,7 @@ from raysgd.loop.train_state import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.state import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -324,8 +325,8 @@ def identities(operator: Any, models: Sequence[torch.nn.Module]) -> dict[str, An
 
 
 def _identity(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr(), value._version
+    if isinstance(value, torch.Tensor) and not value.is_inference():
+        return id(value), version_of(value)
     return repr(value) if isinstance(value, int | float | str | tuple) else id(value)
 
 

@@ -456,7 +456,7 @@ def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
 def test_a_restart_continues_from_the_loaded_state(world):
     controller = world.drive(3).controller
     run(controller, "load", state={"step": 7})
-    controller.snapshots.set({"step": 7})
+    controller.snapshots.store({"step": 7})
     world.kept_by_driver = 7
     lose_all(world)
     run_until(controller, 30, max_losses=1)
@@ -646,7 +646,7 @@ def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     world.room = 3
     assert not controller.grow()  # resize_cooldown_s is not over
     world.sleep(1.5)
-    controller.snapshots.set({"step": 7})
+    controller.snapshots.store({"step": 7})
     world.kept_by_driver = 7
     assert controller.grow()
     assert (len(controller.members), started) == (3, [3])
