@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-from raysgd.torch import ddp
+from raysgd.torch import collectives, ddp
 from raysgd.torch.register_checks import check_same_parameters
 
 if TYPE_CHECKING:
@@ -44,9 +44,12 @@ class Replication(StepFeature):
         return any(map(ddp.replicated, self._state.models))
 
     def start_together(self) -> None:
-        models = [model for model in self._state.models if not ddp.replicated(model)]
-        if self._state.settings.options.wrap_ddp and models:
-            held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
+        models = self._state.models if self._state.settings.options.wrap_ddp else []
+        held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
+        # Models with DistributedDataParallel are equal at `register`, but setup may change them.
+        digest = collectives.fingerprint(held)
+        differs = digest != self._state.from_rank(lambda: digest, 0)
+        if models and self._state.minimum(-int(differs)) < 0:
             given = self._state.from_rank(lambda: held, 0)
             for own, value in zip(held, given, strict=False):
                 if own.shape == value.shape:  # a buffer of another shape is a cache

@@ -150,11 +150,14 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
             feature.sync_buffers()
     assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
     with pytest.MonkeyPatch.context() as patch:
-        held = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
+        teachers = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
+        held = [*student.parameters(), *teachers]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
         for feature in train_state.features:
             feature.start_together()
-    assert all(bool((p == 1).all()) for p in [*teacher.parameters(), *norm.buffers()])
+    # the student too, because setup may have changed it after DistributedDataParallel sent it
+    parameters = [*student.parameters(), *teacher.parameters()]
+    assert all(bool((p == 1).all()) for p in [*parameters, *norm.buffers()])
     assert teacher.seen.tolist() == [0, 0, 0]
 
 
