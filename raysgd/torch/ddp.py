@@ -254,8 +254,8 @@ def check_skipped(models: Sequence[torch.nn.Module]) -> None:
         raise RuntimeError(
             "train_batch made no backward pass for this batch on this worker, but did so on other "
             "workers. All workers must train on every batch. For a batch without a loss, call "
-            "self.backward(loss, num_samples=0) with any loss of the registered model, and then "
-            "self.optimizer_step(optimizer)."
+            "self.backward(loss, num_samples=0) with any loss of the registered model. For others, "
+            "pass their number of samples."
         )
 
 

@@ -1,5 +1,6 @@
 """Steps whose gradients no single backward pass averages, on two workers and in one process."""
 
+import contextlib
 import itertools
 import pickle
 import traceback
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOperator
@@ -223,6 +225,51 @@ def steps_in_hook(t, x, y):
     bias = t.model.body[0].bias
     bias.register_post_accumulate_grad_hook(lambda p: t.optimizer.step())
     t.backward(mse(t.model(x, "sum"), y))
+
+
+def without_sync(t, x, y):
+    """Compute the first gradients without an exchange."""
+    with t.model.no_sync() if hasattr(t.model, "no_sync") else contextlib.nullcontext():
+        mse(t.model(x, "sum"), y).backward()
+    t.backward(mse(t.model(2 * x, "sum"), y))
+    t.optimizer_step(t.optimizer)
+
+
+def never_sync(t, x, y):
+    with t.model.no_sync() if hasattr(t.model, "no_sync") else contextlib.nullcontext():
+        t.backward(mse(t.model(x, "sum"), y))
+    t.optimizer_step(t.optimizer)
+
+
+def checkpointed(t, x, y):
+    """Recompute the encoder in the backward pass, once for each loss."""
+    h = checkpoint(t.model.body, x.clone().requires_grad_(), use_reentrant=True)
+    t.backward(mse(t.model.first(h), y), retain_graph=True)
+    t.backward(mse(t.model(x, "sum"), y))
+    t.optimizer_step(t.optimizer)
+
+
+def discards(t, x, y):
+    """Zero the gradients of a first loss, as for a loss that is only logged."""
+    mse(t.model(x, "second"), y).backward()
+    t.optimizer.zero_grad()
+    t.backward(mse(t.model(x, "first"), y))
+    t.optimizer_step(t.optimizer)
+
+
+def keeps_zeros(t, x, y):
+    """Zero gradients in place, so that later losses add to tensors of zeros."""
+    for p in t.model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad.zero_()
+    heads_by_data(t, x, y)
+
+
+def forward_only(t, x, y):
+    """Run a forward pass whose output no loss uses."""
+    t.model(x, "second")
+    t.backward(mse(t.model(x, "first"), y))
+    t.model(x, "sum")
+    t.optimizer_step(t.optimizer)
 
 
 def skips(t, x, y, at=1, ranks=(1,), after=lambda t, x: None):

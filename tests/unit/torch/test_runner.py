@@ -162,6 +162,7 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     with pytest.raises(ConnectionError):
         runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.progress().global_step == 2
+    assert runner.progress().blocked_on_driver  # no other worker may wait for it any longer
     failing[0] = False
     again = runner.handle(TrainRequest(call=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
