@@ -325,8 +325,9 @@ def identities(operator: Any, models: Sequence[torch.nn.Module]) -> dict[str, An
 
 
 def _identity(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and not value.is_inference():
-        return id(value), version_of(value)
+    # A `state_dict` has other tensors with the same memory.
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return value.data_ptr(), 0 if value.is_inference() else version_of(value)
     return repr(value) if isinstance(value, int | float | str | tuple) else id(value)
 
 

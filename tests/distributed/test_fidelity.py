@@ -13,7 +13,7 @@ from raysgd.utils import BATCH_SIZE
 from tests.conftest import IN_SOAK
 from tests.fidelity import Exact, flat, plain_run
 
-CONFIG = {"num_samples": 203, "num_epochs": 3, "shuffle": True, BATCH_SIZE: 14}
+CONFIG = {"num_samples": 203, "num_epochs": 3, "shuffle": True, BATCH_SIZE: 12}
 """Three or four workers can evenly divide neither the samples nor a batch."""
 
 
@@ -138,7 +138,7 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does(module_cluste
         scheduler_step_freq="batch",
         elastic=ElasticConfig(resize_cooldown_s=0.0),
     ) as trainer:
-        assert trainer.config[BATCH_SIZE] == 14
+        assert trainer.config[BATCH_SIZE] == 12
         faults = [chaos.Fault(rank=1, step=3), chaos.Fault(rank=0, step=23)]
         with chaos.Chaos(trainer, faults) as injected:
             assert trainer.train()["epoch"] == 1
