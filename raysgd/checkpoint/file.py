@@ -71,7 +71,7 @@ def write_file(
     def fill(file: IO[bytes]) -> None:
         hashing: Any = HashingFile(file)
         write(state, hashing)
-        seal(hashing, manifest)
+        hashing.seal(manifest)
 
     return target.write(fill)
 
