@@ -91,8 +91,12 @@ class HashingFile(io.RawIOBase):
         self._file, self._size = file, 0
         self._parts: list[Future[bytes]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS)
-        file.seek(0)
-        file.truncate()  # an earlier attempt may have written some content
+
+    def restart(self) -> None:
+        """Delete the content."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._size, self._parts = 0, []
 
     def write(self, content: Any) -> int:
         self._file.write(content)
