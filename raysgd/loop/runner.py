@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -14,8 +15,9 @@ from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import Progress, Request, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
+from raysgd.checkpoint.file import write_state
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.cluster.streams import Incoming
+from raysgd.cluster.streams import Content, Incoming
 from raysgd.elastic import call
 from raysgd.loop import requests
 from raysgd.loop.loop import Loop
@@ -209,6 +211,11 @@ class OperatorRunner(ABC):
                     return self.update_schedulers(request.call, request.metric)
                 case requests.StateRequest():
                     return self.state_dict()
+                case requests.SaveRequest():
+                    state = {**self.state_dict(), **request.of_driver}
+                    state["data"]["rng"] = request.generators
+                    facts = {key: state[key] for key in ("epoch", "global_step")}
+                    return Content(functools.partial(write_state, state, request.shown), facts)
                 case call.LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.RngStateRequest():
