@@ -137,9 +137,11 @@ class ReplicatedModel(DistributedDataParallel):
         frozen = [parameter for parameter in missing if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
-        torch.autograd.backward(missing, [torch.full_like(each, -0.0) for each in missing])
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        try:
+            torch.autograd.backward(missing, [torch.full_like(each, -0.0) for each in missing])
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
         for parameter in missing:
             gradient = parameter.grad
             if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):

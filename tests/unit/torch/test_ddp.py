@@ -70,6 +70,19 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     wrapped(torch.ones(2, 2)).sum().backward()
 
 
+def test_frozen_parameters_stay_frozen_if_a_worker_is_lost_in_a_step(process_group):
+    def fail(state, bucket):
+        raise RuntimeError("the connection is broken")
+
+    module = torch.nn.Linear(2, 2)
+    wrapped = ddp.ReplicatedModel(module)
+    wrapped.register_comm_hook(None, fail)
+    module.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="connection"):
+        wrapped(torch.ones(2, 2)).sum().backward()
+    assert not module.bias.requires_grad
+
+
 def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process_group):
     """The first part of a batch may show that the batch cannot be split."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
