@@ -81,6 +81,10 @@ class StepFeature:
         """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
+    def applying(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for a function of ``apply_all_operators``."""
+        return contextlib.nullcontext()
+
     def end_segment(self) -> None:
         """Clean up at the end of a segment or a validation."""
 

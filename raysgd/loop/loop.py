@@ -91,8 +91,6 @@ class Loop:
         self.results: list[tuple[int, Mapping[str, Any]]] = []
         self.evaluation = Evaluation(self)
         self.snapshots = Snapshots(self.train_state)
-        untracked = self.train_state.untracked(operator)
-        self._tensors = [name for name, each in untracked.items() if isinstance(each, tuple)]
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
@@ -162,8 +160,6 @@ class Loop:
         if request.split is not None:
             train_state.parts.raise_split(request.split)
         train_state.timers.enabled = request.profile
-        untracked = train_state.untracked(self.operator)
-        untracked = {name: untracked.get(name) for name in self._tensors}
         source = train_state.data.training_source(request.dataset)
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
@@ -183,7 +179,6 @@ class Loop:
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(source, None, request)
-        train_state.warn_of_changes("train_batch", self.operator, untracked)
         train_state.check_trained()  # user code can unfreeze parameters during the call
         if train_state.context.distributed:
             for feature in train_state.features:

@@ -218,7 +218,7 @@ class OperatorRunner(ABC):
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():
-                    return self._apply_operator(request.function, request.also_later)
+                    return self._apply_operator(request.function)
                 case call.RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case call.ExportReplicaRequest():
@@ -251,19 +251,20 @@ class OperatorRunner(ABC):
     @abstractmethod
     def models(self) -> Any: ...
 
-    def _apply_operator(self, function: Callable[[Any], Any], also_later: bool) -> Any:
+    def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""
         train_state, loop = self._train_state, self._running
-        before, untracked = self._settable(), train_state.untracked(self.operator)
+        before = self._settable()
         try:
-            return function(self.operator)
+            with contextlib.ExitStack() as stack:
+                for feature in train_state.features:
+                    stack.enter_context(feature.applying())
+                return function(self.operator)
         finally:
             if self._settable() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:
                     loop.snapshots.maybe_take(loop.state_with_call)
-            if not also_later:
-                train_state.warn_of_changes("apply_all_operators", self.operator, untracked)
 
     def _settable(self) -> tuple[Any, ...]:
         train_state = self._train_state

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.nested import map_leaves
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import MicroBatches, ShardedFeature, StepFeature
@@ -100,34 +98,6 @@ class TrainState(ABC):
         if (anywhere or self.context.world_rank == 0) and key not in self._logged:
             self._logged.add(key)
             logger.warning(message, *values)
-
-    def warn_of_changes(self, by: str, operator: Any, before: Mapping[str, Any]) -> None:
-        """Warn of changes since `before`, a result of `untracked`, that new workers lack."""
-        now = self.untracked(operator)
-        names = before if by == "train_batch" else {**before, **now}
-        changed = [name for name in names if before.get(name) != now.get(name)]
-        is_alone = self.context.in_driver and self.context.world_size == 1
-        if not changed or (is_alone and by == "apply_all_operators"):
-            return
-        state = operator.state_dict()
-        own: list[Any] = []
-        map_leaves(state, lambda leaf: own.append(getattr(leaf, "data_ptr", int)()))
-        changed = [
-            name
-            for name in changed
-            if re.split(r"\W", name)[1] not in state
-            and not (isinstance(now.get(name), tuple) and now[name][0] in own)
-        ]
-        if changed:
-            self.say(
-                f"changes by {by}" if by == "train_batch" else str(changed),
-                "%s changed %s. Checkpoints and workers that start later, such as replacements, do "
-                "not have this change. Register modules, also frozen ones, as models; or return "
-                "the values from state_dict() of the operator; or change them by "
-                "apply_all_operators(function, also_later=True).",
-                by,
-                ", ".join(changed[:5]) + ", …" * (len(changed) > 5),
-            )
 
     # ---- position
 
@@ -278,13 +248,6 @@ class TrainState(ABC):
 
     def set_flags(self, flags: Any) -> None:  # noqa: B027
         """Apply the result of `flags`."""
-
-    def untracked(self, operator: Any) -> dict[str, Any]:
-        """Return what an operator holds besides the state, by name, to detect changes.
-
-        A number or string is a text, and a tensor a tuple of its address and version.
-        """
-        return {}
 
     @abstractmethod
     def training_state(self) -> dict[str, Any]:
