@@ -85,9 +85,6 @@ class StepFeature:
         """Return a context for a function of ``apply_all_operators``."""
         return contextlib.nullcontext()
 
-    def end_segment(self) -> None:
-        """Clean up at the end of a segment or a validation."""
-
     def end_epoch(self, epoch: int) -> None:
         """Handle the end of an epoch, after which `epoch` epochs are complete."""
 

@@ -7,7 +7,7 @@ import copy
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE, worker_config
@@ -315,7 +315,7 @@ class OperatorRunner(ABC):
             train_state.data.set_batch_size(state["batching"])
             train_state.set_flags(state["flags"])
         else:
-            train_state.warn_of_other_steps(position)
+            _warn_of_other_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))
         if generators:
             self.generators.set(generators[context.world_rank])
@@ -347,6 +347,20 @@ class OperatorRunner(ABC):
             "indivisible": train_state.parts.why_not,
             "partial": train_state.step.is_partial,
         }
+
+
+def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
+    now, then = state.data.global_batch, position.get("global_batch")
+    if None not in (now, then, state.settings.full_size) and now != then:
+        state.say(
+            "step size",
+            "A step had %d samples when the state was saved, and has %d now. This changes the "
+            "length of epochs and schedules. To keep the size, register loaders with "
+            "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
+            then,
+            now,
+            then,
+        )
 
 
 class LossReader:

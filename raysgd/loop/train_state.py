@@ -118,19 +118,6 @@ class TrainState(ABC):
             position["trains_on"] = self.data.trains_on
         return position
 
-    def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
-        now, then = self.data.global_batch, position.get("global_batch")
-        if None not in (now, then, self.settings.full_size) and now != then:
-            self.say(
-                "step size",
-                "A step had %d samples when the state was saved, and has %d now. This changes the "
-                "length of epochs and schedules. To keep the size, register loaders with "
-                "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
-                then,
-                now,
-                then,
-            )
-
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
         self.epoch, self.offset = position["epoch"], position["offset"]
         self.validation_offset = position.get("validation_offset", 0)
@@ -162,14 +149,6 @@ class TrainState(ABC):
         for feature in self.features:
             feature.roll_back()
         self.step.discard()
-
-    def check_trained(self) -> None:
-        for feature in self.features:
-            feature.check_trained()
-
-    def end_segment(self) -> None:
-        for feature in self.features:
-            feature.end_segment()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -229,12 +208,6 @@ class TrainState(ABC):
     @property
     def ranks_in_sync(self) -> bool:
         return all(feature.ranks_in_sync for feature in self.sharded)
-
-    def shards(self) -> list[Any]:
-        """Return this worker's shards of each optimizer, and then of each sharded model."""
-        parts = {id(feature.optimizer): feature.shards() for feature in self.sharded}
-        found = [parts.get(id(optimizer), []) for optimizer in self.optimizers]
-        return [*found, *(shard for feature in self.sharded for shard in feature.model_shards())]
 
     # ---- state
 

@@ -95,8 +95,6 @@ class Replication(StepFeature):
 
     def commit(self) -> None:
         ddp.forget_gradients(self._state.models)
+        self._exchange(True)
 
     roll_back = commit
-
-    def end_segment(self) -> None:
-        self._exchange(True)

@@ -64,11 +64,9 @@ class Untracked(StepFeature):
         changed = [name for name in names if before.get(name) != now.get(name)]
         if not changed:
             return
-        state, addresses = self._operator.state_dict(), set()
-        map_leaves(state, lambda leaf: addresses.add(getattr(leaf, "data_ptr", int)()))
-        kept = {name for name, each in now.items() if isinstance(each, tuple)}
-        kept = {name for name in kept if now[name][0] in addresses}
-        lost = [n for n in changed if n not in kept and re.split(r"\W", n)[1] not in state]
+        state, kept = self._operator.state_dict(), set()
+        map_leaves(state, lambda leaf: kept.add(_identity(leaf)))
+        lost = [n for n in changed if now.get(n) not in kept and re.split(r"\W", n)[1] not in state]
         if lost:
             self._state.say(
                 by if by == "train_batch" else str(lost),
@@ -82,5 +80,6 @@ class Untracked(StepFeature):
 
 def _identity(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and not value.is_inference():
-        return value.data_ptr(), version_of(value)
+        has_address = value.layout is torch.strided
+        return value.data_ptr() if has_address else id(value), version_of(value)
     return repr(value) if isinstance(value, int | float | str | tuple) else id(value)
