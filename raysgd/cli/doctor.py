@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import psutil
 
@@ -24,7 +23,6 @@ _PACKAGES = {
     "triton": "torch.compile on GPUs",
     "tensorflow": "TFTrainer",
     "horovod": 'backend="horovod"',
-    "apex": 'use_fp16="apex"',
     "safetensors": "save_model",
     "torchmetrics": "metric collections in operators",
     "transformers": "operators for Hugging Face models",
@@ -71,18 +69,12 @@ def package_row(name: str, version: str | None) -> Row:
 
 def installed_version(name: str) -> str | None:
     """Return the version of a package without importing it, or None if it is missing."""
-    if importlib.util.find_spec(name) is None or (name == "apex" and not _is_nvidia_apex()):
+    if importlib.util.find_spec(name) is None:
         return None
     for distribution in (name, f"{name}-cpu", f"{name}-skinny"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
     return "unknown version"
-
-
-def _is_nvidia_apex() -> bool:
-    spec = importlib.util.find_spec("apex")
-    folders = (spec and spec.submodule_search_locations) or ()
-    return any((Path(folder) / "amp").is_dir() for folder in folders)
 
 
 def problems(found: dict[str, str | None]) -> Iterator[str]:
@@ -94,12 +86,6 @@ def problems(found: dict[str, str | None]) -> Iterator[str]:
             "inconsistency in registered CommandLine options' when it loads triton, for example "
             "in torch.compile. TFTrainer avoids this. If your code imports tensorflow and uses "
             "torch.compile, write `import triton` above the import of tensorflow."
-        )
-    if importlib.util.find_spec("apex") is not None and not found["apex"]:
-        yield (
-            'the package apex has no apex.amp, so use_fp16="apex" cannot use it. The apex of the '
-            "package index is another project, and new versions of NVIDIA Apex have no apex.amp. "
-            "Pass use_fp16=True for the mixed precision of PyTorch."
         )
 
 

@@ -275,7 +275,7 @@ class TrainingOperator(OperatorBase):
                 whose parameters an optimizer trains counts as one of the last models.
             schedulers: A scheduler, or a list or tuple. Needs ``scheduler_step_freq``.
             ddp_args: More arguments of DistributedDataParallel.
-            apex_args: Arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
+            apex_args: For older scripts; without effect.
             gradient_accumulation_steps: Number of batches per update.
             max_grad_norm: Largest 2-norm of all gradients of an optimizer. None: no clipping.
             horovod_args: More arguments of ``hvd.DistributedOptimizer``, such as ``compression``.
@@ -449,8 +449,8 @@ class TrainingOperator(OperatorBase):
 
     @property
     def use_fp16_apex(self) -> bool:
-        """Whether NVIDIA Apex provides mixed precision."""
-        return self._train_state.settings.options.use_fp16 == "apex"
+        """False; for older scripts."""
+        return False
 
     @property
     def scheduler_step_freq(self) -> str | None:

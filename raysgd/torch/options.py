@@ -28,6 +28,11 @@ class TorchOptions(Options):
     precisions = PRECISIONS
 
     def __post_init__(self) -> None:
+        if self.use_fp16 == "apex":
+            raise ValueError(
+                'TorchTrainer(use_fp16="apex"): new versions of NVIDIA Apex have no apex.amp. Pass '
+                "use_fp16=True for the mixed precision of PyTorch."
+            )
         super().__post_init__()
         check_oldest(self.trainer, "torch", torch.__version__)
         frequencies = (None, "batch", "epoch", "manual")

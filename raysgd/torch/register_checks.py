@@ -141,7 +141,6 @@ def checked_sharding(
         check_int("register(sharding_args=...)", "copies", given["copies"], 0)
     others = {
         'backend="horovod" of the trainer': options.use_horovod,
-        'use_fp16="apex" of the trainer': options.use_fp16 == "apex",
         "wrap_ddp=False of the trainer": not options.wrap_ddp,
     }
     if sharding == "full":

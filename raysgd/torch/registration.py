@@ -55,7 +55,6 @@ def register(
     criteria = [] if criterion is None else listed(criterion)
     check_criteria(criteria)
     ddp_args = checked_dict("register", "ddp_args", ddp_args)
-    apex_args = checked_dict("register", "apex_args", apex_args)
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
@@ -72,9 +71,9 @@ def register(
 
     state.models = [model._apply(move) for model in [*modules, *trained]]
     precision = state.optimization.precision
-    if apex_args and options.use_fp16 != "apex":
-        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        state.say("apex", unused, apex_args, precision.name)
+    if apex_args:
+        unused = "register(apex_args=%r) does nothing. Pass use_fp16=True to the trainer instead."
+        state.say("apex", unused, apex_args)
     sharded: list[Any] = []
     if sharding is not None:
         sharded = _shard(state, sharding, sharding_args, bool(ddp_args))
@@ -87,7 +86,7 @@ def register(
     norms = GradientNorms(state, max_grad_norm)
     for optimizer in state.optimizers:
         optimizer.register_step_post_hook(state.optimization.end_update)
-    state.models = precision.prepare(state.models, state.optimizers, apex_args)
+    precision.optimizers = state.optimizers
     replication: list[Any] = []
     watched: tuple[Any, Any] = [], []
     if not any(each.is_fully_sharded for each in sharded):

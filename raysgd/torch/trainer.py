@@ -37,7 +37,7 @@ _OLD_ARGUMENTS = {
     "loss_creator": "TrainingOperator.from_creators(..., loss_creator=...)",
     "num_replicas": "num_workers",
     "batch_size": "config={raysgd.utils.BATCH_SIZE: ...}",
-    "apex_args": "the arguments of self.register(...) in setup",
+    "apex_args": "use_fp16=True",
     "data_loader_args": "the arguments of the DataLoader that you make in setup",
 }
 
@@ -77,7 +77,7 @@ class TorchTrainer(OperatorTrainer):
         wrap_ddp: Whether to wrap registered models in DistributedDataParallel.
         timeout_s: Seconds that each collective (except in Horovod) and ``setup`` may take. For
             nccl, ``NCCL_TIMEOUT_S`` in the environment of the driver overrides it.
-        use_fp16: True: mixed precision by ``torch.amp``. "apex": by NVIDIA Apex on every worker.
+        use_fp16: True: mixed precision by ``torch.amp``.
         amp_dtype: torch.float16 or torch.bfloat16, for ``use_fp16=True``. None: float16 on GPUs,
             bfloat16 on CPUs.
         use_tqdm: Whether to show a progress bar.
@@ -93,7 +93,6 @@ class TorchTrainer(OperatorTrainer):
             folder of their own. None to write nothing.
 
     Raises:
-        ImportError: If a worker lacks Apex, for ``use_fp16="apex"``.
         InsufficientResourcesError: If the cluster has no room for `min_workers` within the start
             timeout (``SGD_PLACEMENT_GROUP_TIMEOUT_S``, 100 s).
         BaseException: An error of ``setup`` of the operator on a worker.

@@ -270,7 +270,7 @@ class OperatorTrainer(TrainerInfo):
         ``models``, ``optimizers``, ``schedulers``, ``data`` (the position in the data, and the
         states of random number generators), ``callbacks``, and ``config`` (its numbers and
         strings).
-        Some states also have ``averages`` (of weights), ``amp_native`` or ``amp_apex`` (a loss
+        Some states also have ``averages`` (of weights), ``amp_native`` (a loss
         scaler), and ``validation_due`` (the newest metrics, before a validation of `fit`).
 
         Args:

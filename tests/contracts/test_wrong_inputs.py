@@ -108,7 +108,7 @@ WRONG_VALUES = [
     ("num_cpus_per_worker", 0, ValueError, "above 0"),
     ("num_cpus_per_worker", "1", ValueError),
     ("scheduler_step_freq", "step", ValueError, "'batch'", "'epoch'", "'manual'"),
-    ("use_fp16", "half", ValueError, "True", "'apex'"),
+    ("use_fp16", "half", ValueError, "True"),
     ("use_fp16", 1, ValueError),
 ]
 
@@ -128,7 +128,7 @@ OLDEST = {
     "loss_creator": "from_creators",
     "num_replicas": "num_workers",
     "batch_size": "BATCH_SIZE",
-    "apex_args": "register",
+    "apex_args": "use_fp16",
     "data_loader_args": "DataLoader",
 }
 WITH_LOCK = type("Op", (Classifier,), {"lock": threading.Lock()})
@@ -181,12 +181,7 @@ WRONG_ARGUMENTS = [
     ({**HALF, "amp_dtype": torch.float64}, ValueError, "amp_dtype", "torch.bfloat16"),
     ({**HALF, "amp_dtype": "float16"}, ValueError, "amp_dtype='float16'"),
     ({**TWO, "amp_dtype": torch.float16}, ValueError, "amp_dtype", "pass use_fp16=True"),
-    (
-        {**TWO, "use_fp16": "apex", "amp_dtype": torch.float16},
-        ValueError,
-        "amp_dtype",
-        "pass use_fp16=True",
-    ),
+    ({**TWO, "use_fp16": "apex"}, ValueError, "apex.amp", "Pass use_fp16=True"),
     ({**TWO, "config": {"lock": threading.Lock()}}, TypeError, "config['lock']", "setup()"),
     ({**TWO, **of(WITH_LOCK)}, TypeError, "training_operator_cls", "lock"),
     *(

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from raysgd.torch.precision.apex import ApexAmp
 from raysgd.torch.precision.base import Precision
 from raysgd.torch.precision.native import NativeAmp
 
@@ -15,7 +14,6 @@ __all__ = ["PRECISIONS", "Precision", "create_precision"]
 PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precision]] = {
     False: Precision,
     True: NativeAmp,
-    "apex": ApexAmp,
 }
 """Allowed values of ``use_fp16``. Each class takes a device and ``amp_dtype``."""
 

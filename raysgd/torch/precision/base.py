@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,15 +30,7 @@ class Precision(StepFeature):
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
-
-    def prepare(
-        self,
-        models: list[torch.nn.Module],
-        optimizers: list[torch.optim.Optimizer],
-        arguments: Mapping[str, Any] | None,
-    ) -> list[torch.nn.Module]:
-        """Return the models to wrap and use. The optimizers must stay the same objects."""
-        return models
+        self.optimizers: Sequence[torch.optim.Optimizer] = ()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for forward passes in this precision."""

@@ -181,7 +181,7 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
     if not accelerator.amp:
         return optimizer
     accelerator.optimizers.append(optimizer)
-    accelerator.precision.prepare([], accelerator.optimizers, None)
+    accelerator.precision.optimizers = accelerator.optimizers
     amp_optimizer: Any = _AmpOptimizer(optimizer, accelerator.precision)
     return cast(Optimizer, amp_optimizer)
 

@@ -1,7 +1,5 @@
 """Precisions, alone and in an operator: formats, loss scale, overflows, and state."""
 
-import sys
-
 import pytest
 import torch
 
@@ -10,7 +8,6 @@ from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision, create_precision
 from tests.operators import Classifier, on_gpu, parameters
-from tests.unit.torch import fake_apex
 
 CPU = torch.device("cpu")
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
@@ -43,7 +40,7 @@ def one_layer(precision, count=1):
     for model in models:
         torch.nn.init.ones_(model.weight)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    precision.prepare(models, optimizers, None)
+    precision.optimizers = optimizers
     return models, optimizers
 
 
@@ -89,17 +86,9 @@ def test_custom_precision_needs_one_class_and_one_entry(monkeypatch):
     torch.testing.assert_close(parameters(operator), parameters(plain))
 
 
-def test_missing_apex_is_an_error_before_setup(monkeypatch):
-    monkeypatch.setitem(sys.modules, "apex", None)
-    built = []
-
-    class Noting(Classifier):
-        def setup(self, config):
-            built.append(1)
-
-    with pytest.raises(ImportError, match=r"every worker.*github.com/NVIDIA/apex.*use_fp16=True"):
-        TorchTrainer(training_operator_cls=Noting, use_local=True, use_gpu=False, use_fp16="apex")
-    assert not built
+def test_apex_is_refused_with_the_way():
+    with pytest.raises(ValueError, match=r"no apex\.amp\. Pass use_fp16=True"):
+        TorchTrainer(training_operator_cls=Classifier, use_local=True, use_fp16="apex")
 
 
 # ---- the scale
@@ -218,45 +207,6 @@ def test_damaged_scaler_is_an_error_before_anything_changes(make_trainer, scaler
     with pytest.raises(CheckpointError, match="is not a dict with the numbers of a GradScaler"):
         trainer.load_state_dict({**state, "amp_native": scaler})
     assert torch.equal(parameters(trainer.get_local_operator()), before)
-
-
-# ---- Apex, with a stand-in
-
-
-def test_apex_saves_its_state(monkeypatch, make_trainer):
-    amp = fake_apex.install(monkeypatch)
-    trainer = make_trainer(Overflowing, {"overflow_at": [1]}, use_fp16="apex")
-    trainer.train()
-    state = trainer.state_dict()
-    assert state["amp_apex"] == {"loss_scaler0": {"loss_scale": START / 2, "unskipped": 3}}
-    amp.scale = 1.0
-    trainer.load_state_dict(state)
-    assert amp.scale == START / 2
-
-
-def test_apex_leaves_gradients_scaled_until_the_last_batch_of_a_group(monkeypatch, make_trainer):
-    amp = fake_apex.install(monkeypatch)
-
-    class Accumulating(Classifier):
-        def register(self, **given):
-            return super().register(
-                **given,
-                gradient_accumulation_steps=2,
-                max_grad_norm=0.1,
-                apex_args={"opt_level": "O1"},
-            )
-
-    trainer = make_trainer(Accumulating, {"shuffle": False}, use_fp16="apex")
-    trainer.train()
-    assert amp.models == [trainer.get_local_operator().model]
-    assert trainer.get_local_operator().use_fp16_apex
-    assert amp.calls[0] == ("initialize", {"opt_level": "O1"})
-    assert amp.calls[1:] == [("scale_loss", delay) for delay in (True, False) * 2 + (False,)]
-    plain = make_trainer(Accumulating, {"shuffle": False})
-    plain.train()
-    torch.testing.assert_close(
-        parameters(trainer.get_local_operator()), parameters(plain.get_local_operator())
-    )
 
 
 # ---- on a GPU
