@@ -96,31 +96,19 @@ def doctor(
             help="Also show the Ray cluster at this address, for example auto.",
         ),
     ] = None,
-    shares: Annotated[
-        bool, typer.Option(help="Time each node of the cluster, and show what share it would get.")
-    ] = False,
 ) -> None:
     """Show the packages and resources of this machine and of a cluster."""
     from raysgd.cli import doctor as examination
 
     examination.examine(typer.echo)
-    if shares and not address:
-        typer.echo("\nraysgd doctor --shares needs --address, for example auto.", err=True)
-        raise typer.Exit(2)
     if address == "local":  # Ray would start a cluster
         typer.echo("\nThere is no cluster at the address 'local': each script starts its own Ray.")
     elif address and importlib.util.find_spec("ray") is not None:
         try:
             typer.echo(f"\nRay cluster at {address}:")
             examination.show(list(examination.cluster_rows(address)), typer.echo)
-            if shares:
-                typer.echo(
-                    "\nShares of the nodes by speed, and names for ElasticConfig(shares=...):"
-                )
-                examination.show(list(examination.node_rows(address)), typer.echo)
         except Exception as error:  # Ray raises errors of many types
-            advice = " Timing needs one free CPU or GPU on each node." * shares
-            typer.echo(f"{error}{advice}", err=True)
+            typer.echo(str(error), err=True)
             raise typer.Exit(1) from error
 
 

@@ -111,16 +111,6 @@ def _torch_rows() -> Iterator[Row]:
         yield name, "available" if there else "missing", note
 
 
-def node_rows(address: str) -> Iterator[Row]:
-    """Return the speed of each node of a cluster, relative to their mean."""
-    from raysgd.cluster import ray_session
-
-    speeds = ray_session.node_speeds(address)
-    mean = sum(speed for _, speed, _ in speeds) / len(speeds)
-    for ip, speed, traits in speeds:
-        yield ip, f"{speed / mean:.2f}", ", ".join(sorted(traits))
-
-
 def cluster_rows(address: str) -> Iterator[Row]:
     """Return the total and the free resources of a cluster."""
     from raysgd.cluster import ray_session

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ import ray
 from ray._private import services  # Ray 2.60 has no public API for this
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +30,6 @@ _TOKEN_ADVICE = (
 )
 _OF_EACH = ("node:", "ray.io/node-id=", "memory", "object_store_memory")
 """Prefixes of the resources and labels that every node has."""
-_SPEED_TEST_S = 1.0
-_SPEED_TIMEOUT_S = 60.0
 
 
 def connect() -> None:
@@ -155,43 +151,6 @@ def gpus_in_cluster() -> float:
 def nodes() -> set[str]:
     """Return the IDs of the live nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
-def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
-    """Return the IP address, speed, and traits of each live node of a cluster that has CPUs.
-
-    The speed is the number of matrix products per second, on a GPU if the node has one. Raise
-    GetTimeoutError of Ray if a node has no free CPU or GPU.
-    """
-    with _connected(address):
-        traits = node_traits()
-        # Skip nodes without CPUs, often head nodes, because they get no workers.
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-        references = []
-        for node in nodes:
-            at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            num_gpus = min(1, node["Resources"].get("GPU", 0))
-            task = ray.remote(_products_per_s).options(scheduling_strategy=at, num_gpus=num_gpus)
-            references.append(task.remote())
-        speeds = ray.get(references, timeout=_SPEED_TIMEOUT_S)
-    return [
-        (node["NodeManagerAddress"], speed, traits[node["NodeID"]])
-        for node, speed in zip(nodes, speeds, strict=True)
-    ]
-
-
-def _products_per_s() -> float:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    matrix = torch.randn(512, 512, device=device)
-    for _ in range(3):  # the first products are slower
-        float((matrix @ matrix).sum())
-    began, number = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - began) < _SPEED_TEST_S:
-        float((matrix @ matrix).sum())  # waits for the result
-        number += 1
-    return number / elapsed
 
 
 def node_traits() -> dict[str, set[str]]:
