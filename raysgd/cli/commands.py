@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -110,23 +108,3 @@ def doctor(
         except Exception as error:  # Ray raises errors of many types
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from error
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(
-    context: typer.Context,
-    name: Annotated[
-        str, typer.Argument(help="all, or a name. The benchmark gets the options that follow.")
-    ] = "all",
-) -> None:
-    """Run a benchmark. Needs a clone of the repository."""
-    folder = Path(raysgd.__file__).resolve().parent.parent / "examples" / "benchmarks"
-    known = sorted(path.stem for path in folder.glob("[!_]*.py"))
-    if not known:
-        typer.echo(f"There is no {folder}. Use a clone of the repository.", err=True)
-        raise typer.Exit(1)
-    if name not in known:
-        typer.echo(f"raysgd bench {name}: must be one of {', '.join(known)}.", err=True)
-        raise typer.Exit(2)
-    command = [sys.executable, str(folder / f"{name}.py"), *context.args]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)

@@ -4,13 +4,11 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import raysgd
-from raysgd.cli import commands as cli
 from raysgd.cli import doctor
 from raysgd.cli.commands import app
 from tests.unit.callbacks.test_report import call, run, write
@@ -108,27 +106,6 @@ def test_report_writes_the_page_of_a_folder(tmp_path):
     assert result.exit_code == 0
     assert result.output.strip() == str(tmp_path / "report.html")
     assert (tmp_path / "report.html").is_file()
-
-
-def test_an_unknown_benchmark_is_an_error_that_lists_the_known_ones():
-    result = invoke("bench", "nothing")
-    assert result.exit_code == 2
-    assert "must be one of" in result.stderr
-    assert "recovery" in result.stderr
-
-
-def test_a_benchmark_gets_its_arguments_and_its_exit_status_is_that_of_the_command(monkeypatch):
-    commands = []
-
-    def run(command, check):
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 7)
-
-    monkeypatch.setattr(cli.subprocess, "run", run)
-    assert invoke("bench", "saving", "--pairs", "2").exit_code == 7
-    ((python, script, *arguments),) = commands
-    assert (python, Path(script).name, arguments) == (sys.executable, "saving.py", ["--pairs", "2"])
-    assert Path(script).is_file()
 
 
 def test_the_command_line_starts_without_torch_or_ray():
