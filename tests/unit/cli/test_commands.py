@@ -19,7 +19,7 @@ def invoke(*arguments):
 
 
 def test_every_command_explains_itself():
-    for command in ([], ["fit"], ["report"], ["doctor"], ["bench"]):
+    for command in ([], ["fit"], ["report"], ["doctor"]):
         result = invoke(*command, "--help")
         assert result.exit_code == 0
         assert "Usage" in result.output
