@@ -116,4 +116,3 @@ class ApplyOperatorRequest(Request):
     """Call a function with the operator."""
 
     function: Callable[[Any], Any]
-    also_later: bool = True  # whether workers that start later call it too, or need not
