@@ -196,6 +196,9 @@ class Optimization(StepFeature):
             self.needs_helper = f"gradient_accumulation_steps={steps}"
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._begin_update)
+            for inner in vars(optimizer).values():  # as in sharpness-aware minimization
+                if isinstance(inner, torch.optim.Optimizer) and inner not in self._optimizers:
+                    inner.register_step_pre_hook(lambda inner, *_: self.average(inner))
 
     # ---- batches
 
@@ -227,7 +230,10 @@ class Optimization(StepFeature):
         def averaging() -> Any:
             loss = closure()
             self.average(optimizer)
-            return loss
+            if not isinstance(loss, torch.Tensor):
+                return loss
+            # A line search must take the same steps on all workers.
+            return loss.new_tensor(self.mean_over_workers(loss.item()))
 
         return args[:1], {**kwargs, "closure": averaging}
 

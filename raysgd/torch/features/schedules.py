@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.torch.register_checks import required_arguments
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -31,10 +32,11 @@ class Schedules(StepFeature):
         self._note()
 
     def step_with(self, metric: float) -> None:
-        """Step every scheduler. Those whose ``step`` takes an ``epoch`` do not get the metric."""
+        """Step every scheduler. Those whose ``step`` may take an ``epoch`` do not get the metric."""
         for scheduler in self._state.schedulers:
             takes = next(iter(inspect.signature(scheduler.step).parameters), "epoch")
-            scheduler.step(*[] if takes == "epoch" else [metric])
+            has_metric = takes != "epoch" or required_arguments(scheduler.step)
+            scheduler.step(*[metric] if has_metric else [])
 
     def _note(self) -> None:
         schedulers = self._state.schedulers

@@ -412,19 +412,26 @@ class OwnPlateau(torch.optim.lr_scheduler.LRScheduler):
         self.losses = [*getattr(self, "losses", []), loss]
 
 
+class NeedsEpoch(OwnPlateau):
+    def step(self, epoch, metric=None):
+        super().step(epoch)
+
+
 def test_only_schedulers_that_take_a_metric_get_it():
     schedulers = torch.optim.lr_scheduler
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     linear = schedulers.LinearLR(optimizer, 0.5, total_iters=4)
     chained = schedulers.ChainedScheduler([schedulers.ConstantLR(optimizer, 1.0)])
     plateau, own = schedulers.ReduceLROnPlateau(optimizer), OwnPlateau(optimizer)
+    needs = NeedsEpoch.__new__(NeedsEpoch)
     optimizer.step()
-    given = SimpleNamespace(schedulers=[linear, chained, plateau, own])
+    given = SimpleNamespace(schedulers=[linear, chained, plateau, own, needs])
     for metric in (9.0, 8.0):
         Schedules(given).step_with(metric)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75)
     assert plateau.best == 8.0
     assert own.losses == [None, 9.0, 8.0]
+    assert needs.losses == [9.0, 8.0]
 
 
 # ---- failures of user code

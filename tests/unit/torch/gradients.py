@@ -37,6 +37,8 @@ class Case:
     """Name of a function that changes the model after `register`."""
     num_steps: int | None = None
     """None for the epoch."""
+    optimizer: str = "make_optimizer"
+    """Name of a function of the model."""
     raw: bool = False
     """Whether the step calls ``loss.backward()`` and ``optimizer.step()``."""
 
@@ -74,6 +76,39 @@ def seeded():
 
 def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3, eps=1e-3)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Moves the parameters up their gradients, before another optimizer steps."""
+
+    def __init__(self, model):
+        self.base = torch.optim.SGD(model.parameters(), lr=0.1)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups = self.base.param_groups
+
+    def parameters(self):
+        return self.param_groups[0]["params"]
+
+    def first_step(self):
+        self.held = [p.detach().clone() for p in self.parameters()]
+        with torch.no_grad():
+            for p in self.parameters():
+                p += 0.1 * p.grad
+        self.zero_grad()
+
+    def second_step(self):
+        with torch.no_grad():
+            for p, held in zip(self.parameters(), self.held, strict=True):
+                p.copy_(held)
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+def searching(model):
+    return torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
 
 
 def mse(output, y):
@@ -221,6 +256,24 @@ def closure(t, x, y):
     t.optimizer.step(evaluate)
 
 
+def line_search(t, x, y):
+    def evaluate():
+        t.optimizer.zero_grad()
+        loss = mse(t.model(x, "sum"), y)
+        loss.backward()
+        return loss
+
+    t.optimizer.step(evaluate)
+
+
+def sharpness(t, x, y):
+    """Step an optimizer that the registered one contains, with gradients of another method."""
+    mse(t.model(x, "sum"), y).backward()
+    t.optimizer.first_step()
+    (mse(t.model.first(t.model.body(x)), y) + mse(t.model.second(t.model.body(x)), y)).backward()
+    t.optimizer.second_step()
+
+
 def steps_in_hook(t, x, y):
     bias = t.model.body[0].bias
     bias.register_post_accumulate_grad_hook(lambda p: t.optimizer.step())
@@ -328,7 +381,7 @@ class Trains(TrainingOperator):
         self.case = case = config["case"]
         model = changed(Heads(), case.before)
         self.model, self.optimizer = self.register(
-            models=model, optimizers=make_optimizer(model), **case.register
+            models=model, optimizers=globals()[case.optimizer](model), **case.register
         )
         batch = BATCH // case.register.get("gradient_accumulation_steps", 1)
         self.register_data(train_loader=DataLoader(TensorDataset(*data()), batch_size=batch))
@@ -380,7 +433,7 @@ def parameters(model):
 def expected(case):
     """Return the parameters of plain PyTorch in one process with the global batch."""
     model = changed(changed(Heads(), case.before), case.after)
-    optimizer = make_optimizer(model)
+    optimizer = globals()[case.optimizer](model)
 
     def backward(loss, retain_graph=False):
         loss.backward(retain_graph=retain_graph)
