@@ -143,13 +143,8 @@ def by_hand(args, ddp=False):
     model, optimizer, loader = make(args.workload, args.smoke_test)
     model = model.to(DEVICE)
     if ddp:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.distributed.init_process_group(
-                "nccl" if DEVICE == "cuda" else "gloo",
-                init_method=f"file://{folder}/ddp",
-                rank=0,
-                world_size=1,
-            )
+        backend, store = "nccl" if DEVICE == "cuda" else "gloo", torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         model = torch.nn.parallel.DistributedDataParallel(model)
 
     def step(features, target):

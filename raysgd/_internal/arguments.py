@@ -75,27 +75,21 @@ def check_timeout(where: str, seconds: Any, name: str = "timeout_s") -> None:
         raise ValueError(f"{where}({name}={seconds!r}): must be a positive number of seconds.")
 
 
-_SMALLER_IS_BETTER = re.compile(r"(?i)loss|err|mae|mse|nll|perplexity|ppl|distance|fid|wer|brier")
-_LARGER_IS_BETTER = re.compile(
-    r"(?i)acc|auc|auroc|auprc|f1|f_?beta|precision|recall|sensitivity|specificity|iou|dice|jaccard|"
-    r"(?<![a-z])map|ndcg|mrr|kappa|mcc|corr|r2|bleu|psnr|ssim|reward|hit|exact_match"
+_SMALLER = re.compile(r"(?i)loss|err|mae|mse|nll|perplexity|ppl|distance|fid|wer|brier")
+_LARGER = re.compile(
+    r"(?i)acc|auc|auroc|f1|precision|recall|specificity|iou|dice|(?<![a-z])map|r2|bleu|psnr|reward"
 )
 
 
 def checked_mode(where: str, monitor: str | None, mode: Any) -> Any:
     """Return "min" or "max": the given mode, or the one that fits the name of a metric."""
     check_choice(where, "mode", mode, ("min", "max", None))
-    if mode is not None or monitor is None or _SMALLER_IS_BETTER.search(monitor):
-        return mode or "min"
-    if _LARGER_IS_BETTER.search(monitor):
-        return "max"
-    logger.warning(
-        '%s(monitor=%r): smaller values count as better. If larger values are, pass mode="max". '
-        'Otherwise, pass mode="min".',
-        where,
-        monitor,
-    )
-    return "min"
+    if mode is None and monitor is not None and not _SMALLER.search(monitor):
+        if _LARGER.search(monitor):
+            return "max"
+        text = '%s(monitor=%r): smaller values count as better. If not, pass mode="max".'
+        logger.warning(text, where, monitor)
+    return mode or "min"
 
 
 def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:

@@ -89,8 +89,7 @@ def unchanged(held: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
     """
     attributes = dict(vars(held))
     seen, parts, restore = {*map(id, known or ())}, [*attributes.values()], []
-    while parts:
-        part = parts.pop()
+    for part in parts:
         if id(part) in seen:
             continue
         seen.add(id(part))
@@ -101,7 +100,7 @@ def unchanged(held: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
         if isinstance(part, list | tuple | set | deque | dict):
             if len(part) <= _MANY:
                 parts += part.values() if isinstance(part, dict) else part
-        elif _is_own(part):
+        elif _may_hold_totals(part):
             parts.append(vars(part))
     try:
         yield
@@ -121,36 +120,28 @@ def _restoring(part: Any) -> Callable[[], Any] | None:
         content = part.copy()
         fill = "extend" if isinstance(part, list | deque) else "update"
         return lambda: (part.clear(), getattr(part, fill)(content))
-    is_array = getattr(getattr(part, "flags", None), "writeable", False) is True
-    if not is_array and (isinstance(part, type) or not hasattr(part, "detach")):
-        return None
-    with contextlib.suppress(AttributeError, RuntimeError):  # raised for sparse tensors
+    with contextlib.suppress(Exception):  # objects of other types, and sparse tensors
         if part.nbytes <= _LARGE_BYTES:
-            values = part.copy() if is_array else part.detach().clone()
-            return partial(_fill, part if is_array else part.detach(), values)
+            array = part.detach() if hasattr(part, "detach") else part
+            return partial(_fill, array, copy.deepcopy(array))
     return None
 
 
 def _fill(array: Any, values: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # user code cannot write it either
+    with contextlib.suppress(Exception):  # user code cannot write it either
         array[...] = values
 
 
-_FOREIGN = sys.stdlib_module_names | {"torch", "tensorflow", "keras", "ray", "raysgd"}
+_FOREIGN = sys.stdlib_module_names - {"abc", "typing"} | {"torch", "tensorflow", "keras", "ray"}
 
 
-def _is_own(part: Any) -> bool:
-    """Return whether an object may hold totals: a metric, or an object of user code."""
+def _may_hold_totals(part: Any) -> bool:
+    """Return whether an object is a metric, or an object of user code."""
     if not hasattr(part, "__dict__") or isinstance(part, type):
         return False
     if hasattr(part, "named_parameters"):
         return not any(True for _ in part.named_parameters())
-    modules = {kind.__module__ for kind in type(part).__mro__[:-1]} - {
-        "abc",
-        "raysgd.metrics",
-        "typing",
-    }
-    return not any(module.split(".")[0] in _FOREIGN for module in modules)
+    return _FOREIGN.isdisjoint(each.__module__.split(".")[0] for each in type(part).__mro__[:-1])
 
 
 @contextlib.contextmanager

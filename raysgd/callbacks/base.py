@@ -1,15 +1,17 @@
-"""The base class of callbacks, and the part of the trainer that they use."""
+"""The base class of callbacks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
 from raysgd.elastic.events import Event
 
 __all__ = ["Callback", "History", "LastCall", "Trainer"]
+
+Trainer = Any
+"""A trainer, whose module imports this one."""
 
 
 class LastCall(NamedTuple):
@@ -21,47 +23,6 @@ class LastCall(NamedTuple):
     """When the call ended, in seconds since the Unix epoch."""
     seconds: float
     """Duration of the call in seconds, without the time in callbacks."""
-
-
-class Trainer(Protocol):
-    """The part of :class:`raysgd.TorchTrainer` and `TFTrainer` that callbacks of raysgd use."""
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-    @property
-    def operator_name(self) -> str: ...
-    @property
-    def logdir(self) -> Path | None: ...
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def min_workers(self) -> int: ...
-    @property
-    def max_workers(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def global_step(self) -> int: ...
-    @property
-    def split(self) -> int: ...
-    @property
-    def events(self) -> list[Event]: ...
-    @property
-    def latest_metrics(self) -> dict[str, Any]: ...
-    @property
-    def last_call(self) -> LastCall | None: ...
-    @property
-    def num_epochs(self) -> int | None: ...
-    @property
-    def validation_due(self) -> bool: ...
-    @property
-    def stop_reason(self) -> str | None: ...
-    def train(self, *, max_retries: int = ..., info: Any = ...) -> dict[str, Any]: ...
-    def validate(self, *, info: Any = ...) -> dict[str, Any]: ...
-    def request_stop(self, reason: str) -> None: ...
-    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]: ...
-    def state_dict(self, copy: bool = ...) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Callback:

@@ -49,9 +49,9 @@ def named_metrics(
 
 def logdir_of(trainer: Trainer) -> Path:
     """Return the run folder of a trainer that has one, because of `needs_logdir`."""
-    assert trainer.logdir is not None
-    trainer.logdir.mkdir(parents=True, exist_ok=True)
-    return trainer.logdir
+    folder: Path = trainer.logdir
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def end_line(path: Path) -> None:

@@ -47,33 +47,39 @@ def write_file(
         CheckpointError: if the state cannot be written, or could not be loaded again.
     """
     target = Location(path)
-    state = map_leaves(dict(state), _plain)
     manifest = dataclasses.replace(
         manifest or Manifest(),
-        epoch=state.get("epoch", 0),
-        global_step=state.get("global_step", 0),
+        epoch=_plain(state.get("epoch", 0)),
+        global_step=_plain(state.get("global_step", 0)),
     )
-    write: Callable[[Any, IO[bytes]], None] = arrays.write
-    if not _holds_arrays(state):
-        write = _torch().save
-        for owner in ("operator", "callbacks"):
-            try:
-                write(state.get(owner), buffer := io.BytesIO())
-                buffer.seek(0)
-                _load(buffer)
-            except Exception as error:
-                refused = _refused(state.get(owner), "state_dict()", write)
-                raise CheckpointError(
-                    f"Cannot save to {target.shown}: the result of state_dict() of the {owner} "
-                    f"could not be loaded again: {refused or _reason(error)}. {_ADVICE}"
-                ) from error
 
     def fill(file: IO[bytes]) -> None:
         hashing: Any = HashingFile(file)
-        write(state, hashing)
-        seal(hashing, manifest)
+        write_state(state, target.shown, hashing)
+        hashing.seal(manifest)
 
     return target.write(fill)
+
+
+def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
+    """Write a state to a file that is only open for writing. `shown` is its name in messages."""
+    state = map_leaves(dict(state), _plain)
+    if _holds_arrays(state):
+        arrays.write(state, file)
+        return
+    write = _torch().save
+    for owner in ("operator", "callbacks"):
+        try:
+            write(state.get(owner), buffer := io.BytesIO())
+            buffer.seek(0)
+            _load(buffer)
+        except Exception as error:
+            refused = _refused(state.get(owner), "state_dict()", write)
+            raise CheckpointError(
+                f"Cannot save to {shown}: the result of state_dict() of the {owner} could not be "
+                f"loaded again: {refused or _reason(error)}. {_ADVICE}"
+            ) from error
+    write(state, file)
 
 
 def _plain(leaf: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,11 +45,11 @@ class Location:
     def child(self, name: str) -> Location:
         return Location(f"{self.name.rstrip('/')}/{name}")
 
-    def write(self, fill: Callable[[IO[bytes]], Any]) -> str:
+    def write(self, fill: Callable[[IO[bytes]], Any], unchanged: Sequence[Exception] = ()) -> str:
         """Write a file completely or not at all, and return its name.
 
         `fill` gets a file that is open for reading and writing. A URL is uploaded from a temporary
-        file. If a path is a link, its target is replaced.
+        file. If a path is a link, its target is replaced. Errors in `unchanged` stay as they are.
         """
         try:
             if self.is_local:
@@ -63,9 +63,11 @@ class Location:
                 with self._file_system("save to") as (fs, path):
                     _upload(str(local), fs, path)
             return self.name
-        except UnreachableError:
+        except CheckpointError:
             raise
         except Exception as error:
+            if error in unchanged:
+                raise
             cause: Any = error
             # Closing the writer of `torch.save` raises another error after a failed write.
             while cause and not isinstance(cause, OSError):

@@ -1,9 +1,12 @@
 """The manifest of a checkpoint, and the hash that detects damage.
 
 A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the manifest as a record,
-``raysgd-manifest.json``. The comment of the archive, at the end of the file, holds the SHA-256 of
-all bytes before it: ``raysgd-checkpoint sha256=…``. After other content, such as a pickle, `seal`
-appends an archive that holds only the manifest.
+``raysgd-manifest.json``. The comment of the archive, at the end of the file, is its seal:
+``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in parts of 64 MiB; the last
+part has the rest. The digits are the SHA-256 of the SHA-256 hashes of the parts (32 bytes each).
+The seal of an older file, ``sha256=…``, is the SHA-256 of all bytes before it.
+
+After other content, such as a pickle, `seal` appends an archive that holds only the manifest.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import io
 import json
+import os
 import platform
 import re
-import threading
+import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -28,9 +34,11 @@ FORMAT = 1
 
 _LIBRARIES = ("raysgd", "torch", "keras", "ray")
 _RECORD = "raysgd-manifest.json"
-_SEAL = re.compile(rb"raysgd-checkpoint sha256=([0-9a-f]{64})\n")
-_SEAL_SIZE = len("raysgd-checkpoint sha256=\n") + 64
+_SEAL = re.compile(rb"raysgd-checkpoint (hashes|sha256)=([0-9a-f]{64})\n")
+_SEAL_SIZE = len("raysgd-checkpoint hashes=\n") + 64
+_PART = 1 << 26
 _CHUNK = 1 << 20
+_NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 
 
 @functools.cache
@@ -76,61 +84,69 @@ class Manifest:
         return cls(**{entry.name: content[entry.name] for entry in dataclasses.fields(cls)})
 
 
-class HashingFile:
-    """A file that is open for reading and writing, and hashes its content while it is written.
-
-    Large parts are hashed in another thread. `digest` reads the rest, or everything if a hashed
-    part was overwritten.
-    """
+class HashingFile(io.RawIOBase):
+    """A new file that is written from start to end. Threads hash its parts meanwhile."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._hash, self._hashed = hashlib.sha256(), 0  # hash of the first bytes, and their number
-        self._is_ordered = True
+        self._file, self._size = file, 0
+        self._parts: list[Future[bytes]] = []
+        self._threads = ThreadPoolExecutor(_NUM_THREADS)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+    def restart(self) -> None:
+        """Delete the content."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._size, self._parts = 0, []
 
     def write(self, content: Any) -> int:
-        start, part = self._file.tell(), memoryview(content)
-        if start < self._hashed:
-            self._hash, self._hashed, self._is_ordered = hashlib.sha256(), 0, False
-        if part.nbytes < _CHUNK or not self._is_ordered:
-            return self._file.write(part)
-        self._read(start)
-        self._file.seek(start)
-        hashing = threading.Thread(target=self._hash.update, args=(part,))
-        hashing.start()
-        try:
-            self._file.write(part)
-        finally:
-            hashing.join()
-        self._hashed += part.nbytes
-        return part.nbytes
+        self._file.write(content)
+        self._size += (size := memoryview(content).nbytes)
+        if (end := self._size // _PART) > len(self._parts):
+            self._file.flush()
+            for part in range(len(self._parts), end):
+                self._parts.append(self._threads.submit(_hash_of_part, self._file, part))
+        return size
 
-    def digest(self, size: int) -> str:
-        """Return the SHA-256 of the first `size` bytes."""
-        self._read(size)
-        return self._hash.hexdigest()
-
-    def _read(self, end: int) -> None:
-        self._file.seek(self._hashed)
-        while (left := end - self._hashed) > 0 and (part := self._file.read(min(left, _CHUNK))):
-            self._hash.update(part)
-            self._hashed += len(part)
+    def seal(self, manifest: Manifest) -> None:
+        with self._threads:
+            seal(self._file, manifest, [part.result() for part in self._parts])
 
 
-def seal(file: Any, manifest: Manifest) -> None:
-    """Append a manifest and a hash to a file that is open for reading and writing."""
+def seal(file: IO[bytes], manifest: Manifest, hashes: Sequence[bytes] = ()) -> None:
+    """Append a manifest and a hash to a file. `hashes` are those of its first parts."""
     is_zip = is_archive(file)
     file.seek(0, 2)
     with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
+        num_kept = archive.start_dir // _PART  # the manifest replaces the rest
         folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
         archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
         archive.comment = bytes(_SEAL_SIZE)
-    hashing = file if isinstance(file, HashingFile) else HashingFile(file)
-    digest = hashing.digest(file.seek(-_SEAL_SIZE, 2))
-    file.write(f"raysgd-checkpoint sha256={digest}\n".encode())
+    digest = _digest(file, hashes[:num_kept])
+    file.seek(-_SEAL_SIZE, 2)
+    file.write(f"raysgd-checkpoint hashes={digest}\n".encode())
+
+
+def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
+    """Return the SHA-256 of the hashes of all parts before the seal."""
+    file.flush()
+    size = file.seek(-_SEAL_SIZE, 2)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        rest = range(len(hashes), -(-size // _PART))
+        found = threads.map(lambda part: _hash_of_part(file, part, size), rest)
+        return hashlib.sha256(b"".join([*hashes, *found])).hexdigest()
+
+
+def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
+    start = number * _PART
+    return _hash(file, start, min(start + _PART, size))
+
+
+def _hash(file: IO[bytes], start: int, end: int) -> bytes:
+    found, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    while read := os.preadv(file.fileno(), [chunk[: end - start]], start):
+        found.update(chunk[:read])
+        start += read
+    return found.digest()
 
 
 def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
@@ -140,8 +156,8 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
     `whole`, check only the manifest. `shown` is the name in messages.
     """
     try:
-        digest = _digest_in(file)
-        if digest and whole and HashingFile(file).digest(file.seek(-_SEAL_SIZE, 2)) != digest:
+        found, digest = _digest_in(file)
+        if digest and whole and digest != found(file):
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None
@@ -177,7 +193,11 @@ def sealed_size(file: IO[bytes]) -> int:
         return archive.infolist()[0].header_offset
 
 
-def _digest_in(file: IO[bytes]) -> str | None:
-    file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
-    match = _SEAL.fullmatch(file.read())
-    return match and match[1].decode()
+def _digest_in(file: IO[bytes]) -> tuple[Callable[[IO[bytes]], str], str | None]:
+    """Return the function that computes the digest of a file, and the digest in its seal."""
+    size = max(0, file.seek(0, 2) - _SEAL_SIZE)
+    file.seek(size)
+    if (match := _SEAL.fullmatch(file.read())) is None:
+        return _digest, None
+    is_of_parts = match[1] == b"hashes"
+    return _digest if is_of_parts else lambda file: _hash(file, 0, size).hex(), match[2].decode()

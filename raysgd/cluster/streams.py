@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raysgd.checkpoint.manifest import HashingFile
 from raysgd.cluster.serialization import Packed
 from raysgd.comm import connection as messages
 from raysgd.comm.connection import Address, Listener
@@ -53,14 +54,37 @@ def send(
     packed: Packed, ticket: Ticket, address: Address, on_part: Callable[[], Any] = lambda: None
 ) -> None:
     """Send a value to an `Inbox`, and wait until the driver has it."""
-    with messages.connect(address, _CONNECT_S) as connection:
-        header = pickle.dumps((ticket, bytes(packed.data), _sizes(packed)))
-        connection.sendall(messages.framed(header))
+    with _opened(address, ticket, bytes(packed.data), _sizes(packed)) as connection:
         for buffer in packed.buffers:
             connection.sendall(pickle.PickleBuffer(buffer).raw())
             on_part()
+
+
+@contextlib.contextmanager
+def _opened(address: Address, *header: Any) -> Iterator[socket.socket]:
+    with messages.connect(address, _CONNECT_S) as connection:
+        connection.sendall(messages.framed(pickle.dumps(header)))
+        yield connection
+        connection.shutdown(socket.SHUT_WR)
         if not connection.recv(1):
             raise ConnectionAbortedError("the driver did not receive the value")
+
+
+class Content(NamedTuple):
+    """An answer that is the content of a file."""
+
+    write: Callable[[Any], None]
+    """Writes it to a file that is open for writing."""
+    facts: Mapping[str, Any]
+    """What the driver must know of the content."""
+
+    def send(self, ticket: Ticket, address: Address) -> None:
+        """Write to a file of the driver, and wait until the driver has everything."""
+        with (
+            _opened(address, ticket, pickle.dumps(self.facts), ()) as connection,
+            connection.makefile("wb", _CHUNK_BYTES) as file,
+        ):
+            self.write(file)
 
 
 class StorageError(Exception):
@@ -138,6 +162,20 @@ class ReceivedValue:
         return pickle.loads(self._data, buffers=self.buffers)
 
 
+class ReceivedFile:
+    """The `Content` of a worker in a file of the driver."""
+
+    def __init__(self, file: HashingFile, data: bytes, sizes: Sequence[int]) -> None:
+        self._file, self.facts = file, pickle.loads(data)
+
+    async def receive(self, connection: socket.socket) -> None:
+        loop, chunk = asyncio.get_running_loop(), memoryview(bytearray(_CHUNK_BYTES))
+        with _storing():
+            self._file.restart()  # an earlier attempt may have written a part
+            while received := await loop.sock_recv_into(connection, chunk):
+                self._file.write(chunk[:received])
+
+
 async def _receive(connection: socket.socket, place: memoryview) -> None:
     loop = asyncio.get_running_loop()
     while place:
@@ -210,7 +248,7 @@ def offered(packed: Packed, hosts: Sequence[str]) -> Iterator[Packed | Address]:
 class Inbox:
     """Receives large values of workers on these hosts, while the context lasts.
 
-    `kind` is `StoredState` or `ReceivedValue`.
+    `kind` is `StoredState`, `ReceivedValue`, or a function that returns a `ReceivedFile`.
     """
 
     def __init__(self, hosts: Sequence[str], kind: Callable[..., Any]) -> None:
@@ -240,5 +278,5 @@ class Inbox:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._listener.close()
-        if error is not None and self._error is not None:
+        if self._error is not None:
             raise self._error from None

@@ -31,7 +31,15 @@ from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import is_the_users, stacks
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, pack
-from raysgd.cluster.streams import ReceivedValue, Ticket, incoming, is_small, new_ticket, send
+from raysgd.cluster.streams import (
+    Content,
+    ReceivedValue,
+    Ticket,
+    incoming,
+    is_small,
+    new_ticket,
+    send,
+)
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
@@ -338,6 +346,8 @@ class Worker:
             return self._failure(error)
 
     def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
+        if inbox is not None and isinstance(value, Content) and self._remote:
+            return Outcome("ok", _sent(value, inbox), self._safe_progress())
         payload = _packed(value) if self._remote else value
         if inbox is not None and isinstance(payload, Packed) and not is_small(payload):
             send(payload, ticket := new_ticket(), inbox)
@@ -462,6 +472,15 @@ def _packed(value: Any) -> Packed:
     except Exception as error:
         name_part = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
         raise TypeError(f"A worker cannot send {name_part()} to the driver: {error}") from error
+
+
+def _sent(content: Content, inbox: Address) -> Ticket | Packed:
+    """Send a content. Return a ticket, or the error of writing it."""
+    try:
+        content.send(ticket := new_ticket(), inbox)
+    except Exception as error:
+        return _packed_error(_bare(error))
+    return ticket
 
 
 def _bare(error: BaseException) -> BaseException:

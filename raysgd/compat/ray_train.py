@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 _FILE = ".metadata.json"  # the file of Ray
@@ -36,37 +35,6 @@ class RayCheckpoint:
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add or change metadata."""
         self.set_metadata({**self.get_metadata(), **metadata})
-
-
-class RayContext:
-    """Names of the run."""
-
-    name: str
-    run: str
-    folder: str
-
-    def get_trial_name(self) -> str:
-        """Return the name of the run or the trial."""
-        return self.name
-
-    def get_trial_id(self) -> str:
-        """Return the unique ID of the run."""
-        return self.run
-
-    def get_trial_dir(self) -> str:
-        """Return the folder of the run on the driver; empty in a trial of Tune."""
-        return self.folder
-
-
-class RayResult:
-    """Another name for the path of a result."""
-
-    path: str
-
-    @property
-    def log_dir(self) -> Path:
-        """The folder of the run."""
-        return Path(self.path)
 
 
 class OldNames:

@@ -59,11 +59,8 @@ class EpochPartition:
             return self.total
         return offset + num_steps * self.stride
 
-    def sizes(self, offset: int, num_steps: int | None = None) -> list[int]:
-        """Return the sample counts of the group's steps from `offset`."""
-        return [*self._sizes(offset, num_steps)]
-
-    def _sizes(self, offset: int, num_steps: int | None) -> Iterator[int]:
+    def sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
+        """Iterate over the sample counts of the group's steps from `offset`."""
         end, stride = self._end(offset, num_steps), self.stride
         return (min(stride, end - start) for start in range(offset, end, stride))
 
@@ -79,7 +76,7 @@ class EpochPartition:
             yield from self._dealt_out(offset, self._end(offset, num_steps))
             return
         start = offset
-        for size in self._sizes(offset, num_steps):
+        for size in self.sizes(offset, num_steps):
             for low, high, _ in self._parts(size, in_parts):
                 yield start + low, start + high
             start += size

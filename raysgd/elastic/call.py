@@ -22,8 +22,8 @@ class Call:
     rank: int | None = None
     max_losses: float = 0
     """Maximum number of lost workers. ``math.inf`` means no limit."""
-    returns_state: bool = False
-    """Whether answers are large, so that workers send them through connections."""
+    receives: Callable[..., Any] | None = None
+    """The kind of `Inbox` for large answers, which workers send through connections."""
     any_size: bool = False
     """Whether the call can run with fewer than ``min_workers`` workers."""
     has_batches: bool = False

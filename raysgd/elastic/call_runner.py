@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.serialization import sendable
-from raysgd.cluster.streams import Inbox, ReceivedValue, offered
+from raysgd.cluster.streams import Inbox, offered
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
@@ -113,8 +113,8 @@ class CallRunner:
         with contextlib.ExitStack() as stack:
             arguments, inbox = [packed], None
             hosts = [member.info.node_ip for member in members]
-            if call.returns_state and not group.options.inline:
-                inbox = stack.enter_context(Inbox(hosts, ReceivedValue))
+            if call.receives is not None and not group.options.inline:
+                inbox = stack.enter_context(Inbox(hosts, call.receives))
                 arguments = [packed, inbox.address]
             elif isinstance(call.request, LoadRequest) and not group.options.inline:
                 arguments = [stack.enter_context(offered(packed, hosts))]

@@ -278,15 +278,6 @@ class Commands:
             states = {member: member.is_stopped() for member in silent}
             self._clock.wait(states.values(), _SILENCE_S)
             stopped = [m for m, f in states.items() if f.done() and not _error_of(f) and f.result()]
-            if len(stopped) < len(silent) and waited_s < 2 * _SILENCE_S:
-                logger.warning(
-                    "Workers %s have not answered for %.0f s, although their processes run. A "
-                    "call of C code that holds the GIL has this effect. Waiting up to %.0f s "
-                    "(timeout_s).",
-                    self._journal.listed(member for member in silent if member not in stopped),
-                    waited_s,
-                    self._timeout_s,
-                )
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))
 

@@ -294,11 +294,6 @@ class Controller:
             self._react(machine.StartRequested(min_workers=self.min_workers))
         return True
 
-    def call_later(self, request: Request) -> None:
-        """Send a request to each worker that starts later, after its setup."""
-        if not self._group.options.inline:
-            self._scale_up.later.append(sendable(request.name, request))
-
     # ---- what trainers read
 
     @property

@@ -235,9 +235,6 @@ class GroupForming:
         if self.on_start is not None:
             self.on_start()
         if leader is None:
-            for request in self._scale_up.later:
-                what = "repeat apply_all_operators"
-                self._raise_failure(self._step("call", [(request,)] * len(members), what, members))
             self._load_snapshot(members)
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:

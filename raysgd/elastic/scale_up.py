@@ -47,8 +47,6 @@ class Replacement:
     timeout_s: float
     """Timeout in seconds for each step from ``create`` on."""
     replaces_lost: bool
-    later: Sequence[Any] = ()
-    """Packed requests to send after the setup. New ones can be added at any time."""
     goal: Goal = "setup"
     """Step after which the replacement is ready: "process" if all workers set up together; "room"
     (free resources, but no process) if all workers will restart."""
@@ -59,11 +57,9 @@ class Replacement:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self._life, self._num_sent = self._live(), 0
+        self._life = self._live()
 
     def advance(self) -> None:
-        if self.is_ready and self.goal == "setup" and self._num_sent < len(self.later):
-            self.is_ready, self._life = False, self._set_up(())
         if self.is_ready or self.error is not None:
             return
         try:
@@ -79,7 +75,7 @@ class Replacement:
     def set_up_alone(self, generation: int) -> None:
         self.goal, self.generation = "setup", generation
         if self.is_ready:
-            self.is_ready, self._life = False, self._set_up(self._asked_to_set_up())
+            self.is_ready, self._life = False, self._results(self._asked_to_set_up())
 
     def _live(self) -> Iterator[None]:
         """Take the steps up to the goal. Yield while a step must wait."""
@@ -104,15 +100,7 @@ class Replacement:
             yield from self._results(asked)
             asked = []
         if self.goal == "setup":  # the worker queues all calls
-            yield from self._set_up(asked + self._asked_to_set_up())
-
-    def _set_up(self, asked: Sequence[tuple[Step, Future[Outcome]]]) -> Iterator[None]:
-        yield from self._results(asked)
-        assert self.member is not None
-        while self._num_sent < len(self.later):
-            request = self.later[self._num_sent]
-            yield from self._results([("set up", self.member.work("call", request))])
-            self._num_sent += 1
+            yield from self._results(asked + self._asked_to_set_up())
 
     def _asked_to_set_up(self) -> list[tuple[Step, Future[Outcome]]]:
         assert self.member is not None
@@ -170,8 +158,6 @@ class ScaleUp:
     def __post_init__(self) -> None:
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
-        self.later: list[Any] = []
-        """Packed requests for each worker that starts from now on."""
         self._crashes: dict[Any, tuple[Step, int]] = {}
         """By slot: the step in which its last workers were lost, and how many in a row."""
         self._failures = 0
@@ -278,7 +264,6 @@ class ScaleUp:
                     self.created,
                     self.timeout_s,
                     replaces_lost=replaces or slot in self._lost_slots,
-                    later=self.later,
                     goal=goal,
                 )
             )

@@ -42,7 +42,6 @@ class Evaluation:
         )
         with train_state.evaluating():
             offset = self._evaluate(source, start[1], request.num_steps, request.info)
-        train_state.end_segment()
         if loader is None:
             train_state.validation_offset = offset
         else:
@@ -118,7 +117,6 @@ class Evaluation:
             finally:
                 self.batches = None
                 source.close_workers()
-        train_state.end_segment()
         return found
 
     def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:

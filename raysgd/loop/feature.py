@@ -81,8 +81,9 @@ class StepFeature:
         """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
-    def end_segment(self) -> None:
-        """Clean up at the end of a segment or a validation."""
+    def applying(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for a function of ``apply_all_operators``."""
+        return contextlib.nullcontext()
 
     def end_epoch(self, epoch: int) -> None:
         """Handle the end of an epoch, after which `epoch` epochs are complete."""

@@ -91,8 +91,6 @@ class Loop:
         self.results: list[tuple[int, Mapping[str, Any]]] = []
         self.evaluation = Evaluation(self)
         self.snapshots = Snapshots(self.train_state)
-        untracked = self.train_state.untracked(operator)
-        self._tensors = [name for name, each in untracked.items() if isinstance(each, tuple)]
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
@@ -115,7 +113,7 @@ class Loop:
         train_state = self.train_state
         state: dict[str, Any] = {"global_step": train_state.global_step}
         if train_state.sharded:
-            state["shares"] = train_state.shards()
+            state["shares"] = _shards(train_state)
             if train_state.context.world_rank != 0:
                 return state
         position = train_state.position()
@@ -153,17 +151,15 @@ class Loop:
         """
         train_state, logged = self.train_state, request.logged
         callback_pause = self.signal.callback_pause = request.callback_pause
-        train_state.check_trained()
         train_state.step.check_whole(train_state.global_step)
         for feature in train_state.features:
+            feature.check_trained()
             feature.begin_call(logs_steps=logged is not None)
         if self.call.number != request.call:
             self.begin(request.call)
         if request.split is not None:
             train_state.parts.raise_split(request.split)
         train_state.timers.enabled = request.profile
-        untracked = train_state.untracked(self.operator)
-        untracked = {name: untracked.get(name) for name in self._tensors}
         source = train_state.data.training_source(request.dataset)
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
@@ -183,11 +179,10 @@ class Loop:
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(source, None, request)
-        train_state.warn_of_changes("train_batch", self.operator, untracked)
-        train_state.check_trained()  # user code can unfreeze parameters during the call
-        if train_state.context.distributed:
-            for feature in train_state.features:
-                feature.sync_buffers()
+        for feature in train_state.features:
+            feature.check_trained()  # user code can change parameters during the call
+        for feature in train_state.features if train_state.context.distributed else ():
+            feature.sync_buffers()
         return self.result()
 
     def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
@@ -394,3 +389,10 @@ def _arguments_of(
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         named = {name: value for name, value in named.items() if name in parameters}
     return positional, named
+
+
+def _shards(state: TrainState) -> list[Any]:
+    """Return this worker's shards of each optimizer, and then of each sharded model."""
+    parts = {id(feature.optimizer): feature.shards() for feature in state.sharded}
+    found = [parts.get(id(optimizer), []) for optimizer in state.optimizers]
+    return [*found, *(shard for feature in state.sharded for shard in feature.model_shards())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,15 @@ class StateRequest(Request):
     """Return the state, or a worker's shard of it, on CPU."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest(Request):
+    """Return the state as the content of a file, with the parts of the driver."""
+
+    of_driver: Mapping[str, Any]
+    generators: Sequence[Any]  # of all workers
+    shown: str  # name of the file in messages
+
+
 class RngStateRequest(Request):
     """Return the states of a worker's random number generators."""
 
@@ -107,4 +116,3 @@ class ApplyOperatorRequest(Request):
     """Call a function with the operator."""
 
     function: Callable[[Any], Any]
-    also_later: bool = True  # whether workers that start later call it too, or need not

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import Progress, Request, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
+from raysgd.checkpoint.file import write_state
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.cluster.streams import Incoming
+from raysgd.cluster.streams import Content, Incoming
 from raysgd.elastic import call
 from raysgd.loop import requests
 from raysgd.loop.loop import Loop
@@ -209,6 +211,11 @@ class OperatorRunner(ABC):
                     return self.update_schedulers(request.call, request.metric)
                 case requests.StateRequest():
                     return self.state_dict()
+                case requests.SaveRequest():
+                    state = {**self.state_dict(), **request.of_driver}
+                    state["data"]["rng"] = request.generators
+                    facts = {key: state[key] for key in ("epoch", "global_step")}
+                    return Content(functools.partial(write_state, state, request.shown), facts)
                 case call.LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.RngStateRequest():
@@ -218,7 +225,7 @@ class OperatorRunner(ABC):
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():
-                    return self._apply_operator(request.function, request.also_later)
+                    return self._apply_operator(request.function)
                 case call.RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case call.ExportReplicaRequest():
@@ -251,19 +258,20 @@ class OperatorRunner(ABC):
     @abstractmethod
     def models(self) -> Any: ...
 
-    def _apply_operator(self, function: Callable[[Any], Any], also_later: bool) -> Any:
+    def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""
         train_state, loop = self._train_state, self._running
-        before, untracked = self._settable(), train_state.untracked(self.operator)
+        before = self._settable()
         try:
-            return function(self.operator)
+            with contextlib.ExitStack() as stack:
+                for feature in train_state.features:
+                    stack.enter_context(feature.applying())
+                return function(self.operator)
         finally:
             if self._settable() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:
                     loop.snapshots.maybe_take(loop.state_with_call)
-            if not also_later:
-                train_state.warn_of_changes("apply_all_operators", self.operator, untracked)
 
     def _settable(self) -> tuple[Any, ...]:
         train_state = self._train_state
@@ -314,7 +322,7 @@ class OperatorRunner(ABC):
             train_state.data.set_batch_size(state["batching"])
             train_state.set_flags(state["flags"])
         else:
-            train_state.warn_of_other_steps(position)
+            _warn_of_other_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))
         if generators:
             self.generators.set(generators[context.world_rank])
@@ -346,6 +354,20 @@ class OperatorRunner(ABC):
             "indivisible": train_state.parts.why_not,
             "partial": train_state.step.is_partial,
         }
+
+
+def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
+    now, then = state.data.global_batch, position.get("global_batch")
+    if None not in (now, then, state.settings.full_size) and now != then:
+        state.say(
+            "step size",
+            "A step had %d samples when the state was saved, and has %d now. This changes the "
+            "length of epochs and schedules. To keep the size, register loaders with "
+            "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
+            then,
+            now,
+            then,
+        )
 
 
 class LossReader:

@@ -168,7 +168,6 @@ class StepIterator:
                 self._commit()
         finally:
             self._train_state.offset = self._offset()
-            self._train_state.end_segment()
 
     def _next_place(self) -> MicroBatch:
         train_state, position = self._train_state, len(self._step.batches) - 1

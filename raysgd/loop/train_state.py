@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.nested import map_leaves
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import MicroBatches, ShardedFeature, StepFeature
@@ -101,34 +99,6 @@ class TrainState(ABC):
             self._logged.add(key)
             logger.warning(message, *values)
 
-    def warn_of_changes(self, by: str, operator: Any, before: Mapping[str, Any]) -> None:
-        """Warn of changes since `before`, a result of `untracked`, that new workers lack."""
-        now = self.untracked(operator)
-        names = before if by == "train_batch" else {**before, **now}
-        changed = [name for name in names if before.get(name) != now.get(name)]
-        is_alone = self.context.in_driver and self.context.world_size == 1
-        if not changed or (is_alone and by == "apply_all_operators"):
-            return
-        state = operator.state_dict()
-        own: list[Any] = []
-        map_leaves(state, lambda leaf: own.append(getattr(leaf, "data_ptr", int)()))
-        changed = [
-            name
-            for name in changed
-            if re.split(r"\W", name)[1] not in state
-            and not (isinstance(now.get(name), tuple) and now[name][0] in own)
-        ]
-        if changed:
-            self.say(
-                f"changes by {by}" if by == "train_batch" else str(changed),
-                "%s changed %s. Checkpoints and workers that start later, such as replacements, do "
-                "not have this change. Register modules, also frozen ones, as models; or return "
-                "the values from state_dict() of the operator; or change them by "
-                "apply_all_operators(function, also_later=True).",
-                by,
-                ", ".join(changed[:5]) + ", …" * (len(changed) > 5),
-            )
-
     # ---- position
 
     def position(self) -> dict[str, Any]:
@@ -147,19 +117,6 @@ class TrainState(ABC):
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
         return position
-
-    def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
-        now, then = self.data.global_batch, position.get("global_batch")
-        if None not in (now, then, self.settings.full_size) and now != then:
-            self.say(
-                "step size",
-                "A step had %d samples when the state was saved, and has %d now. This changes the "
-                "length of epochs and schedules. To keep the size, register loaders with "
-                "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
-                then,
-                now,
-                then,
-            )
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
         self.epoch, self.offset = position["epoch"], position["offset"]
@@ -192,14 +149,6 @@ class TrainState(ABC):
         for feature in self.features:
             feature.roll_back()
         self.step.discard()
-
-    def check_trained(self) -> None:
-        for feature in self.features:
-            feature.check_trained()
-
-    def end_segment(self) -> None:
-        for feature in self.features:
-            feature.end_segment()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -260,12 +209,6 @@ class TrainState(ABC):
     def ranks_in_sync(self) -> bool:
         return all(feature.ranks_in_sync for feature in self.sharded)
 
-    def shards(self) -> list[Any]:
-        """Return this worker's shards of each optimizer, and then of each sharded model."""
-        parts = {id(feature.optimizer): feature.shards() for feature in self.sharded}
-        found = [parts.get(id(optimizer), []) for optimizer in self.optimizers]
-        return [*found, *(shard for feature in self.sharded for shard in feature.model_shards())]
-
     # ---- state
 
     @abstractmethod
@@ -278,13 +221,6 @@ class TrainState(ABC):
 
     def set_flags(self, flags: Any) -> None:  # noqa: B027
         """Apply the result of `flags`."""
-
-    def untracked(self, operator: Any) -> dict[str, Any]:
-        """Return what an operator holds besides the state, by name, to detect changes.
-
-        A number or string is a text, and a tensor a tuple of its address and version.
-        """
-        return {}
 
     @abstractmethod
     def training_state(self) -> dict[str, Any]:

@@ -363,23 +363,19 @@ def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
     return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
-def averaged_parameters(
-    model: DistributedDataParallel, required: dict[str, bool] | None = None
-) -> dict[str, bool]:
-    """Return a dict from each parameter name to whether the wrapper averages its gradient.
-
-    `required` is the result of `required_gradients` before the model was wrapped.
-    """
-    required = required_gradients(model.module) if required is None else required
+def averaged_parameters(model: DistributedDataParallel) -> dict[str, bool]:
+    """Return a dict from each parameter name to whether the wrapper averages its gradient."""
+    named = dict(model.module.named_parameters())
+    if isinstance(model, ReplicatedModel):
+        reduced = set(model._reduced)
+        return {name: parameter in reduced for name, parameter in named.items()}
+    required = required_gradients(model.module)
     averaged = [name for name, is_set in required.items() if is_set]
     num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
-    if len(set(averaged) - model.parameters_to_ignore) != num_averaged:
-        # User code wrapped the model and froze parameters later, so any parameter may be averaged.
-        return {
-            name: parameter.is_floating_point() or parameter.is_complex()
-            for name, parameter in model.module.named_parameters()
-        }
-    return required
+    if len(set(averaged) - model.parameters_to_ignore) == num_averaged:
+        return required
+    # User code wrapped the model and froze parameters later, so any parameter may be averaged.
+    return {name: p.is_floating_point() or p.is_complex() for name, p in named.items()}
 
 
 @contextlib.contextmanager

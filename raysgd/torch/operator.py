@@ -125,7 +125,7 @@ class TrainingOperator(OperatorBase):
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
-        timers = self.timers
+        timers, group = self.timers, self._train_state.optimization.group
         batch = self.to_device(batch)
         given = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
@@ -137,7 +137,7 @@ class TrainingOperator(OperatorBase):
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": self._mean(loss, num_items), NUM_SAMPLES: num_samples}
+        return {"train_loss": mean_of(group.mean(loss), num_items), NUM_SAMPLES: num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return the number of items over which the loss of a batch is a mean.
@@ -184,10 +184,6 @@ class TrainingOperator(OperatorBase):
         source = f"{type(self).__name__}.num_items returned {{}}"
         return float(num_samples) if found is None else as_count(found, source)
 
-    def _mean(self, loss: torch.Tensor, num_items: float | None) -> Any:
-        group = self._train_state.optimization.group
-        return mean_of(loss / (group.samples or 1) if group.is_sum else loss, num_items)
-
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -222,7 +218,8 @@ class TrainingOperator(OperatorBase):
         batch_info["output"] = output
         num_samples = self._count_samples(given, batch_info)
         num_items = self._count_items(batch, num_samples, given.target)
-        metrics = {"val_loss": self._mean(loss, num_items), NUM_SAMPLES: num_samples}
+        group = self._train_state.optimization.group
+        metrics = {"val_loss": mean_of(group.mean(loss), num_items), NUM_SAMPLES: num_samples}
         target = given.keywords.get("labels") if given.target is None else given.target
         ignored = ignored_index(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:

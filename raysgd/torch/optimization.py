@@ -75,6 +75,9 @@ class Group:
     def has_backward(self) -> bool:
         return self._this is not None
 
+    def mean(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss / (self.samples or 1) if self.is_sum else loss
+
     def weigh(
         self,
         num_samples: float | None,

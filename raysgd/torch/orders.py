@@ -26,33 +26,22 @@ class HugeOrder:
 
     def __init__(self, size: int, replaces: bool) -> None:
         self._size, self._replaces = size, replaces
-        self._half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-        self._mask = (np.uint64(1) << self._half) - np.uint64(1)
-        self._keys = torch.randint(2**62, (8,)).numpy().astype(np.uint64)
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._keys = torch.randint(2**62, (8,)).tolist()
 
     def __getitem__(self, part: slice) -> list[int]:
-        found = np.arange(part.start, part.stop, dtype=np.uint64)
+        return [self._at(place) for place in range(part.start, part.stop)]
+
+    def _at(self, place: int) -> int:
         if self._replaces:  # random numbers, which repeat
-            return [int(each) % self._size for each in _mixed(found ^ self._keys[0])]
-        found %= np.uint64(self._size)
-        is_out = np.ones(len(found), dtype=bool)
-        while is_out.any():
-            found[is_out] = self._permuted(found[is_out])
-            is_out = found >= self._size
-        return [*map(int, found)]
-
-    def _permuted(self, found: Any) -> Any:
-        left, right = found >> self._half, found & self._mask
-        for key in self._keys:
-            left, right = right, left ^ (_mixed(right ^ key) & self._mask)
-        return left << self._half | right
-
-
-def _mixed(bits: Any) -> Any:
-    """Mix 64 bits with the finalizer of SplitMix64."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits = (bits ^ bits >> np.uint64(shift)) * np.uint64(factor)
-    return bits ^ bits >> np.uint64(31)
+            return hash((place, *self._keys)) % self._size
+        found, mask = place, (1 << self._half) - 1
+        while True:
+            left, right = found >> self._half, found & mask
+            for key in self._keys:
+                left, right = right, left ^ (hash((right, key)) & mask)
+            if (found := left << self._half | right) < self._size:
+                return found
 
 
 Order = torch.Tensor | list[Any] | HugeOrder | None

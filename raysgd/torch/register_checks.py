@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,11 @@ from raysgd.loop.train_state import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.state import version_of
 
 logger = logging.getLogger(__name__)
 
 _MOST_ITEMS = 1000
-"""Maximum size of a container of an operator whose items are compared."""
-
+"""Maximum size of a container of an operator whose items are checked."""
 
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
 _INSTEAD = {
@@ -270,8 +268,7 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
         known.update(map(id, getattr(each, "__dict__", {}).values()))
     found = [
         f"{place} ({type(held).__name__})"
-        for name, value in vars(operator).items()
-        for place, held in _places(f"self.{name}", value)
+        for place, held in held_by(operator)
         if id(held) not in known and _looks_trained(held, known)
     ]
     if found:
@@ -289,8 +286,7 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
     known = {*map(id, registered), *map(id, operator.config.values())}
     found = [
         place
-        for name, value in vars(operator).items()
-        for place, held in _places(f"self.{name}", value)
+        for place, held in held_by(operator)
         if isinstance(held, DataLoader) and id(held) not in known and own_split(held) is None
     ]
     if found:
@@ -302,44 +298,19 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
         )
 
 
-def identities(operator: Any, models: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Return what identifies each attribute of an operator and of its modules, by name.
-
-    Leave out parameters and buffers of registered `models`, and metrics.
-    """
-    registered = {id(module) for model in models for module in ddp.plain(model).modules()}
-    found: dict[str, Any] = {}
-    for name, value in vars(operator).items():
-        is_long = isinstance(value, Mapping | list | tuple) and len(value) > _MOST_ITEMS
-        items = [(f"self.{name}", value)] if is_long else _places(f"self.{name}", value)
-        for place, held in items if name != "_train_state" else ():
-            found[place] = _identity(held)
-            if not isinstance(held, torch.nn.Module) or _is_metric(held):
-                continue
-            for path, module in ddp.plain(held).named_modules(prefix=place):
-                own = {} if id(module) in registered else {**module._parameters, **module._buffers}
-                for key, each in {**vars(module), **own}.items():
-                    if key[0] != "_" and key != "training":
-                        found[f"{path}.{key}"] = _identity(each)
-    return found
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and not value.is_inference():
-        return id(value), version_of(value)
-    return repr(value) if isinstance(value, int | float | str | tuple) else id(value)
-
-
-def _is_metric(module: torch.nn.Module) -> bool:
+def is_metric(module: torch.nn.Module) -> bool:
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
 
-def _places(place: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the value of an attribute, or its items, each with its name."""
-    if not isinstance(value, Mapping | list | tuple):
-        return [(place, value)]
-    members = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return [(f"{place}[{key!r}]", held) for key, held in members]
+def held_by(operator: Any) -> Iterator[tuple[str, Any]]:
+    """Iterate over the attributes of an operator, and over the items of small ones, with names."""
+    for name, value in vars(operator).items():
+        place = f"self.{name}"
+        if not isinstance(value, Mapping | list | tuple) or len(value) > _MOST_ITEMS:
+            yield place, value
+        else:
+            members = value.items() if isinstance(value, Mapping) else enumerate(value)
+            yield from ((f"{place}[{key!r}]", held) for key, held in members)
 
 
 def _looks_trained(held: Any, registered: Collection[int]) -> bool:
@@ -348,4 +319,4 @@ def _looks_trained(held: Any, registered: Collection[int]) -> bool:
     if not isinstance(held, torch.nn.Module) or isinstance(held, AveragedModel):
         return isinstance(held, torch.optim.Optimizer)
     trained = {id(p) for p in held.parameters() if p.requires_grad}
-    return not _is_metric(held) and not trained <= set(registered)
+    return not is_metric(held) and not trained <= set(registered)

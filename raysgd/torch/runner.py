@@ -16,6 +16,7 @@ from raysgd._internal.imports import refuse_triton
 from raysgd.cluster.streams import Incoming
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
+from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import (
@@ -114,6 +115,7 @@ def build_operator(
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
+    state.features.append(Untracked(operator))
     return operator
 
 

@@ -22,7 +22,6 @@ from raysgd.torch.loading import TorchSources
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
-from raysgd.torch.register_checks import identities
 from raysgd.torch.state import (
     Places,
     copy_leaf,
@@ -184,9 +183,6 @@ class TorchTrainState(TrainState):
                 parameter.requires_grad_(requires_grad)
             for module, training in zip(model.modules(), modes, strict=True):
                 module.training = training
-
-    def untracked(self, operator: Any) -> dict[str, Any]:
-        return identities(operator, self.models)
 
     def training_state(self) -> dict[str, Any]:
         partial = self._partial_models()

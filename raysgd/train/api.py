@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
-from raysgd.compat.ray_train import RayContext
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.session import Session, here, worker_context
 
@@ -154,7 +153,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
 
 
 @dataclass(frozen=True)
-class TrainContext(RayContext):
+class TrainContext:
     """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
@@ -198,6 +197,16 @@ class TrainContext(RayContext):
     def get_experiment_name(self) -> str:
         """Return the name of the run or the trial."""
         return self.name
+
+    get_trial_name = get_experiment_name
+
+    def get_trial_id(self) -> str:
+        """Return the unique ID of the run."""
+        return self.run
+
+    def get_trial_dir(self) -> str:
+        """Return the folder of the run on the driver; empty in a trial of Tune."""
+        return self.folder
 
 
 def get_context() -> TrainContext:

@@ -13,7 +13,6 @@ from typing import Any
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.logger import end_line
 from raysgd.callbacks.values import jsonable
-from raysgd.compat.ray_train import RayResult
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 
@@ -22,7 +21,7 @@ REPORTS = "result.json"
 
 
 @dataclass
-class Result(RayResult):
+class Result:
     """The result of a run."""
 
     metrics: dict[str, Any] | None
@@ -33,6 +32,11 @@ class Result(RayResult):
     path: str = ""
     error: BaseException | None = None
     """Always None, because ``fit()`` raises errors. For scripts that read this attribute."""
+
+    @property
+    def log_dir(self) -> Path:
+        """`path` as a Path."""
+        return Path(self.path)
 
     @property
     def history(self) -> list[dict[str, Any]]:

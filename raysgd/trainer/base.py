@@ -14,13 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from raysgd._internal.arguments import (
-    check_flags,
-    check_hook,
-    check_int,
-    checked_dict,
-    unknown_argument,
-)
+from raysgd._internal.arguments import check_hook, check_int, checked_dict, unknown_argument
 from raysgd._internal.config import BATCH_SIZE, env_seconds
 from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
@@ -348,22 +342,14 @@ class OperatorTrainer(TrainerInfo):
         _check_callable("apply_all_workers", fn)
         return self._calls.make(Call(request=ApplyRequest(function=fn)))
 
-    def apply_all_operators(self, fn: Callable[[Any], Any], also_later: bool = False) -> list[Any]:
+    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` on every worker. See `apply_all_workers`.
 
-        Args:
-            fn: a function of the operator. New workers receive its changes of learning rates,
-                parameters, ``requires_grad``, and batch sizes (``register_data``).
-            also_later: whether each worker that starts later calls `fn` too, after its ``setup``,
-                so that it also has other changes, such as attributes.
+        New workers receive its changes of learning rates, parameters, ``requires_grad``, and batch
+        sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
         _check_callable("apply_all_operators", fn)
-        check_flags("apply_all_operators", also_later=also_later)
-        request = ApplyOperatorRequest(function=fn, also_later=also_later)
-        results = self._calls.make(Call(request=request))
-        if also_later:
-            self._controller.call_later(request)
-        return results
+        return self._calls.make(Call(request=ApplyOperatorRequest(function=fn)))
 
     def drain(
         self,

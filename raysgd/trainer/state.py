@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import IO, Any
 
 from raysgd import checkpoint
 from raysgd._internal.context import Request
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
+from raysgd.checkpoint.manifest import HashingFile
+from raysgd.cluster.streams import Content, ReceivedFile, ReceivedValue, StorageError
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
 from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
+from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
 
@@ -32,6 +36,14 @@ _OF_CALL = ("call", "batching", "flags")
 def _of_workers(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a state for the workers, without the unfinished call of a snapshot."""
     return {key: value for key, value in state.items() if key not in (*_OF_DRIVER, *_OF_CALL)}
+
+
+def _allows_own_types() -> bool:
+    """Return whether ``torch.load`` allows types of the user, which workers may not know."""
+    torch = sys.modules.get("torch")
+    allowed = torch.serialization.get_safe_globals() if torch else ()
+    types = [each[0] if isinstance(each, tuple) else each for each in allowed]
+    return not all(each.__module__.startswith("torch.") for each in types)
 
 
 @dataclass(eq=False)
@@ -53,15 +65,17 @@ class TrainerState:
     # ---- collection from the workers
 
     def collect(self) -> dict[str, Any]:
+        of_driver = self._of_driver()
+        return {**self._collect_from_workers(), **of_driver}
+
+    def _of_driver(self) -> dict[str, Any]:
         callbacks = self.calls.callback_list.state_dict()
-        state = self._collect_from_workers()
-        if callbacks:
-            state["callbacks"] = callbacks
-        state["config"] = scalars(shown_config(self.options.config))
+        parts = {"callbacks": callbacks} if callbacks else {}
+        parts["config"] = scalars(shown_config(self.options.config))
         if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
-            state["validation_due"] = scalars(self.calls.metrics)
-        return state
+            parts["validation_due"] = scalars(self.calls.metrics)
+        return parts
 
     def _collect_from_workers(self) -> dict[str, Any]:
         controller = self.calls.controller
@@ -79,7 +93,7 @@ class TrainerState:
             return copy.deepcopy(
                 {key: value for key, value in state.items() if key not in _OF_CALL}
             )
-        generators = self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
+        generators = self._generators()
         state = self.assemble(with_shares(self._fetch(StateRequest())))
         state["data"]["rng"] = generators
         return state
@@ -87,21 +101,46 @@ class TrainerState:
     def models(self) -> Any:
         return self._fetch(ModelsRequest())[0]
 
-    def _fetch(self, request: Request) -> list[Any]:
+    def _generators(self) -> list[Any]:
+        return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
+
+    def _fetch(self, request: Request, kind: Callable[..., Any] = ReceivedValue) -> list[Any]:
         rank = None if self.calls.controller.progress.divided else 0
-        call = Call(request=request, rank=rank, returns_state=True, max_losses=3, any_size=True)
+        call = Call(request=request, rank=rank, receives=kind, max_losses=3, any_size=True)
         return self.calls.make(call)
 
     # ---- files
 
     def save(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
-        target = Location(path)
-        state = self.collect()
-        name = self.options.training_operator_cls.__qualname__
-        num_workers = len(self.calls.controller.members)
-        manifest = checkpoint.Manifest(world_size=num_workers, operator=name)
-        return checkpoint.write_file(state, target.name, manifest)
+        target, controller = Location(path), self.calls.controller
+        manifest = checkpoint.Manifest(
+            world_size=len(controller.members),
+            operator=self.options.training_operator_cls.__qualname__,
+        )
+        if controller.progress.divided or not controller.members or _allows_own_types():
+            return checkpoint.write_file(self.collect(), target.name, manifest)
+        of_driver, errors = self._of_driver(), []
+        request = SaveRequest(
+            of_driver=of_driver, generators=self._generators(), shown=target.shown
+        )
+
+        def fill(file: IO[bytes]) -> None:
+            hashing: Any = HashingFile(file)
+            try:
+                (answer,) = self._fetch(request, functools.partial(ReceivedFile, hashing))
+            except StorageError as error:
+                raise error.args[0] from None
+            except Exception as error:
+                errors.append(error)
+                raise
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, Content):  # of a worker in this process
+                answer.write(hashing)
+            hashing.seal(replace(manifest, **answer.facts))
+
+        return target.write(fill, unchanged=errors)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()

@@ -1,6 +1,10 @@
 """Saving, loading, and exporting the state of a trainer."""
 
+import datetime
+import os
 import random
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -8,7 +12,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer, backends
+from raysgd.checkpoint import read_file, read_manifest
 from raysgd.comm.torch import TorchBackend
+from raysgd.errors import CheckpointError
+from raysgd.loop import runner
 from tests.ends import by_thread, check_that_shutdown_ends, hold
 from tests.faulty import check_epoch, faulty_trainer, order, pids_of
 from tests.operators import Classifier, make_data, parameters, replica_hash
@@ -114,6 +121,45 @@ def test_a_state_stays_as_it_is_while_training_continues(two):
     two.train(num_steps=4)
     assert not torch.equal(two.get_model()[0].weight, weight)
     assert torch.equal(weight, before)
+
+
+def die_while_saving(operator):
+    def write_a_part(state, shown, file):
+        file.write(bytes(1 << 24))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if operator.world_rank == 0:
+        runner.write_state = write_a_part
+
+
+def test_another_worker_writes_the_file_if_the_first_is_lost(two, tmp_path):
+    two.train(num_steps=2)
+    two.apply_all_operators(die_while_saving)
+    before = two.events[-1]
+    path = two.save(tmp_path / "state.pt")
+    assert two.events[two.events.index(before) + 1].kind == "lost"
+    assert os.listdir(tmp_path) == ["state.pt"]
+    assert read_manifest(path).global_step == read_file(path)["global_step"] == 2
+
+
+def test_a_failed_save_names_its_cause_and_leaves_no_file(two, tmp_path):
+    before = pids_of(two)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"save to .*state\.pt: File too large"):
+            two.save(tmp_path / "state.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir(tmp_path) == []
+    two.apply_all_operators(lambda operator: operator.drawn.append(datetime.date(2020, 1, 1)))
+    with pytest.raises(CheckpointError, match=r"state_dict\(\)\['drawn'\]\[0\] has the type"):
+        two.save(tmp_path / "state.pt")
+    assert os.listdir(tmp_path) == []
+    with torch.serialization.safe_globals([datetime.date]):  # only in the driver's process
+        assert read_file(two.save(tmp_path / "state.pt"))["operator"]["drawn"]
+    assert two.train(num_steps=1)["batch_count"] == 1
+    assert pids_of(two) == before
 
 
 def test_a_save_is_ended_by_a_shutdown(two, tmp_path):

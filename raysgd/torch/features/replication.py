@@ -22,10 +22,6 @@ class Replication(StepFeature):
 
     def __init__(self, state: TorchTrainState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps
-        # Record this now, because setup may freeze parameters later.
-        self._required = {
-            id(model): ddp.required_gradients(ddp.unwrap(model)) for model in state.models
-        }
         self._dtypes = {p: p.dtype for model in state.models for p in model.parameters()}
         self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
 
@@ -33,9 +29,7 @@ class Replication(StepFeature):
         """Record the wrappers at the end of ``setup``."""
         models = self._state.models
         self._averaged = [
-            ddp.averaged_parameters(model, self._required.get(id(model)))
-            if isinstance(model, DistributedDataParallel)
-            else None
+            ddp.averaged_parameters(model) if isinstance(model, DistributedDataParallel) else None
             for model in models
         ]
 
@@ -95,8 +89,6 @@ class Replication(StepFeature):
 
     def commit(self) -> None:
         ddp.forget_gradients(self._state.models)
+        self._exchange(True)
 
     roll_back = commit
-
-    def end_segment(self) -> None:
-        self._exchange(True)

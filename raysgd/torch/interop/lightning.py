@@ -12,7 +12,6 @@ import importlib
 import inspect
 import logging
 import numbers
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.metrics import NUM_SAMPLES, MergeableMetric, Sums, computed, ratio
+from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.creators import lock_of_node, mixed_bases
+from raysgd.torch.interop.logged import REDUCTIONS, Reduced, TorchMetric, numbers_in
 
 if TYPE_CHECKING:
     from raysgd.torch.operator import TrainingOperator
@@ -201,7 +201,7 @@ class LightningMethods(_Base):
             result = super().train_epoch(iterator, info, num_steps, epoch_idx)
             if self._epoch_is_over():
                 module.on_train_epoch_end()
-            result.update(_numbers(surroundings.take_logged()))
+            result.update(numbers_in(surroundings.take_logged()))
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class LightningMethods(_Base):
             result = super().validate(val_iterator, info)
             module.on_validation_epoch_end()
             module.on_validation_end()
-            result.update(_numbers(surroundings.take_logged()))
+            result.update(numbers_in(surroundings.take_logged()))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -336,18 +336,13 @@ class _Surroundings:
         tensor = torch.as_tensor(tensor)
         if self.world_size == 1:
             return tensor
-        if sync_grads:
-            functional = importlib.import_module("torch.distributed.nn.functional")
-            return torch.stack(functional.all_gather(tensor, group))
-        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        torch.distributed.all_gather(found, tensor.detach().contiguous(), group)
-        return torch.stack(found)
+        functional = importlib.import_module("torch.distributed.nn.functional")
+        found = torch.stack(functional.all_gather(tensor.contiguous(), group))
+        return found if sync_grads else found.detach()
 
     @property
     def max_epochs(self) -> int:
-        found: int | None = self._operator.config.get("max_epochs")
-        if found is None:
-            raise RuntimeError('self.trainer.max_epochs is config["max_epochs"], which is missing.')
+        found: int = self._operator.config["max_epochs"]
         return found
 
     @property
@@ -376,7 +371,7 @@ class _Surroundings:
         if logger is False:
             return
         if hasattr(value, "metric_state"):
-            self._logged[name] = _TorchMetric(value.clone())
+            self._logged[name] = TorchMetric(value.clone())
             value.reset()
             return
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
@@ -386,14 +381,14 @@ class _Surroundings:
                 "metric of torchmetrics."
             )
         reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
-        if reduction not in (*_REDUCTIONS, "mean", "avg"):
+        if reduction not in (*REDUCTIONS, "mean", "avg"):
             raise ValueError(
                 f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min", or "max". For '
                 "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
             )
         value = value.detach() if is_tensor else value
-        if reduction in _REDUCTIONS:
-            value = _Reduced(reduction, value)
+        if reduction in REDUCTIONS:
+            value = Reduced(reduction, value)
         elif batch_size is not None:
             value = Sums(ratio, total=value * batch_size, weight=batch_size)
         self._logged[name] = value
@@ -474,56 +469,3 @@ def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
         arguments = {name: value for name, value in config.items() if name in parameters}
     unused.difference_update(arguments)
     return given(**arguments)
-
-
-class _Reduced(MergeableMetric):
-    """A number that was logged with ``reduce_fx`` "sum", "min", or "max"."""
-
-    def __init__(self, reduce_fx: str, value: Any) -> None:
-        self._reduce_fx = reduce_fx
-        # A GPU tensor stays on the GPU, because reading it would synchronize.
-        self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
-
-    def merge(self, other: _Reduced) -> _Reduced:
-        merged = _REDUCTIONS[self._reduce_fx](self._value, other._value)
-        return _Reduced(self._reduce_fx, merged)
-
-    def compute(self) -> float:
-        return float(self._value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
-
-
-class _TorchMetric(MergeableMetric):
-    """A metric of torchmetrics, with the data since it was last logged."""
-
-    def __init__(self, metric: Any) -> None:
-        metric.sync_on_compute = False  # workers may compute unequally often
-        self._metric = metric
-
-    def merge(self, other: _TorchMetric) -> _TorchMetric:
-        merged = other._metric.clone()
-        # The public merge_state refuses many metrics, such as MaxMetric.
-        merged._reduce_states(self._metric.metric_state)
-        merged._computed = None  # a cached value
-        return _TorchMetric(merged)
-
-    def compute(self) -> Any:
-        return self._metric.compute()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_metric": self._metric.clone().cpu()}
-
-
-_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
-
-
-def _numbers(logged: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in logged.items():
-        if isinstance(value, MergeableMetric):
-            found.update(computed(name, value))
-        else:
-            found[name] = value.item() if isinstance(value, torch.Tensor) else value
-    return found

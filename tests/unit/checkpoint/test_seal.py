@@ -1,6 +1,8 @@
 """The seal of a checkpoint file, which detects damage to any byte."""
 
+import hashlib
 import io
+import tempfile
 import zipfile
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.checkpoint import Manifest, write_file
+from raysgd.checkpoint import Manifest, manifest, write_file
 from raysgd.checkpoint.manifest import HashingFile, seal, verify
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, flip, state_at
@@ -16,15 +18,18 @@ from tests.unit.checkpoint.states import STATE, flip, state_at
 
 def found(content, whole=True):
     """Verify a content and return its manifest."""
-    return verify(io.BytesIO(content), "x.pt", whole)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(content)
+        return verify(file, "x.pt", whole)
 
 
 def sealed(state=STATE):
     """Return the content of a checkpoint."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    seal(file, Manifest(epoch=2))
-    return file.getvalue()
+    with tempfile.TemporaryFile() as file:
+        torch.save(state, file)
+        seal(file, Manifest(epoch=2))
+        file.seek(0)
+        return file.read()
 
 
 SMALL = sealed()
@@ -126,24 +131,41 @@ def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
     assert manifest_of(path, whole=False).operator == "Digits"
 
 
-@pytest.mark.parametrize("is_overwritten", [False, True])
-def test_large_parts_are_hashed_while_they_are_written(is_overwritten):
-    class Counting(io.BytesIO):
-        num_read = 0
+def test_a_flipped_byte_is_found_in_each_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "_PART", 1 << 14)
+    path = tmp_path / "state.pt"
+    write_file({**STATE, "models": [{"w": torch.arange(50_000.0)}]}, path)
+    assert manifest_of(path)
+    assert path.stat().st_size > 10 << 14
+    for place in range(100, path.stat().st_size, 1 << 14):
+        flip(path, place)
+        with pytest.raises(CheckpointError, match="damaged"):
+            manifest_of(path)
+        flip(path, place)
 
-        def read(self, *arguments):
-            found = super().read(*arguments)
-            self.num_read += len(found)
-            return found
 
-    file = HashingFile(inner := Counting())
-    torch.save({"a": torch.arange(1e6), "b": torch.arange(2e6)}, file)
-    if is_overwritten:
-        file.seek(0)
-        file.write(b"PK\x03\x04")
-    seal(file, Manifest(operator="Digits"))
-    assert (inner.num_read < 100_000) == (not is_overwritten)
-    assert verify(inner, "state.pt").operator == "Digits"
+def test_a_file_with_a_single_hash_of_an_older_version_passes(path):
+    content = path.read_bytes()[: -manifest._SEAL_SIZE]
+    digest = hashlib.sha256(content).hexdigest()
+    path.write_bytes(content + f"raysgd-checkpoint sha256={digest}\n".encode())
+    assert manifest_of(path).operator == "Digits"
+    flip(path, path.stat().st_size // 4)
+    with pytest.raises(CheckpointError, match="damaged"):
+        manifest_of(path)
+
+
+def test_parts_are_hashed_while_they_are_written(tmp_path, monkeypatch):
+    """The end of the archive spans several parts, and the manifest replaces it."""
+    monkeypatch.setattr(manifest, "_PART", 1 << 12)
+    state, hashed = {str(i): torch.arange(1e4) for i in range(300)}, []
+    with open(tmp_path / "state.pt", "xb+") as file:
+        writing = HashingFile(file)
+        torch.save(state, writing)
+        num_parts, hash_ = len([part.result() for part in writing._parts]), manifest._hash
+        monkeypatch.setattr(manifest, "_hash", lambda *at: hashed.append(at[1]) or hash_(*at))
+        writing.seal(Manifest(operator="Digits"))
+        assert 2 < len(hashed) < num_parts / 20
+        assert verify(file, "state.pt").operator == "Digits"
 
 
 def test_damage_to_the_manifest_is_found_either_way(path):

@@ -1,8 +1,11 @@
 """Large values on connections between the driver and its workers."""
 
+import functools
+
 import numpy as np
 import pytest
 
+from raysgd.checkpoint.manifest import HashingFile
 from raysgd.cluster import streams
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
@@ -27,6 +30,42 @@ def test_an_answer_passes_through_the_inbox_if_it_is_large(size):
     outcome.payload = inbox.take(outcome.payload)
     np.testing.assert_equal(outcome.value(), make(size))
     outcome.value()["a"][0] = 1  # belongs to the caller
+
+
+def write_all(file):
+    file.write(bytes(2 * LARGE))
+
+
+def write_a_part(file):
+    file.write(bytes(LARGE))
+    raise ValueError("odd")
+
+
+def write_file(write, file):
+    """Let a worker write a file of the driver, and return the driver's answer."""
+    worker = Worker()
+    worker.runner = FakeRunner()
+    worker.runner.handle = lambda request: streams.Content(write, {"epoch": 3})
+    with streams.Inbox([LOOPBACK], functools.partial(streams.ReceivedFile, file)) as inbox:
+        outcome = worker.call(None, inbox.address)
+    outcome.payload = inbox.take(outcome.payload)
+    return outcome.value()
+
+
+def test_a_second_attempt_replaces_what_the_first_has_written(tmp_path):
+    with open(tmp_path / "file", "xb+") as file:
+        hashing = HashingFile(file)
+        assert str(write_file(write_a_part, hashing)) == "odd"
+        assert write_file(write_all, hashing).facts == {"epoch": 3}
+        assert file.seek(0, 2) == 2 * LARGE
+
+
+def test_a_full_disk_is_an_error_of_the_driver():
+    with open("/dev/full", "wb", buffering=0) as file:
+        hashing = HashingFile(file)
+        hashing.restart = lambda: None  # a device cannot be truncated
+        with pytest.raises(streams.StorageError, match="No space left on device"):
+            write_file(write_all, hashing)
 
 
 def test_a_worker_receives_arrays_in_their_places():

@@ -78,17 +78,7 @@ class FakeReplacement:
     made = ()
 
     def __init__(
-        self,
-        group,
-        slot,
-        rank,
-        size,
-        generation,
-        created,
-        timeout_s,
-        replaces_lost,
-        later,
-        goal="setup",
+        self, group, slot, rank, size, generation, created, timeout_s, replaces_lost, goal="setup"
     ):
         self.slot, self.rank, self.generation, self.created = slot, rank, generation, created
         self.size, self.goal, self.step = size, goal, "start"

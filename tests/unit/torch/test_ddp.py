@@ -89,7 +89,7 @@ def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process
     replication = Replication(SimpleNamespace(models=[model], accumulation_steps=1), wraps=True)
     replication.begin_batch(MicroBatch(planned=2, is_last=False, is_part=True))
     assert not model.require_backward_grad_sync
-    replication.end_segment()
+    replication.commit()
     replication.begin_batch(MicroBatch())
     assert model.require_backward_grad_sync
 

@@ -68,13 +68,12 @@ def test_changes_by_apply_all_operators_that_new_workers_lack_are_a_warning(capl
     operator = run_operator(Teaching, {"keeps": True})
     state = operator._train_state
     state.settings.context = WorkerContext(in_driver=False)
-    before = state.untracked(operator)
-    operator.alpha = 0.5
-    operator.criterion.label_smoothing = 0.1
-    operator.model[0].weight.data.mul_(2)  # this change travels
-    operator.model.train(False)
-    operator.teacher[0].weight.mul_(0.5)
-    state.warn_of_changes("apply_all_operators", operator, before)
+    with state.feature("Untracked").applying():
+        operator.alpha = 0.5
+        operator.criterion.label_smoothing = 0.1
+        operator.model[0].weight.data.mul_(2)  # this change travels
+        operator.model.train(False)
+        operator.teacher[0].weight.mul_(0.5)
     (warning,) = [r.message for r in caplog.records if "apply_all_operators changed" in r.message]
     assert "changed self.criterion.label_smoothing, self.alpha. Checkpoints" in warning
 

@@ -119,7 +119,8 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
     model.requires_grad_(True)
-    train_state.check_trained()
+    for feature in train_state.features:
+        feature.check_trained()
 
 
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
@@ -130,7 +131,7 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
         feature.begin_batch(MicroBatch(planned=2, is_last=False))
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
-        feature.end_segment()
+        feature.commit()
     assert wrapped.require_backward_grad_sync
 
 

@@ -438,7 +438,7 @@ def test_later_changes_that_sharding_does_not_support_raise(process_group):
         train_state.feature("Averaging").begin(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
-        train_state.check_trained()
+        train_state.feature("FullyShardedModel").check_trained()
     model[0].weight.requires_grad_(True)
     optimization = train_state.optimization
     for position, size, is_last in ((0, 3, False), (1, 2, True)):
