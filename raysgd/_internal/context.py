@@ -121,10 +121,11 @@ class Runner(Protocol):
         Return the current number of committed steps.
         """
 
-    def snapshot(self) -> dict[str, Any] | None:
+    def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart after the loss of all workers.
 
-        Return None if there is none, or if it was sent.
+        Return None if there is none, if it was sent, or if `Progress.num_changes` is not
+        `num_changes`.
         """
 
     def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:

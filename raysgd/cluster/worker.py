@@ -290,12 +290,12 @@ class Worker:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
-    def snapshot(self, step: int | None = None) -> Packed | Ticket | None:
+    def snapshot(self, step: int | None, num_changes: int) -> Packed | Ticket | None:
         """Return the newest snapshot, or a ticket for `send_snapshot` if it is large.
 
-        Return None if it was sent, or is of another step than `step`.
+        Return None if it was sent, or is of another step or number of changes.
         """
-        state = None if self.runner is None else self.runner.snapshot()
+        state = None if self.runner is None else self.runner.snapshot(num_changes)
         if state is None or (step is not None and state["global_step"] != step):
             return None
         outgoing = Outgoing(new_ticket(), pack(state), state, time.monotonic())

@@ -24,8 +24,8 @@ Read = Callable[[], Any]
 """Returns a stored state."""
 
 
-def fetch(member: WorkerHandle, step: int | None) -> Future[Read | None]:
-    """Fetch the snapshot of a member, or None if it has none of this step."""
+def fetch(member: WorkerHandle, step: int | None, num_changes: int) -> Future[Read | None]:
+    """Fetch the snapshot of a member, or None if it has none of this step and these changes."""
     fetched: Future[Read | None] = Future()
 
     def begin(answer: Future[Packed | Ticket | None]) -> None:
@@ -46,8 +46,7 @@ def fetch(member: WorkerHandle, step: int | None) -> Future[Read | None]:
         except BaseException as error:
             fetched.set_exception(error)
 
-    given = () if step is None else (step,)
-    member.control("snapshot", *given).add_done_callback(begin)
+    member.control("snapshot", step, num_changes).add_done_callback(begin)
     return fetched
 
 
@@ -103,9 +102,9 @@ class SnapshotKeeper:
         elif self._coming is None and step > self._step:
             if not newest.divided:
                 if member.remote:
-                    self._coming = (step, [fetch(member, None)])
+                    self._coming = (step, [fetch(member, None, newest.num_changes)])
             elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
-                self._coming = (step, [fetch(each, step) for each in progress])
+                self._coming = (step, [fetch(m, step, p.num_changes) for m, p in progress.items()])
 
     @property
     def coming(self) -> Sequence[Future[Any]]:

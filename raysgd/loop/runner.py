@@ -183,8 +183,8 @@ class OperatorRunner(ABC):
         self.signal.driver_pause = step
         return 0 if self._loop is None else self._train_state.global_step
 
-    def snapshot(self) -> dict[str, Any] | None:
-        return None if self._loop is None else self._loop.snapshots.get()
+    def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
+        return None if self._loop is None else self._loop.snapshots.get(num_changes)
 
     def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
         if self._loop is not None:

@@ -132,8 +132,14 @@ class Snapshots:
         self._is_needed = outdated or self._every != "auto"
         self.num_changes += outdated
 
-    def get(self) -> dict[str, Any] | None:
-        """Return the newest copy, or None if it was sent. Called from another thread."""
+    def get(self, num_changes: int | None = None) -> dict[str, Any] | None:
+        """Return the newest copy, or None if it was sent. Called from another thread.
+
+        Return None too if the number of changes is not `num_changes`: the driver has asked for an
+        older copy, and may discard this one.
+        """
+        if num_changes not in (None, self.num_changes):
+            return None
         self._asked_at = self.clock()
         return self._copy
 

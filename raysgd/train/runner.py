@@ -83,7 +83,7 @@ class FunctionRunner(Runner):
     def pause_at(self, step: int | None) -> int:
         return 0  # a function cannot pause
 
-    def snapshot(self) -> dict[str, Any] | None:
+    def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
         return None  # the driver holds the checkpoints
 
     def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:

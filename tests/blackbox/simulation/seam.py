@@ -381,7 +381,7 @@ class SimMember(WorkerHandle):
         self.pause = step
         return self.step
 
-    def _snapshot(self):
+    def _snapshot(self, step, num_changes):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step

@@ -55,7 +55,7 @@ class FakeRunner:
         self.calls.append(("pause", step))
         return self.step
 
-    def snapshot(self):
+    def snapshot(self, num_changes=None):
         return {"step": self.step} if self.step else None
 
     def snapshot_sent(self, snapshot, seconds):
@@ -374,11 +374,11 @@ def test_a_pause_ends_with_its_generation(worker):
 
 
 def test_a_snapshot_is_pickled_if_there_is_one(worker):
-    assert worker.snapshot() is None
+    assert worker.snapshot(None, 0) is None
     worker.runner.step = 4
-    assert worker.snapshot().value() == {"step": 4}
+    assert worker.snapshot(None, 0).value() == {"step": 4}
     assert worker.runner.calls[-1] == ("sent", {"step": 4})
-    assert Worker().snapshot() is None
+    assert Worker().snapshot(None, 0) is None
 
 
 # ---- life cycle

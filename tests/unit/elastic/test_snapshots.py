@@ -14,7 +14,7 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.snapshots import SnapshotKeeper
-from raysgd.loop.requests import TrainRequest
+from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import wait_until
@@ -28,7 +28,7 @@ class FakeMember:
         self.remote = remote
         self.asked = []
 
-    def control(self, method, step=None):
+    def control(self, method, step, num_changes):
         assert method == "snapshot"
         self.asked.append(Future())
         return self.asked[-1]
@@ -130,7 +130,8 @@ class LargeMember(FakeMember):
         super().__init__()
         self.worker, self.sent = Worker(), []
         self.worker.runner = SimpleNamespace(
-            snapshot=lambda: state, snapshot_sent=lambda state, seconds: self.sent.append(seconds)
+            snapshot=lambda num_changes=None: state,
+            snapshot_sent=lambda state, seconds: self.sent.append(seconds),
         )
         self.thread = ThreadPoolExecutor(1)
 
@@ -221,18 +222,22 @@ class RunnerMember(FakeMember):
 
     def __init__(self, runner):
         super().__init__()
-        self.runner = runner
+        self.worker, self.late = Worker(), []
+        self.worker.runner = runner
 
-    def control(self, method, step=None):
-        future = Future()
-        state = self.runner.snapshot()
-        future.set_result(None if state is None else pack(state))
+    def control(self, method, *arguments):
+        """Answer late requests first."""
+        late, self.late = self.late, []
+        for future, *given in [*late, (Future(), *arguments)]:
+            future.set_result(self.worker.snapshot(*given))
         return future
 
+    def answer_late(self, method, *arguments):
+        self.late.append((Future(), *arguments))
+        return self.late[-1][0]
 
-@pytest.mark.parametrize("every", ["epoch", 2])
-@pytest.mark.parametrize("train_after", [0, 1])
-def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, every, train_after):
+
+def make_runner(every):
     options = TorchOptions(
         training_operator_cls=Recorder,
         config={"num_samples": 40, "batch_size": 8},
@@ -242,6 +247,29 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     runner.prepare(WorkerContext(in_driver=True))
     runner.setup(WorkerContext(in_driver=True))
     runner.operator._train_state.settings.context = WorkerContext()  # takes snapshots
+    return runner
+
+
+def set_lr(operator):
+    operator.optimizer.param_groups[0]["lr"] = 0.125
+
+
+def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(keeper, monkeypatch):
+    runner = make_runner("epoch")
+    member = RunnerMember(runner)
+    runner.handle(TrainRequest(call=0, until_step=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(member, "control", member.answer_late)
+        keeper.poll({member: runner.progress()})
+    runner.handle(ApplyOperatorRequest(function=set_lr))
+    keeper.poll({member: runner.progress()})
+    assert keeper.state()["optimizers"][0]["param_groups"][0]["lr"] == 0.125
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+@pytest.mark.parametrize("train_after", [0, 1])
+def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, every, train_after):
+    runner = make_runner(every)
     member = RunnerMember(runner)
     loaded = runner.state_dict()
     runner.handle(TrainRequest(call=0, until_step=8))
