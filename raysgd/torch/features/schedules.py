@@ -32,7 +32,7 @@ class Schedules(StepFeature):
         self._note()
 
     def step_with(self, metric: float) -> None:
-        """Step every scheduler. Those whose ``step`` may take an ``epoch`` do not get the metric."""
+        """Step every scheduler. An optional ``epoch`` of its ``step`` does not get the metric."""
         for scheduler in self._state.schedulers:
             takes = next(iter(inspect.signature(scheduler.step).parameters), "epoch")
             has_metric = takes != "epoch" or required_arguments(scheduler.step)
