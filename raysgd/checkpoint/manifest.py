@@ -11,6 +11,7 @@ After other content, such as a pickle, `seal` appends an archive that holds only
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -103,8 +104,9 @@ class HashingFile(io.RawIOBase):
         self._size += (size := memoryview(content).nbytes)
         if (end := self._size // _PART) > len(self._parts):
             self._file.flush()
-            for part in range(len(self._parts), end):
-                self._parts.append(self._threads.submit(_hash_of_part, self._file, part))
+            with contextlib.suppress(RuntimeError):  # no threads as Python ends: see `_digest`
+                for part in range(len(self._parts), end):
+                    self._parts.append(self._threads.submit(_hash_of_part, self._file, part))
         return size
 
     def seal(self, manifest: Manifest) -> None:
@@ -130,10 +132,13 @@ def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
     """Return the SHA-256 of the hashes of all parts before the seal."""
     file.flush()
     size = file.seek(-_SEAL_SIZE, 2)
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        rest = range(len(hashes), -(-size // _PART))
-        found = threads.map(lambda part: _hash_of_part(file, part, size), rest)
-        return hashlib.sha256(b"".join([*hashes, *found])).hexdigest()
+    rest = range(len(hashes), -(-size // _PART))
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            found = list(threads.map(lambda part: _hash_of_part(file, part, size), rest))
+    except RuntimeError:  # a callback saves while Python ends
+        found = [_hash_of_part(file, part, size) for part in rest]
+    return hashlib.sha256(b"".join([*hashes, *found])).hexdigest()
 
 
 def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
