@@ -98,7 +98,7 @@ def by_coroutine(call, shut_down, is_time):
 
     async def main():
         calling = asyncio.create_task(asyncio.to_thread(call))
-        while not is_time():
+        while not (is_time() or calling.done()):
             await asyncio.sleep(0.01)
         shut_down()
         await calling

@@ -162,7 +162,7 @@ class CallRunner:
         """Fetch a newer snapshot. Wait for it if a restart could not repeat this call."""
         snapshots, before = self._context.snapshots, self._num_changes
         snapshots.poll(progress)
-        self._num_changes = next(iter(progress.values())).num_changes
+        self._num_changes = next((p.num_changes for p in progress.values()), before)
         if self._num_changes != before:
             self._clock.wait(snapshots.coming, _CHANGE_S)
 
