@@ -216,7 +216,7 @@ def raysgd(args):
     ray.init("local", num_cpus=args["num_workers"], include_dashboard=False, log_to_driver=False)
     with make_trainer(args) as trainer:
         result = {"epochs_s": [timed(trainer.train) for _ in range(args["epochs"])]}
-        time.sleep(args["rest_s"])  # a snapshot may still be on its way
+        time.sleep(args["rest_s"])  # the driver may still receive a snapshot
         result["worker_mb"] = max(trainer.apply_all_workers(peak_mb))
         result["driver_mb"] = peak_mb()
         if args["save"]:

@@ -68,6 +68,19 @@ def test_no_other_thread_can_call_while_the_group_forms(world):
     assert errors == ["Broken"]
 
 
+def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
+    controller = world.drive(2).controller
+    calls, group = controller._calls, controller._calls._group
+    watch = calls._watch
+
+    def taken(*arguments):
+        watch(*arguments)
+        monkeypatch.setattr(group, "members", [])
+
+    monkeypatch.setattr(calls, "_watch", taken)
+    assert len(run(controller, "train", until_step=3)) == 2
+
+
 # ---- lost workers are replaced
 
 
