@@ -176,7 +176,7 @@ def run(case, rank):
     )
     train_state, operator = runner._train_state, runner.operator
     if case.num_parts > 1:
-        train_state.parts.raise_split(case.num_parts)
+        train_state.micro_batching.raise_split(case.num_parts)
     trained = runner.handle(TrainRequest(call=0, until_epoch=1, shares=case.shares))
     validated = runner.handle(ValidateRequest(call=1))
     parameters = [

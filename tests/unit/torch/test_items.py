@@ -57,8 +57,6 @@ def check(case, results):
     assert validated["val_loss"] == pytest.approx(val_loss, abs=1e-10, nan_ok=True)
 
 
-
-
 def supported(case):
     """Return the case without what raysgd does not support together."""
     case = replace(
