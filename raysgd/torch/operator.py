@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.loop.operator_base import checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
@@ -38,6 +38,7 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.interop.creators import CreatorMethods, creator_operator
 from raysgd.torch.losses import ignored_index, is_sum, num_counted
+from raysgd.torch.operator_base import TorchOperatorBase
 from raysgd.torch.optimization import as_count
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
@@ -48,7 +49,7 @@ __all__ = ["CreatorOperator", "TrainingOperator"]
 _INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 
 
-class TrainingOperator(OperatorBase):
+class TrainingOperator(TorchOperatorBase):
     """Defines training for :class:`raysgd.TorchTrainer`. Each worker has an instance.
 
     Override `setup`, and other methods if you need to::
@@ -435,46 +436,6 @@ class TrainingOperator(OperatorBase):
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""
         return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
-
-    # ---- properties
-
-    @property
-    def device(self) -> torch.device:
-        """This worker's device."""
-        return self._train_state.settings.device
-
-    @property
-    def device_ids(self) -> list[int] | None:
-        """List with the index of this worker's GPU, or None without a GPU."""
-        return None if self.device.index is None else [self.device.index]
-
-    @property
-    def use_gpu(self) -> bool:
-        """Whether this worker has a GPU."""
-        return self.device.type == "cuda"
-
-    @property
-    def use_fp16_native(self) -> bool:
-        """Whether ``torch.amp`` provides mixed precision."""
-        return self._train_state.settings.options.use_fp16 is True
-
-    @property
-    def use_fp16_apex(self) -> bool:
-        """Whether NVIDIA Apex provides mixed precision."""
-        return self._train_state.settings.options.use_fp16 == "apex"
-
-    @property
-    def scheduler_step_freq(self) -> str | None:
-        """When schedulers step: "batch", "epoch", "manual", or None."""
-        return self._train_state.settings.options.scheduler_step_freq
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_amp", "_amp_scaler"):  # names of RaySGD v1
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}. Use self.autocast(), self.backward(loss), "
-                "and self.optimizer_step(optimizer) instead."
-            )
-        return super().__getattr__(name)
 
     def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
         given = (num_steps, self.use_fp16, self.scheduler_step_freq)
