@@ -226,8 +226,8 @@ class PartitionedSource(BatchSource):
         return self._shard.batch_size, self._follows_share
 
     def set_batch_size(self, size: int, follows_share: bool) -> None:
-        given = self._given_batch if follows_share else None
-        self._shard = replace(self._shard, batch_size=size, global_batch=given)
+        global_batch = self._given_batch if follows_share else None
+        self._shard = replace(self._shard, batch_size=size, global_batch=global_batch)
         self._follows_share = follows_share
 
     def describe(self) -> str:

@@ -186,13 +186,13 @@ class Loop:
             return None
         if since is None:
             return self.progress.result()
-        found = merge_segments(
+        merged = merge_segments(
             [metrics for start, metrics in self.progress.results if start >= since]
         )
-        found |= learning_rates(self.train_state.optimizers)
+        merged |= learning_rates(self.train_state.optimizers)
         for feature in self.train_state.features:
-            found |= feature.step_metrics()
-        return found
+            merged |= feature.step_metrics()
+        return merged
 
     def _steps_left(self, request: TrainRequest) -> int | None:
         """Return the number of steps to the goal, or None if the goal is an epoch."""
@@ -285,8 +285,8 @@ class Loop:
     def _least(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""
         context = self.train_state.context
-        found = self.train_state.minimum(number * context.world_size + context.world_rank)
-        least, self._shortest = divmod(int(found), context.world_size)
+        smallest = self.train_state.minimum(number * context.world_size + context.world_rank)
+        least, self._shortest = divmod(int(smallest), context.world_size)
         return least
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
@@ -376,9 +376,9 @@ def _arguments_of(
 
 def _shards(state: TrainState) -> list[Any]:
     """Return this worker's shards of each optimizer, and then of each sharded model."""
-    parts = {id(feature.optimizer): feature.shards() for feature in state.sharded_features}
-    found = [parts.get(id(optimizer), []) for optimizer in state.optimizers]
+    by_optimizer = {id(feature.optimizer): feature.shards() for feature in state.sharded_features}
+    of_optimizers = [by_optimizer.get(id(optimizer), []) for optimizer in state.optimizers]
     return [
-        *found,
+        *of_optimizers,
         *(shard for feature in state.sharded_features for shard in feature.model_shards()),
     ]

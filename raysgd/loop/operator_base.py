@@ -176,11 +176,11 @@ class OperatorBase:
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
         state, kind = self._train_state, type(self).__name__
-        for what, held in (("models", state.given_models), ("optimizers", state.optimizers)):
-            if len(held) > 1:
+        for what, objects in (("models", state.given_models), ("optimizers", state.optimizers)):
+            if len(objects) > 1:
                 raise RuntimeError(
-                    f"{kind} registered {len(held)} {what}, and the default train_batch trains one "
-                    f"model with one optimizer. Override train_batch in {kind}."
+                    f"{kind} registered {len(objects)} {what}, and the default train_batch trains "
+                    f"one model with one optimizer. Override train_batch in {kind}."
                 )
 
     def _default(self, name: str) -> Any:

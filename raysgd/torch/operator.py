@@ -92,12 +92,12 @@ class TrainingOperator(TorchOperatorBase):
         self.train_mode(True)
         # An override may call this without the argument.
         epoch_idx = epoch_idx or self._train_state.epoch
-        given = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
+        own_info = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
         for batch in self._in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
-            batch_info["info"] = given
+            batch_info["info"] = own_info
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
@@ -129,14 +129,14 @@ class TrainingOperator(TorchOperatorBase):
         model, optimizer = self._default("model"), self._default("optimizer")
         timers, tx = self.timers, self._train_state.transaction
         batch = self.to_device(batch)
-        given = read_batch(batch, model)
+        read = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
             # Without a name, the output needs no memory in the backward pass.
-            loss = loss_of(self, model(*given.arguments, **given.keywords), given)
+            loss = loss_of(self, model(*read.arguments, **read.keywords), read)
         with timers.record("grad"):
-            num_samples = self._count_samples(given, batch_info)
-            num_items = self._count_items(batch, num_samples, given.target)
-            tx.is_sum = given.target is not None and self._loss_is_sum
+            num_samples = self._count_samples(read, batch_info)
+            num_items = self._count_items(batch, num_samples, read.target)
+            tx.is_sum = read.target is not None and self._loss_is_sum
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
@@ -222,17 +222,17 @@ class TrainingOperator(TorchOperatorBase):
             (batch, 1, ...).
         """
         model, batch = self._default("model"), self.to_device(batch)
-        given = read_batch(batch, model)
+        read = read_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
-            output = model(*given.arguments, **given.keywords)
-            loss = loss_of(self, output, given)
+            output = model(*read.arguments, **read.keywords)
+            loss = loss_of(self, output, read)
         batch_info["output"] = output
-        num_samples = self._count_samples(given, batch_info)
-        num_items = self._count_items(batch, num_samples, given.target)
-        if given.target is not None and self._loss_is_sum:
+        num_samples = self._count_samples(read, batch_info)
+        num_items = self._count_items(batch, num_samples, read.target)
+        if read.target is not None and self._loss_is_sum:
             loss = loss / (num_samples or 1)
         metrics = {"val_loss": mean_of(loss, num_items), NUM_SAMPLES: num_samples}
-        target = given.keywords.get("labels") if given.target is None else given.target
+        target = read.keywords.get("labels") if read.target is None else read.target
         ignored = ignored_index(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:
             metrics["val_accuracy"] = accuracy
@@ -249,9 +249,9 @@ class TrainingOperator(TorchOperatorBase):
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1
-        given = Batch(tuple(batch), {}, None) if is_feature else read_batch(batch, model)
+        read = Batch(tuple(batch), {}, None) if is_feature else read_batch(batch, model)
         with self.autocast():
-            return scores_in(model(*given.arguments, **given.keywords))
+            return scores_in(model(*read.arguments, **read.keywords))
 
     @torch.no_grad()
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -438,8 +438,8 @@ class TrainingOperator(TorchOperatorBase):
         return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
 
     def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
-        given = (num_steps, self.use_fp16, self.scheduler_step_freq)
-        return {**info, **dict(zip(_INFO_KEYS, given, strict=True))}
+        values = (num_steps, self.use_fp16, self.scheduler_step_freq)
+        return {**info, **dict(zip(_INFO_KEYS, values, strict=True))}
 
     def _seed_worker(self) -> None:
         """Seed this worker after `setup`. The ready-made operators override this method."""

@@ -21,12 +21,12 @@ from raysgd.torch.state import multiply_all, version_of
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
 
-def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
+def as_count(count: Any, source: str = "backward(num_samples={})") -> float:
     """Return a number, or a tensor of one element, as a float. `source` is for errors."""
-    is_scalar = isinstance(given, torch.Tensor) and given.numel() == 1
-    value = given.item() if is_scalar else given
+    is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
+    value = count.item() if is_scalar else count
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{source.format(repr(given))}: the count must be a number.")
+        raise TypeError(f"{source.format(repr(count))}: the count must be a number.")
     if not 0 <= float(value) < math.inf:
         raise ValueError(f"{source.format(repr(value))}: the count must be finite and at least 0.")
     return float(value)

@@ -148,12 +148,12 @@ class FullyShardedModel(ShardedOptimizer):
         }
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
-        given: dict[Any, Any] = {
+        states: dict[Any, Any] = {
             parameter: dict(of_optimizer["state"][number])
             for parameter, number in zip(everything, numbers, strict=True)
             if number in of_optimizer["state"]
         }
-        self.optimizer.state = defaultdict(dict, given)
+        self.optimizer.state = defaultdict(dict, states)
         self.take_state()
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
@@ -273,8 +273,8 @@ class FullyShardedModel(ShardedOptimizer):
 
 
 def own_rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    held: list[Any] = [p.grad for p in parameters if p.grad is not None]
-    return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
+    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+    return [SimpleNamespace(grad=gradient.to_local()) for gradient in gradients]
 
 
 def whole_norm(norm: torch.Tensor) -> torch.Tensor:

@@ -289,9 +289,9 @@ class ShardedOptimizer(ShardedFeature):
         holdings: list[Any] = [None] * size
         dist.all_gather_object(holdings, (self._token, self._version, own))
         token, version, _ = holdings[leader]
-        held = [pieces if of == token else [] for of, _, pieces in holdings]
+        pieces_by_rank = [pieces if of == token else [] for of, _, pieces in holdings]
         shards = [layout.shard(each, size) for each in range(size)]
-        planned = transfers(shards, layout.num_copies(size), version, held)
+        planned = transfers(shards, layout.num_copies(size), version, pieces_by_rank)
         self.lacks_shards = planned is None
         if planned is None:
             return
@@ -316,8 +316,8 @@ class ShardedOptimizer(ShardedFeature):
         rank, device = dist.get_rank(), self._device
 
         def messages() -> list[tuple[Any, ...]]:
-            found = ((each.newest(self._pieces), each.start, each.stop) for each in batch)
-            return [self._message(*each, version) for each in found]
+            newest = ((each.newest(self._pieces), each.start, each.stop) for each in batch)
+            return [self._message(*each, version) for each in newest]
 
         if to == (source,):
             return messages() if rank == source else []
@@ -361,15 +361,15 @@ def _check_step(
 
 
 def _exchanged(
-    held: dict[int, UpdateBuffers], layout: Layout, device: torch.device
+    updated_here: dict[int, UpdateBuffers], layout: Layout, device: torch.device
 ) -> dict[int, UpdateBuffers]:
     """Return the updated elements of all shards, given those that this worker has updated.
 
     One broadcast per shard sends as much as an all-gather, and needs half the memory.
     """
-    size, own = layout.size, held[layout.rank]
-    if len(held) == size:
-        return held
+    size, own = layout.size, updated_here[layout.rank]
+    if len(updated_here) == size:
+        return updated_here
     updated = {n: own if n == layout.rank else layout.new_buffers(n, device) for n in range(size)}
     works = [
         dist.broadcast(buffer, src=shard, async_op=True)
