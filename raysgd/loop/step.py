@@ -63,6 +63,7 @@ class StepTransaction:
         self.batches.append(batch)
 
     def begin_plan(self, plan: UpdatePlan) -> None:
+        """Set the micro-batches of the update, before the first one begins."""
         self.plan, self.is_split = plan, len(plan.micro_batches) > plan.num_steps
 
     def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
@@ -80,6 +81,11 @@ class StepTransaction:
     def is_only(self) -> bool:
         """Whether the update has only this micro-batch."""
         return self.index == 0 and self.is_last
+
+    @property
+    def uses_backward(self) -> bool:
+        """Whether user code has passed a loss to `backward` of the operator."""
+        return self.has_loss or self.has_earlier_losses
 
     @property
     def has_several_updates(self) -> bool:
