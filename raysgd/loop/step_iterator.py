@@ -127,8 +127,9 @@ class StepIterator:
         micro_batch = self._next_micro_batch()
         self.batch = batch
         self._parts.extend(self._train_state.micro_batching.split_batch(batch, micro_batch))
-        self._tx.is_split = self._tx.is_split or len(self._parts) > 1
-        self._tx.num_planned = len(self._tx.plan.micro_batches) * len(self._parts)
+        if len(self._parts) > 1:
+            self._tx.is_split = True
+            self._tx.num_planned = len(self._tx.plan.micro_batches) * len(self._parts)
         return self._next_part()
 
     def _next_part(self) -> Any:

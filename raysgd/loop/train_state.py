@@ -157,7 +157,7 @@ class TrainState(SavedState):
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         self.settings.context = context
         self.settings.batch_share = batch_share
-        self.transaction.reference = 1.0  # new workers must use the same number
+        self.transaction.reference = None  # new workers must use the same number
         self.data.enter()
         for feature in self.features:
             feature.enter()
