@@ -284,3 +284,15 @@ def created_loaders(created: Any) -> dict[str, Any]:
             "train and a validation loader."
         )
     return dict(zip(("train_loader", "validation_loader"), loaders, strict=False))
+
+
+def listed(given: Any) -> list[Any]:
+    """Return registered objects as a new list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def shaped_like(given: Any, members: list[Any]) -> Any:
+    """Return `members` in the shape of `given`: a single one, a list, or a tuple."""
+    if isinstance(given, tuple):
+        return tuple(members)
+    return members if isinstance(given, list) else members[0]

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_int, checked_dict
-from raysgd.loop.registered import listed, shaped_like
+from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import FileLock
 
-from raysgd.loop.operator_base import class_from_creators, created_loaders
-from raysgd.loop.registered import listed
+from raysgd.loop.operator_base import class_from_creators, created_loaders, listed
 
 
 class CreatorMethods:
