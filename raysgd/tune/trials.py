@@ -18,6 +18,7 @@ import numpy as np
 from raysgd._internal.arguments import as_int
 from raysgd.cluster import ray_session
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.compat.tf_trainer import arguments_of_trial
 from raysgd.trainer.base import OperatorTrainer
 
 try:
@@ -151,13 +152,7 @@ class TFTrainable(BaseTrainable):
     def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         if hasattr(cls, "trainer_kwargs"):
             return super().trainer_arguments(config)
-        names = ("model_creator", "data_creator", "use_gpu", "num_cpus_per_worker", "use_local")
-        return {
-            **cls.defaults,
-            **{name: config[name] for name in names if name in config},
-            "num_workers": config.get("num_replicas", 1),
-            "config": config.get("trainer_config"),
-        }
+        return {**cls.defaults, **arguments_of_trial(config)}
 
     @staticmethod
     def trainer_cls(**arguments: Any) -> OperatorTrainer:
