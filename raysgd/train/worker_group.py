@@ -25,7 +25,7 @@ from raysgd.train.constants import (
 
 
 @dataclass(frozen=True)
-class Worker:
+class TrainWorker:
     """One worker of a group: the Ray handle of its actor, and its location."""
 
     actor: Any
@@ -96,10 +96,10 @@ class WorkerGroup:
         return len(self._group.members)
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[TrainWorker]:
         """The workers, by rank."""
         members: list[Any] = self._group.members
-        return [Worker(member.actor, member.info) for member in members]
+        return [TrainWorker(member.actor, member.info) for member in members]
 
     # ---- functions
 
