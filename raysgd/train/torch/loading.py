@@ -178,24 +178,25 @@ class _SharedSampler(DistributedSampler[Any]):
         """Yield the items of a pass. The next pass has the next epoch if this one counts.
 
         One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
-        counts if the workers communicate during it, or between its last item and the next pass. It
-        also counts if it ends before they ever communicate. Without a count of collectives, it
-        counts from its second item, or at its end.
+        counts if the workers communicate during it. If they communicated before, they may also do
+        it between its last item and the next pass. Without a count of collectives, a pass counts
+        from its second item, or at its end.
         """
-        begun, ended = self._num_collectives(), False
+        begun, is_over = self._num_collectives(), False
         try:
             for item in items:
                 yield item
-                self._count(epoch, begun, begun is None)
-            ended = True
+                self._count(epoch, begun)
+            is_over = True
         finally:
-            self._count(epoch, begun, ended and not begun)
-            if ended and self.epoch == epoch:
+            if is_over or begun or self.source.shard.world_size == 1:
+                self._count(epoch, begun)
+            if is_over and begun and self.epoch == epoch:
                 self._last = epoch, begun
 
-    def _count(self, epoch: int, begun: int | None, ended: bool = False) -> None:
-        has_trained = begun and begun < (self._num_collectives() or 0)
-        if self.epoch == epoch and (ended or has_trained or self.source.shard.world_size == 1):
+    def _count(self, epoch: int, begun: int | None) -> None:
+        has_trained = begun is None or begun < (self._num_collectives() or 0)
+        if self.epoch == epoch and (has_trained or self.source.shard.world_size == 1):
             self.set_epoch(epoch + 1)
 
 

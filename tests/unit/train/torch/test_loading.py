@@ -277,22 +277,22 @@ def test_batches_that_are_moved_ahead_stay_intact_while_a_gpu_is_busy():
     assert torch.stack(sums).tolist() == torch.stack(expected).tolist()
 
 
-@pytest.mark.parametrize(("count", "num_read"), [(0, 1), (0, 2), (3, 1), (3, 2), (3, 4), (None, 1)])
+@pytest.mark.parametrize(("count", "num_read"), [(0, 1), (0, 4), (3, 1), (3, 4), (None, 1)])
 def test_a_worker_that_reads_alone_keeps_the_epoch_of_the_group(count, num_read):
-    clock = [count]
-    parts = []
+    parts, clock = [], [count]
     for rank in range(2):
+        clock[0] = count
         worker = prepared(loader(shuffle=True), rank, num_collectives=lambda: clock[0])
         if rank == 0:
-            held = iter(worker)
-            assert next(held) is not None
+            still_open = iter(worker)
+            assert next(still_open) is not None
             assert len(list(itertools.islice(worker, num_read))) == min(num_read, 3)
         parts.append([])
         for _ in range(3):
             parts[rank].append([])
             for (batch,) in worker:
                 parts[rank][-1] += batch.tolist()
-                if count:
+                if count is not None:
                     clock[0] += 1
     for mine, others in zip(*parts, strict=True):
         assert sorted(mine + others) == list(range(20))
