@@ -40,34 +40,22 @@ def report(
     run, it warns once and does nothing.
 
     Args:
-        metrics: picklable values by name. ``metrics=`` with a dict means the same unless
-            you also pass other metrics by name.
+        metrics: picklable values by name. ``metrics=`` with a dict means the same unless you also
+            pass other metrics by name.
         checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps the
             checkpoint of worker 0.
         named: metrics by name, in place of a dict.
     """
     if metrics is None and named.keys() == {"metrics"} and isinstance(named["metrics"], Mapping):
         metrics = named.pop("metrics")
-        if checkpoint is None and "metrics" not in _WARNED and world_rank() == 0:
-            _WARNED.add("metrics")
-            warnings.warn(
-                "report(metrics={...}) reports each entry of the dict. For one metric called "
-                "'metrics', as in Ray 1.13, write report({'metrics': {...}}). To avoid this "
-                "warning, write report({...}).",
-                stacklevel=2,
-            )
-    is_checkpoint = checkpoint is None or hasattr(checkpoint, "to_directory")
-    if metrics is None:  # every keyword is a metric, even `checkpoint`
-        if not is_checkpoint:
-            checkpoint, named = None, {"checkpoint": checkpoint, **named}
-    elif not isinstance(metrics, Mapping):
+    if not isinstance(metrics, Mapping | None):
         raise TypeError(f"report({metrics!r}): must be a dict. You can also pass metrics by name.")
-    elif named:
+    if metrics is not None and named:
         raise TypeError(
             f"report() has no argument {next(iter(named))!r}. Pass all metrics in the dict, or all "
             "by name."
         )
-    elif not is_checkpoint:
+    if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
         raise TypeError(
             f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
             "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."

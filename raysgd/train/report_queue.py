@@ -61,11 +61,10 @@ class Turn:
     def value(self) -> Any:
         """The return value of the function. None, with a warning, if unpickling fails."""
         try:
-            return None if self.content is None else self.content.value()
-        except Exception as error:
-            logger.warning(
-                "The driver cannot unpickle the result of the training function: %r", error
-            )
+            return self.metrics
+        except TypeError as error:
+            text = "The driver cannot unpickle the result of the training function: %r"
+            logger.warning(text, error.__cause__)
             return None
 
 

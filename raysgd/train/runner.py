@@ -54,7 +54,7 @@ class FunctionRunner(Runner):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
 
     def setup(self, context: WorkerContext) -> None:
-        self._context = here.place = context
+        self._context = here.context = context
         if is_worker_process():
             sys.modules["ray.air.session"] = ray_session
 
@@ -64,7 +64,7 @@ class FunctionRunner(Runner):
 
     def teardown(self) -> None:
         self.request_stop(True)
-        here.place = None
+        here.context = None
 
     # ---- access from another thread
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd.callbacks.values import numbers_in
+from raysgd.compat.ray_train import alias_modules
 
 __all__ = [
     "AverageResultsPreprocessor",
@@ -22,8 +22,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-for _name in ("aggregate", "index", "keys", "preprocessor"):  # modules of older scripts
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
+alias_modules(__name__, "aggregate", "index", "keys", "preprocessor")
 
 Results = list[dict[str, Any]]
 

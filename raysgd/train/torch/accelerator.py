@@ -215,20 +215,6 @@ def enable_reproducibility(seed: int = 0) -> None:
     _extras()[_SEED] = seed
 
 
-class TorchAccelerator:
-    """The functions of this module as methods, for scripts of Ray 1.13."""
-
-    def __init__(self, amp: bool = False) -> None:
-        accelerate(amp)
-
-    prepare_model = staticmethod(prepare_model)
-    prepare_data_loader = staticmethod(prepare_data_loader)
-    prepare_optimizer = staticmethod(prepare_optimizer)
-    backward = staticmethod(backward)
-    get_device = staticmethod(get_device)
-    enable_reproducibility = staticmethod(enable_reproducibility)
-
-
 class _Autocast:
     """The forward pass of a model in mixed precision, with float32 outputs."""
 

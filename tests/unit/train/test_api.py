@@ -38,15 +38,6 @@ def test_all_forms_of_report_are_the_same(run):
         assert turn.metrics["_time_this_iter_s"] >= 0
 
 
-def test_a_dict_passed_as_metrics_warns_once_that_its_entries_are_metrics(run, monkeypatch):
-    monkeypatch.setattr(api, "_WARNED", set())
-    run()
-    with pytest.warns(UserWarning, match=r"write report\(\{'metrics': \{\.\.\.\}\}\)") as warned:
-        train.report(metrics={"loss": 1.0})
-    assert warned[0].filename == __file__
-    train.report(metrics={"loss": 1.0})
-
-
 def test_a_function_may_report_its_own_time_but_no_timestamp(run):
     queue = run()
     train.report(_time_this_iter_s=7.5, _timestamp=3)
@@ -60,7 +51,6 @@ def test_a_function_may_report_its_own_time_but_no_timestamp(run):
 @pytest.mark.parametrize(
     ("arguments", "named", "reported"),
     [
-        ([], {"checkpoint": 3}, {"checkpoint": 3}),
         ([], {"metrics": 3}, {"metrics": 3}),
         ([], {"metrics": {"a": 1}, "loss": 2}, {"metrics": {"a": 1}, "loss": 2}),
         ([{"metrics": {"a": 1}}], {}, {"metrics": {"a": 1}}),
