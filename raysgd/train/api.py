@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, here, worker_context
+from raysgd.train.session import Plan, Session, here, worker_context
 
 _WARNED: set[str] = set()
 
@@ -145,10 +145,7 @@ class TrainContext:
     """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    run: str = ""
-    folder: str = ""
+    plan: Plan = field(default_factory=Plan)
 
     def get_world_size(self) -> int:
         """Return the number of workers."""
@@ -180,27 +177,24 @@ class TrainContext:
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the trainer's ``metadata``."""
-        return dict(self.metadata)
+        return dict(self.plan.metadata)
 
     def get_experiment_name(self) -> str:
         """Return the name of the run or the trial."""
-        return self.name
+        return self.plan.name
 
     get_trial_name = get_experiment_name
 
     def get_trial_id(self) -> str:
         """Return the unique ID of the run."""
-        return self.run
+        return self.plan.run
 
     def get_trial_dir(self) -> str:
         """Return the folder of the run on the driver; empty in a trial of Tune."""
-        return self.folder
+        return self.plan.folder
 
 
 def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
-    session, worker = here.session, _worker_context()
-    if session is None:
-        return TrainContext(worker)
-    plan = session.plan
-    return TrainContext(worker, plan.metadata, plan.name, plan.run, plan.folder)
+    plan = Plan() if here.session is None else here.session.plan
+    return TrainContext(_worker_context(), plan)

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 class Plan:
     """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
 
-    run: str
+    run: str = ""
     """Unique name of the run."""
-    function: bytes
+    function: bytes = b""
     checkpoint: bytes | None = None
     iteration: int = 0
     """Number of reports before the checkpoint."""
@@ -88,8 +88,8 @@ class Session:
             before = num_collectives()
             value = pickle.loads(self.plan.function)()
             context = self.context
-            is_alone = context.world_size == 1 or before is None or num_collectives() != before
-            if context.world_rank == 0 and not is_alone:
+            has_communicated = before is None or num_collectives() != before
+            if context.world_size > 1 and context.world_rank == 0 and not has_communicated:
                 logger.warning(
                     "The training function ended on %d workers, and they never communicated. If "
                     "they train one model, wrap it with raysgd.train.torch.prepare_model().",
