@@ -124,12 +124,12 @@ class BaseTrainable(Trainable):
                 f"{cls.__name__} has no trainer. Pass the result of TorchTrainer.as_trainable(...) "
                 "to Tune, or override _create_trainer(self, config)."
             )
-        given = dict(cls.trainer_kwargs)
-        arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
+        kwargs = cls.trainer_kwargs
+        arguments = {name: kwargs.get(name, default) for name, default in cls.defaults.items()}
         for name in cls.defaults.keys() & config.keys():
             value = config[name]
             arguments[name] = as_int(value.item() if isinstance(value, np.generic) else value)
-        return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
+        return {**kwargs, **arguments, "config": {**(kwargs.get("config") or {}), **config}}
 
 
 class BaseTorchTrainable(BaseTrainable):

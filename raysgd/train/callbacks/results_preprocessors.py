@@ -129,8 +129,8 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
 
     def _aggregate(self, numbers: Mapping[int, float], results: Results) -> float:
         key = self._weight_key
-        found = {rank: numbers_in(results[rank]).get(key, math.nan) for rank in numbers}
-        weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in found.items()}
+        weights = {rank: numbers_in(results[rank]).get(key, 0.0) for rank in numbers}
+        weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in weights.items()}
         total = sum(weights.values())
         if total == 0:
             logger.warning(

@@ -37,9 +37,6 @@ class _Accelerator:
         self.share = 1.0
         """Weight of the current batch's loss in the mean over the workers."""
 
-    def weigh(self, share: float) -> None:
-        self.share = share
-
 
 _OUTSIDE: dict[str, Any] = {}  # replaces `Session.extras` outside of a run
 
@@ -53,8 +50,8 @@ def _accelerator() -> _Accelerator:
     extras = _extras()
     if _KEY not in extras:
         extras[_KEY] = _Accelerator(amp=False)
-    found: _Accelerator = extras[_KEY]
-    return found
+    accelerator: _Accelerator = extras[_KEY]
+    return accelerator
 
 
 def accelerate(amp: bool = False) -> None:
@@ -168,7 +165,7 @@ def prepare_data_loader(
         seed=_extras().get(_SEED, 0),
         full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
         shares=None if running is None else running.context.shares,
-        weigh=accelerator.weigh,
+        weigh=functools.partial(setattr, accelerator, "share"),
         num_collectives=session.num_collectives,
     )
 

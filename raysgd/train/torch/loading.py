@@ -138,9 +138,9 @@ class _SharedSampler(DistributedSampler[Any]):
     def __init__(
         self, source: ShardedLoader, seed: int, num_collectives: Callable[[], int | None]
     ) -> None:
-        shard, self._given = source.shard, source.order_sampler
-        shuffle = is_plain_shuffle(self._given)
-        super().__init__(self._given, shard.world_size, shard.rank, shuffle=shuffle, seed=seed)
+        shard, self._order = source.shard, source.order_sampler
+        shuffle = is_plain_shuffle(self._order)
+        super().__init__(self._order, shard.world_size, shard.rank, shuffle=shuffle, seed=seed)
         self.source = source
         self.dataset = source.loader.dataset
         self._num_collectives = num_collectives
@@ -150,7 +150,7 @@ class _SharedSampler(DistributedSampler[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of the next pass. The epoch of the user's sampler takes precedence."""
-        own = getattr(self._given, "epoch", None) if hasattr(self._given, "set_epoch") else None
+        own = getattr(self._order, "epoch", None) if hasattr(self._order, "set_epoch") else None
         return own if isinstance(own, int) else self._epoch
 
     @epoch.setter
@@ -159,8 +159,8 @@ class _SharedSampler(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch, self._last = epoch, (-1, None)
-        if hasattr(self._given, "set_epoch"):
-            self._given.set_epoch(epoch)
+        if hasattr(self._order, "set_epoch"):
+            self._order.set_epoch(epoch)
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.source.shard.batches())
