@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd._internal.arguments import check_int
 from raysgd._internal.paths import checked_path
@@ -63,6 +63,9 @@ class RunConfig:
     """Callbacks that receive the reports of the workers."""
 
 
+_Config = TypeVar("_Config", ScalingConfig, FailureConfig, CheckpointConfig, RunConfig)
+
+
 def checked_scaling(config: Any) -> ScalingConfig:
     """Return the ScalingConfig for a trainer argument: a config of raysgd or Ray, or a dict."""
     if isinstance(config, Mapping):
@@ -72,13 +75,12 @@ def checked_scaling(config: Any) -> ScalingConfig:
             f"ScalingConfig(label_selector={config.label_selector!r}) is not supported. Give the "
             "nodes a custom resource, and request it with resources_per_worker."
         )
-    scaling: ScalingConfig = _converted(ScalingConfig, "scaling_config", config, "num_workers")
-    return scaling
+    return _converted(ScalingConfig, "scaling_config", config, "num_workers")
 
 
-def checked_run(config: Any) -> RunConfig:
+def checked_run(run_config: Any) -> RunConfig:
     """Return the RunConfig for a trainer argument, from raysgd or Ray."""
-    config = _converted(RunConfig, "run_config", config, "failure_config")
+    config = _converted(RunConfig, "run_config", run_config, "failure_config")
     failure, checkpoint = config.failure_config, config.checkpoint_config
     config.failure_config = _converted(FailureConfig, "failure_config", failure, "max_failures")
     config.checkpoint_config = _converted(
@@ -102,7 +104,7 @@ def checked_run(config: Any) -> RunConfig:
     return config
 
 
-def _converted(kind: Any, name: str, config: Any, attribute: str) -> Any:
+def _converted(kind: type[_Config], name: str, config: Any, attribute: str) -> _Config:
     """Return a raysgd config with the attributes of another config. None gives the defaults."""
     if config is None:
         return kind()
