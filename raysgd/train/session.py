@@ -158,17 +158,16 @@ class Session:
             self._checkpoint = blob = _pickled(checkpoint)
             if self.plan.encode is not None:
                 blob = _pickled(self.plan.encode(checkpoint))
-        turn = Turn(
-            kind,
-            content=content,
-            checkpoint=blob if self.context.world_rank == 0 else None,
-            has_checkpoint=blob is not None,
-            numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
-            iteration=self.iteration,
+        self.report_queue.put(
+            Turn(
+                kind,
+                content=content,
+                checkpoint=blob if self.context.world_rank == 0 else None,
+                has_checkpoint=blob is not None,
+                numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
+                iteration=self.iteration,
+            )
         )
-        self.report_queue.put(turn)
-        if blob is not None:
-            self.report_queue.until_handled(turn)
 
 
 class _Pickler(Portable, cloudpickle.Pickler):  # type: ignore[misc]

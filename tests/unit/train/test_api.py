@@ -92,14 +92,6 @@ def test_data_set_shards(run):
         assert train.get_dataset_shard("train") is None
 
 
-def test_a_report_waits_until_the_driver_holds_its_checkpoint(run):
-    queue = run()
-    train.report({"loss": 1.0}, checkpoint=Checkpoint.from_dict({"epoch": 4}))
-    assert queue.waited == queue.turns
-    kept = Checkpoint(blob=queue.turns[0].checkpoint)
-    assert kept.to_dict() == train.load_checkpoint() == {"epoch": 4}
-
-
 def test_a_context_has_the_name_and_the_metadata_of_the_run(run):
     run(metadata={"by": "me"}, name="mine")
     context = train.get_context()
