@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from raysgd.data.source import own_split
 from raysgd.torch.batches import move_to_device
 from raysgd.torch.loading import ShardedLoader, changed, makes_own_batches
 from raysgd.torch.orders import is_plain_shuffle
@@ -201,7 +202,7 @@ class _SharedSampler(DistributedSampler[Any]):
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:
-    if makes_own_batches(loader) or _is_part(loader.sampler):
+    if makes_own_batches(loader) or own_split(loader) is not None:
         return False
     if type(loader).__iter__ is not DataLoader.__iter__:
         reason = f"{type(loader).__name__} has its own __iter__"
@@ -214,13 +215,4 @@ def _can_share(loader: DataLoader[Any]) -> bool:
         "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",
         reason,
     )
-    return False
-
-
-def _is_part(sampler: Any) -> bool:
-    """Return whether a sampler, or one that it wraps, selects the part of one worker."""
-    while sampler is not None:
-        if hasattr(sampler, "num_replicas"):  # the name in PyTorch and most other libraries
-            return True
-        sampler = getattr(sampler, "sampler", None)
     return False
