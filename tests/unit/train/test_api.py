@@ -93,11 +93,13 @@ def test_data_set_shards(run):
 
 
 def test_a_context_has_the_name_and_the_metadata_of_the_run(run):
-    run(metadata={"by": "me"}, name="mine")
+    assert train.get_context().get_trial_name() == ""
+    run(metadata={"by": "me"}, name="mine", folder="/results/mine")
     context = train.get_context()
     context.get_metadata().clear()
     assert context.get_metadata() == {"by": "me"}
-    assert context.get_experiment_name() == "mine"
+    assert context.get_experiment_name() == context.get_trial_name() == "mine"
+    assert (context.get_trial_id(), context.get_trial_dir()) == ("one", "/results/mine")
 
 
 def test_a_context_has_the_place_on_the_node():
