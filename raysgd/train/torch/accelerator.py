@@ -133,9 +133,9 @@ def prepare_data_loader(
     A pass trains on every sample once, in an order that changes with each pass if the loader
     shuffles. ``loader.sampler.set_epoch(n)`` sets the epoch of the next pass. A pass counts if the
     workers communicate during it, so one worker alone may read batches. raysgd cannot count the
-    collectives of NCCL: there, a pass counts from its second batch. Batches of a step may differ by
-    one sample, and `backward` weights their losses by size. If a last step has fewer
-    samples than workers, some workers repeat a sample with weight 0.
+    collectives of NCCL, or of process groups of your own. Then a pass counts from its second batch.
+    Batches of a step may differ by one sample, and `backward` weights their losses by size. If a
+    last step has fewer samples than workers, some workers repeat a sample with weight 0.
 
     Args:
         data_loader: the loader, with the same sampler on all workers. Its batch size is that of one
