@@ -21,7 +21,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
 from raysgd.train.api import world_rank, world_size
-from raysgd.train.torch.loading import prepared_loader
+from raysgd.train.torch.loading import PreparedLoader
 
 _KEY = "raysgd.train.torch"
 _SEED = "raysgd.train.torch.seed"
@@ -156,7 +156,7 @@ def prepare_data_loader(
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
     running = session.here.session
-    return prepared_loader(
+    return PreparedLoader(
         data_loader,
         world_size=world_size() if add_dist_sampler else 1,
         rank=world_rank(),

@@ -17,33 +17,44 @@ from raysgd.torch.orders import is_plain_shuffle
 logger = logging.getLogger(__name__)
 
 
-def prepared_loader(
-    loader: DataLoader[Any],
-    *,
-    world_size: int,
-    rank: int,
-    device: torch.device | None,
-    ahead: bool,
-    seed: int,
-    full_size: int | None = None,
-    shares: tuple[float, ...] | None = None,
-    weigh: Callable[[float], None] | None = None,
-    num_collectives: Callable[[], int | None] = lambda: None,
-) -> PreparedLoader:
-    """Return a loader that gives this worker its part of the data, on its device.
+class PreparedLoader(DataLoader[Any]):
+    """Iterates over this worker's part of another loader, and moves the batches to a device.
 
+    All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
     `full_size` is the number of workers of the full group, which sets the global batch size. None
     scales the batch with the group. `weigh` receives the loss weight of each batch.
     `num_collectives` returns the number of collectives so far; None if unknown.
     """
-    while isinstance(loader, PreparedLoader):
-        loader = loader._loader
-    full_size, shared = full_size or world_size, None
-    if full_size > 1 and _can_share(loader):
+
+    _loader: DataLoader[Any]
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        world_size: int,
+        rank: int,
+        device: torch.device | None,
+        ahead: bool,
+        seed: int,
+        full_size: int | None = None,
+        shares: tuple[float, ...] | None = None,
+        weigh: Callable[[float], None] | None = None,
+        num_collectives: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        while isinstance(loader, PreparedLoader):
+            loader = loader._loader
+        full_size, self._shared = full_size or world_size, None
+        self._device, self._weigh = device, weigh
+        self._ahead = ahead and device is not None and device.type == "cuda"
+        if is_shared := full_size > 1 and _can_share(loader):
+            loader = changed(loader, pin_memory=loader.pin_memory or self._ahead)
+        self.__dict__.update(loader.__dict__)
+        self._loader = loader
+        if not is_shared:
+            return
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
-        pin = ahead and device is not None and device.type == "cuda"
-        loader = changed(loader, pin_memory=loader.pin_memory or pin)
         source = ShardedLoader(
             loader,
             training=True,
@@ -53,34 +64,9 @@ def prepared_loader(
             full_size=full_size,
         )
         source.weigh(shares if world_size == len(shares or ()) else None)
-        shared = _SharedSampler(source, seed, num_collectives)
-    return PreparedLoader(loader, shared, device, ahead, weigh)
-
-
-class PreparedLoader(DataLoader[Any]):
-    """Iterates over another loader, and moves its batches to a device.
-
-    All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        shared: _SharedSampler | None,
-        device: torch.device | None,
-        ahead: bool,
-        weigh: Callable[[float], None] | None,
-    ) -> None:
-        self.__dict__.update(loader.__dict__)
-        self._shared = shared
-        if shared is not None:
-            self.sampler = shared
-            if loader.batch_size is not None:
-                self.batch_sampler = BatchSampler(shared, loader.batch_size, loader.drop_last)
-        self._loader = loader
-        self._weigh = weigh
-        self._device = device
-        self._ahead = ahead and device is not None and device.type == "cuda"
+        self.sampler = self._shared = _SharedSampler(source, seed, num_collectives)
+        if loader.batch_size is not None:
+            self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # bypass the guards of DataLoader
