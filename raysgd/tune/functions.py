@@ -138,8 +138,15 @@ def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
     return type(type(trainer).__name__, (FunctionTrainable,), {"trainer": trainer})
 
 
+class _OldStyleTrainable(FunctionTrainable):
+    """A trial whose config is the function's config."""
+
+    @classmethod
+    def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
+        return cls.trainer.with_config(config)
+
+
 def function_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
-    """Create the Trainable class of a function. The trial's config is the function's config."""
+    """Create the Trainable class of a function, for `Trainer.to_tune_trainable`."""
     name = getattr(trainer.train_loop_per_worker, "__name__", "train_func")
-    trial_trainer = classmethod(lambda cls, config: cls.trainer.with_config(config))
-    return type(name, (FunctionTrainable,), {"trainer": trainer, "trial_trainer": trial_trainer})
+    return type(name, (_OldStyleTrainable,), {"trainer": trainer})
