@@ -161,7 +161,7 @@ DATA = TensorDataset(torch.arange(20))
         (DataLoader(DATA, batch_sampler=BatchSampler(range(19, -1, -1), 8, False)), range(20)),
         (DataLoader(DATA, batch_size=4, sampler=PartSampler()), [1, 3]),
         (
-            DataLoader(DATA, batch_size=None, sampler=BatchSampler(PartSampler(), 2, False)),
+            DataLoader(DATA, batch_size=None, sampler=BatchSampler(PartSampler(), 1, False)),
             [1, 3],
         ),
     ],
