@@ -55,9 +55,9 @@ def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | 
     check_tensorflow("run_operator")
     load_triton_first()
     from raysgd._internal.context import WorkerContext
+    from raysgd.tf.building import build_operator
     from raysgd.tf.communication import Communication
     from raysgd.tf.options import TFOptions
-    from raysgd.tf.registration import build_operator
     from raysgd.tf.train_state import TFSettings
 
     options = TFOptions(use_fp16=use_fp16)

@@ -33,7 +33,7 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
     return plan
 
 
-class CreatorOperator(TrainingOperator):
+class KerasCreatorOperator(TrainingOperator):
     """An operator whose model and data come from creator functions."""
 
     _model_creator: Callable[..., Any]
@@ -49,10 +49,10 @@ class CreatorOperator(TrainingOperator):
             self.register_data(**created_loaders(creators._data_creator(config)))
 
 
-def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOperator]:
+def creator_operator(model_creator: Any, data_creator: Any) -> type[KerasCreatorOperator]:
     given = {"model_creator": model_creator, "data_creator": data_creator}
-    made: type[CreatorOperator] = class_from_creators(
-        "TFTrainer", (CreatorOperator,), given, required=("model_creator",)
+    made: type[KerasCreatorOperator] = class_from_creators(
+        "TFTrainer", (KerasCreatorOperator,), given, required=("model_creator",)
     )
     return made
 

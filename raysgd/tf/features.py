@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.tf.communication import communication_of
-
-if TYPE_CHECKING:
-    from raysgd.tf.train_state import KerasTrainState
+from raysgd.tf.train_state import KerasTrainState
 
 
-class Replication(StepFeature):
+class KerasReplication(StepFeature):
     """Copies the state at the start, and averages statistics after each call."""
 
     replicates = True
@@ -44,7 +42,7 @@ class Replication(StepFeature):
                 variable.assign(mean)
 
 
-class Optimization(StepFeature):
+class KerasOptimization(StepFeature):
     """Accumulates the gradients of a batch's parts, averages them over the workers, and updates.
 
     With several optimizers, this feature copies the variables before an update, because a later
@@ -113,7 +111,7 @@ def _added(left: Any, right: Any) -> Any:
     return left + right
 
 
-class Averages(StepFeature):
+class KerasAverages(StepFeature):
     """Evaluates models with the averaged weights of ``use_ema`` in optimizers, like ``fit()``."""
 
     def __init__(self, state: KerasTrainState) -> None:

@@ -11,7 +11,7 @@ import collections
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -20,9 +20,8 @@ import tensorflow as tf
 from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
-
-if TYPE_CHECKING:
-    from raysgd.tf.train_state import KerasTrainState
+from raysgd.loop.train_state import TrainState
+from raysgd.tf.options import TFOptions
 
 _DEFAULT_BATCH_SIZE = 32
 
@@ -30,10 +29,13 @@ _DEFAULT_BATCH_SIZE = 32
 class KerasSources(DataSources):
     """Reads data sets of TensorFlow, arrays, and iterables."""
 
-    _state: KerasTrainState
     batch_size: int | None = None
     """Number of samples in a worker's batch of arrays."""
     shuffle = True
+
+    def __init__(self, state: TrainState, options: TFOptions) -> None:
+        super().__init__(state)
+        self._options = options
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         if isinstance(loader, keras.utils.PyDataset):
@@ -53,14 +55,12 @@ class KerasSources(DataSources):
                 follows_share=share is not None and self.batch_size in (None, share),
                 **placing,
             )
-        if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
-            splits = settings.options.splits_batches
+        if isinstance(loader, tf.data.Dataset) and self._options.add_dist_sampler:
+            splits = self._options.splits_batches
             del placing["global_batch"]  # the batches of the data set exist already
             return DatasetSource(loader, training=training, splits=splits, **placing)
         why_whole = "it is neither arrays nor a tf.data.Dataset"
-        return BatchSource(
-            loader, by_user=not settings.options.add_dist_sampler, why_whole=why_whole
-        )
+        return BatchSource(loader, by_user=not self._options.add_dist_sampler, why_whole=why_whole)
 
     def check_end(self) -> None:
         if self.has(self.trains_on):

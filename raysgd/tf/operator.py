@@ -21,6 +21,7 @@ from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 
 if TYPE_CHECKING:
+    from raysgd.tf.features import KerasOptimization
     from raysgd.tf.train_state import KerasTrainState
 
 
@@ -41,9 +42,15 @@ class TrainingOperator(OperatorBase):
 
     _train_state: KerasTrainState
 
-    def __init__(self, config: Mapping[str, Any], train_state: KerasTrainState) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        train_state: KerasTrainState,
+        optimization: KerasOptimization,
+    ) -> None:
         super().__init__(config)
         self._train_state = train_state
+        self._optimization = optimization
 
     # ---- methods to override
 
@@ -244,7 +251,7 @@ class TrainingOperator(OperatorBase):
         with timers.record("grad"):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
         with timers.record("apply"):
-            train_state.optimization.update(optimizer, gradients, variables)
+            self._optimization.update(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:

@@ -43,9 +43,9 @@ class TFRunner(OperatorRunner):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
+            from raysgd.tf.building import build_operator
             from raysgd.tf.communication import communication_of
             from raysgd.tf.generators import KerasGenerators
-            from raysgd.tf.registration import build_operator
             from raysgd.tf.train_state import TFSettings
 
         options = self._options

@@ -16,7 +16,6 @@ from raysgd.loop.state import check_parts
 from raysgd.loop.train_state import Settings, TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
-from raysgd.tf.features import Averages, Optimization, Replication
 from raysgd.tf.keras import named_arrays, overrides, set_arrays
 from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
@@ -39,15 +38,13 @@ class KerasTrainState(TrainState):
 
     def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
         super().__init__(settings, seed)
-        self.data = KerasSources(self)
+        self.data = KerasSources(self, settings.options)
         self.communication = communication
         self.engine = Engine()
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
         self.class_weight: Mapping[int, float] | None = None
-        self.optimization = Optimization(self)
-        self.features = [Replication(self), self.optimization, self.parts, Averages(self)]
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
         pairs = len(self.models) == len(self.optimizers)

@@ -17,7 +17,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
-from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, with_old_names
+from raysgd.tf.creators import KerasCreatorOperator, creator_operator, fit_plan, with_old_names
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
@@ -116,7 +116,7 @@ class TFTrainer(OperatorTrainer):
         load_triton_first()
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
         operator_cls = _operator(training_operator_cls, model_creator, data_creator)
-        made_from_functions = issubclass(operator_cls, CreatorOperator)
+        made_from_functions = issubclass(operator_cls, KerasCreatorOperator)
         options = TFOptions(
             training_operator_cls=operator_cls,
             config=config,

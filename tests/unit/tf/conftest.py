@@ -13,9 +13,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 def build():
     """A factory of operators that are set up in this process."""
     pytest.importorskip("tensorflow")
+    from raysgd.tf.building import build_operator
     from raysgd.tf.communication import Communication
     from raysgd.tf.options import TFOptions
-    from raysgd.tf.registration import build_operator
     from raysgd.tf.train_state import TFSettings
 
     def make(operator_cls, config=None, seed=3, workers=1, **options):
