@@ -133,8 +133,8 @@ class GlooGroup(ProcessGroup):
         if mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
             return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
-        given = options.timeout > datetime.timedelta()
-        timeout_s = (options.timeout if given else self._gloo.options._timeout).total_seconds()
+        has_own = options.timeout > datetime.timedelta()
+        timeout_s = (options.timeout if has_own else self._gloo.options._timeout).total_seconds()
         # DistributedDataParallel would wait for the result immediately.
         in_thread = options.asyncOp and torch._C._current_graph_task_id() == -1
         return _Operation(
@@ -306,11 +306,11 @@ class _Operation(Work):
         # Do not refer to the group here: a gloo thread runs this, and cannot outlive the group.
         def finish(value: Callable[[], Any]) -> None:
             try:
-                found = value()
+                result = value()
             except Exception as error:
-                found = error.with_traceback(None)  # frames hold tensors
+                result = error.with_traceback(None)  # frames hold tensors
             if running.finish(key):
-                ended.set_result(found)
+                ended.set_result(result)
 
         try:
             work = self._work = start()

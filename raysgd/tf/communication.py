@@ -70,9 +70,9 @@ class GlooWorkers(Communication):
         import torch
         import torch.distributed as dist
 
-        held = torch.tensor(values)
-        dist.all_reduce(held, op=dist.ReduceOp.MAX)
-        return [int(number) for number in held]
+        maxima = torch.tensor(values)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return [int(number) for number in maxima]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         import torch.distributed as dist

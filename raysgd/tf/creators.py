@@ -19,8 +19,8 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the numbers of epochs and steps in ``fit_config`` and ``evaluate_config``."""
     plan: dict[str, int | None] = {}
     for name, known in _KEYS.items():
-        given = checked_dict("config", name, config.get(name))
-        if unknown := [key for key in given if key not in known]:
+        settings = checked_dict("config", name, config.get(name))
+        if unknown := [key for key in settings if key not in known]:
             raise ValueError(
                 f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "
                 f"{', '.join(map(repr, known))}. Set the batch size in data_creator, and pass "
@@ -28,7 +28,7 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
             )
         for key in ("epochs", "steps_per_epoch", "steps"):
             if key in known:
-                count = given.get(key)
+                count = settings.get(key)
                 plan[key] = None if count is None else check_int(name, key, count, lowest=1)
     return plan
 
@@ -50,17 +50,19 @@ class KerasCreatorOperator(TrainingOperator):
 
 
 def creator_operator(model_creator: Any, data_creator: Any) -> type[KerasCreatorOperator]:
-    given = {"model_creator": model_creator, "data_creator": data_creator}
+    creators = {"model_creator": model_creator, "data_creator": data_creator}
     made: type[KerasCreatorOperator] = class_from_creators(
-        "TFTrainer", (KerasCreatorOperator,), given, required=("model_creator",)
+        "TFTrainer", (KerasCreatorOperator,), creators, required=("model_creator",)
     )
     return made
 
 
 def with_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a validation with the names of older scripts, including ``loss``."""
-    found = {
+    renamed = {
         f"validation_{name.removeprefix('val_')}" if name.startswith("val_") else name: value
         for name, value in metrics.items()
     }
-    return {**found, "loss": found["validation_loss"]} if "validation_loss" in found else found
+    if "validation_loss" in renamed:
+        renamed["loss"] = renamed["validation_loss"]
+    return renamed

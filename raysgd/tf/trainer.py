@@ -224,8 +224,8 @@ def _number_of_workers(num_workers: int | None, num_replicas: int | None) -> int
             f"TFTrainer(num_workers={num_workers}, num_replicas={num_replicas}) got two values for "
             "one argument with two names. Pass only num_workers."
         )
-    given = num_replicas if num_workers is None else num_workers
-    return 1 if given is None else given
+    number = num_replicas if num_workers is None else num_workers
+    return 1 if number is None else number
 
 
 def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:

@@ -33,9 +33,9 @@ def test_every_worker_knows_all_and_its_own_place(environment):
         backend = create_backend("tensorflow", 20)
         environment.setattr(module.os, "environ", Recorded(seen, rank))
         backend.setup(WorkerContext(world_rank=rank, world_size=2), rendezvous)
-        assert backend._held is not None
+        assert backend._reserved_port is not None
         backend.teardown()
-        assert backend._held is None
+        assert backend._reserved_port is None
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(setup, (1, 0)))
@@ -48,14 +48,14 @@ def test_every_worker_knows_all_and_its_own_place(environment):
 
 
 def test_a_port_is_kept_for_tensorflow_until_it_listens_there():
-    held = module._held_port()
-    port = held.getsockname()[1]
+    reserved = module._reserve_port()
+    port = reserved.getsockname()[1]
     for address in ("127.0.0.1", "127.0.0.2"):  # gRPC needs the port on all addresses
         with pytest.raises(OSError, match="in use"), socket.socket() as other:
             other.bind((address, port))  # like a process without SO_REUSEADDR
     with socket.create_server(("0.0.0.0", port)) as server:  # like gRPC
         assert server.getsockname()[1] == port
-    held.close()
+    reserved.close()
 
 
 class Recorded(dict):
