@@ -244,16 +244,14 @@ class _Running:
         self.num_begun = 0
         self._interrupted = False
 
-    def begin(
-        self, key: int, end: Callable[[BaseException], None], collective: bool = False
-    ) -> None:
+    def begin(self, key: int, end: Callable[[BaseException], None], is_collective: bool) -> None:
         with self._changed:
             if self._interrupted:
                 raise _interruption()
             self._waits[key] = end
             self._count += 1
             self.num_begun += 1
-            if collective:
+            if is_collective:
                 self._num_collectives += 1
                 self._collectives[key] = self._num_collectives
 

@@ -76,6 +76,28 @@ def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
     assert dist.is_initialized()
 
 
+def test_leaving_twice_does_not_end_a_group_of_the_users_own(backend):
+    joined(backend)
+    backend.teardown()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend.teardown()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_stale"),
+    [
+        (ValueError("Group <x> is not registered, please create group with new_group"), True),
+        (ValueError("Invalid process group specified"), True),
+        (ValueError("shapes do not match"), False),
+        (RuntimeError("Invalid process group specified"), False),
+    ],
+)
+def test_errors_of_earlier_groups_get_advice(backend, error, is_stale):
+    assert ("on_world_change" in backend.advice(error)) == is_stale
+
+
 @pytest.mark.parametrize("wake", ["close", "interrupt"])
 def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
     """If a worker is lost meanwhile, the driver closes the store or interrupts the others."""
@@ -139,7 +161,7 @@ def test_the_collective_of_this_worker_is_known(backend):
     assert backend.collective() is None
     joined(backend)
     assert backend.collective() is None
-    backend._group._running.begin(1, print, collective=True)
+    backend._group._running.begin(1, print, is_collective=True)
     assert backend.collective() == 1
     backend._group._running.finish(1)
     assert dist.group.WORLD._gloo.options._timeout == datetime.timedelta(seconds=30)
