@@ -123,7 +123,7 @@ class KerasTrainState(TrainState):
     # ---- the other workers
 
     def minimum(self, value: int) -> int:
-        return self.communication.minimum(value)
+        return -self.communication.largest([-value])[0]
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
