@@ -112,13 +112,30 @@ def test_after_an_interruption_every_collective_fails(group):
 
 def test_the_last_operation_that_ends_wakes_the_wait_for_the_end():
     running = _Running()
-    running.begin(0, print)
+    running.begin(0, print, is_collective=True)
     waits = threading.Thread(target=running.wait_for_end, daemon=True)
     waits.start()
     wait_until(lambda: running._changed._waiters)
     running.finish(0)
     waits.join(10)
     assert not waits.is_alive()
+
+
+def test_an_operation_that_never_ends_does_not_block_the_release(group):
+    """The destructor of gloo would wait for it."""
+
+    def ending():
+        return [each for each in threading.enumerate() if each.name == "raysgd-gloo-end"]
+
+    group.release()
+    assert not ending()
+    group._running.begin(0, print, is_collective=True)
+    group.release()
+    (thread,) = ending()
+    assert thread.daemon
+    group._running.finish(0)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 PEER = """
