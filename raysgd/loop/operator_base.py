@@ -131,7 +131,7 @@ class OperatorBase:
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
-        segment = self._train_state.segment
+        segment: StepIterator | None = self._train_state.segment
         return segment is None or not segment.drawn_from or segment.loop_ends_epoch
 
     def _count_steps(self) -> int:

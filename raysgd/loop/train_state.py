@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.timers import TimerCollection
@@ -19,23 +19,6 @@ from raysgd.loop.step import StepTransaction
 from raysgd.metrics import AverageMeterCollection
 
 _Feature = TypeVar("_Feature", bound=StepFeature)
-
-
-class Segment(Protocol):
-    """The progress of a segment of training."""
-
-    total_batches: int | None
-    num_batches: int
-    drawn_from: bool
-
-    @property
-    def num_finished(self) -> int: ...
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def loop_ends_epoch(self) -> bool: ...
 
 
 class TrainState(SavedState):
@@ -63,7 +46,8 @@ class TrainState(SavedState):
         self.meters: AverageMeterCollection | None = None
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
-        self.segment: Segment | None = None
+        self.segment: Any = None
+        """The `StepIterator` of the segment in progress, or None."""
 
     @property
     def context(self) -> WorkerContext:

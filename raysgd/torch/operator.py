@@ -381,8 +381,8 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         Args:
             loss: A tensor of one element, the mean over the samples of the batch.
             num_samples: Number of items, such as tokens, if `loss` is a mean over these items. A
-                batch of 0 items is ignored. Pass `num_samples` on all workers or on none. None
-                counts samples.
+                batch of 0 items is ignored. Pass `num_samples` on all workers or on none, and
+                the same number for all losses of a batch. None counts samples.
         """
         self._train_state.optimization.backward(loss, num_samples)
 

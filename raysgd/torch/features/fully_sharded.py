@@ -190,7 +190,7 @@ class FullyShardedModel(ShardedOptimizer):
                     *piece.place_in(self._parameters),
                     {PARAMETER: self._now(piece)},
                 )
-                for piece in self._pieces_of(self._layout.rank)
+                for piece in self._layout.own_pieces(self._pieces)
                 if piece.which in of_model
             ]
             for of_model in known_as
@@ -230,7 +230,7 @@ class FullyShardedModel(ShardedOptimizer):
         kept = {new[id(parameter)]: state for parameter, state in self._unsharded.items()}
         self._unsharded = self.optimizer.state = defaultdict(dict, kept)
         layout = self._layout
-        for piece in self._pieces_of(layout.rank):
+        for piece in layout.own_pieces(self._pieces):
             first, _ = layout.shards[layout.rank][piece.which]
             rows = self.models.local(piece.which)[piece.start - first : piece.stop - first]
             piece.base = rows.copy_(self._now(piece))

@@ -122,7 +122,7 @@ class ShardedOptimizer(ShardedFeature):
         }
         pieces, views, content = [], [], []
         for shard, of_shard in self._buffers.items():
-            for piece in self._pieces_of(shard):
+            for piece in layout.pieces_of(shard, self._pieces):
                 if (part := of_shard.parts.get(piece.which)) is None:
                     continue
                 first, _ = layout.shards[shard][piece.which]
@@ -179,12 +179,35 @@ class ShardedOptimizer(ShardedFeature):
     def _put_in_place(self) -> None:
         """Copy the updates of all workers into the parameters."""
         into, content = [], []
-        for shard, of_shard in _exchanged(self._buffers, self._layout, self._device).items():
+        for shard, of_shard in self._exchange().items():
             for which, updated in of_shard.parts.items():
                 start, stop = self._layout.shards[shard][which]
                 into.append(flat(self._parameters[which])[start:stop])
                 content.append(updated)
         copy_all(into, content)
+
+    def _exchange(self) -> dict[int, UpdateBuffers]:
+        """Return the updated elements of all shards.
+
+        One broadcast per shard sends as much as an all-gather, and needs half the memory.
+        """
+        layout, size = self._layout, self._layout.size
+        if len(self._buffers) == size:
+            return self._buffers
+        own, device = self._buffers[layout.rank], self._device
+        updated = {
+            n: own if n == layout.rank else layout.new_buffers(n, device) for n in range(size)
+        }
+        works = [
+            dist.broadcast(buffer, src=shard, async_op=True)
+            for shard, of_shard in updated.items()
+            for buffer in of_shard.bytes()
+        ]
+        for work in works:
+            work.wait()
+        if device.type == "cuda":  # errors must surface before parameters change
+            torch.cuda.current_stream().synchronize()
+        return updated
 
     def _give_back(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
@@ -259,7 +282,7 @@ class ShardedOptimizer(ShardedFeature):
     def shards(self) -> list[tuple[Any, ...]]:
         return [
             (self._numbers[piece.which], *piece.place_in(self._parameters), piece.state)
-            for piece in self._pieces_of(self._layout.rank)
+            for piece in self._layout.own_pieces(self._pieces)
             if piece.state
         ]
 
@@ -328,17 +351,6 @@ class ShardedOptimizer(ShardedFeature):
         """Return elements of a piece for workers whose parameters have this `version`."""
         return piece.message(start, stop, is_ahead=piece.version > version)
 
-    def _pieces_of(self, shard: int) -> list[Piece]:
-        """Return this worker's pieces of a shard."""
-        parts = self._layout.shards[shard]
-        return [
-            piece
-            for piece in self._pieces
-            if piece.which in parts
-            and parts[piece.which][0] <= piece.start
-            and piece.stop <= parts[piece.which][1]
-        ]
-
     @property
     def _device(self) -> torch.device:
         return self._parameters[0].device
@@ -358,26 +370,3 @@ def _check_step(
             f"The number of parameters of {kind} has changed since register(sharding=...). "
             "Call add_param_group before register."
         )
-
-
-def _exchanged(
-    updated_here: dict[int, UpdateBuffers], layout: Layout, device: torch.device
-) -> dict[int, UpdateBuffers]:
-    """Return the updated elements of all shards, given those that this worker has updated.
-
-    One broadcast per shard sends as much as an all-gather, and needs half the memory.
-    """
-    size, own = layout.size, updated_here[layout.rank]
-    if len(updated_here) == size:
-        return updated_here
-    updated = {n: own if n == layout.rank else layout.new_buffers(n, device) for n in range(size)}
-    works = [
-        dist.broadcast(buffer, src=shard, async_op=True)
-        for shard, of_shard in updated.items()
-        for buffer in of_shard.bytes()
-    ]
-    for work in works:
-        work.wait()
-    if device.type == "cuda":  # errors must surface before parameters change
-        torch.cuda.current_stream().synchronize()
-    return updated

@@ -164,6 +164,20 @@ class Layout:
         """Return the shards that this rank holds, its own first."""
         return [(self.rank - n) % self.size for n in range(self.num_copies(self.size) + 1)]
 
+    def pieces_of(self, shard: int, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces of a shard."""
+        parts = self.shards[shard]
+        return [
+            piece
+            for piece in pieces
+            if piece.which in parts
+            and parts[piece.which][0] <= piece.start
+            and piece.stop <= parts[piece.which][1]
+        ]
+
+    def own_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
+        return self.pieces_of(self.rank, pieces)
+
     def new_buffers(self, shard: int, device: torch.device) -> UpdateBuffers:
         lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
         for which, (start, stop) in self.shards[shard].items():

@@ -93,7 +93,8 @@ def _weighed(
 ) -> Iterator[Any]:
     try:
         for step, batch in enumerate(batches):
-            weigh(source.places(source.offset_after(0, step), 1, in_parts=False)[0].share)
+            plan = source.plan(source.offset_after(0, step), 1, in_parts=False)
+            weigh(plan.samples * source.shard.world_size / (plan.total or 1))
             yield batch
     finally:
         weigh(1.0)
