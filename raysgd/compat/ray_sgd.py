@@ -123,6 +123,13 @@ class OldOperator:
 class OldTorchTrainer:
     """Attributes of the old TorchTrainer."""
 
+    max_workers: int
+
+    @property
+    def max_replicas(self) -> int:
+        """Older name of ``max_workers``."""
+        return self.max_workers
+
     @functools.cached_property
     def temp_dir(self) -> str:
         """A temporary folder on the driver for older scripts, which delete it themselves."""
