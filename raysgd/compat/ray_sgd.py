@@ -101,9 +101,8 @@ class OldOperator:
             "scheduler_creator": scheduler_creator,
         }
         own = importlib.import_module("raysgd.torch.operator").CreatorOperator
-        bases = (cls,) if issubclass(cls, own) else (cls, own)
-        if issubclass(own, cls):
-            bases = (own,)
+        combined = (own,) if issubclass(own, cls) else (cls, own)
+        bases = (cls,) if issubclass(cls, own) else combined
         required = ("model_creator", "optimizer_creator")
         operator_cls: type[Any] = creator_class("from_creators", bases, creators, required)
         operator_cls._serialize_data_creation = serialize_data_creation
@@ -123,6 +122,13 @@ class OldOperator:
 
 class OldTorchTrainer:
     """Attributes of the old TorchTrainer."""
+
+    max_workers: int
+
+    @property
+    def max_replicas(self) -> int:
+        """Older name of ``max_workers``."""
+        return self.max_workers
 
     @functools.cached_property
     def temp_dir(self) -> str:

@@ -87,5 +87,4 @@ class HorovodTrainer(DataParallelTrainer):
     def __init__(
         self, *arguments: Any, horovod_config: HorovodConfig | None = None, **others: Any
     ) -> None:
-        backend_config = horovod_config or HorovodConfig()
-        super().__init__(*arguments, backend_config=backend_config, **others)
+        super().__init__(*arguments, backend_config=horovod_config or HorovodConfig(), **others)

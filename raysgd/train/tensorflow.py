@@ -39,8 +39,9 @@ class TensorflowTrainer(DataParallelTrainer):
     def __init__(
         self, *arguments: Any, tensorflow_config: TensorflowConfig | None = None, **others: Any
     ) -> None:
-        backend_config = tensorflow_config or TensorflowConfig()
-        super().__init__(*arguments, backend_config=backend_config, **others)
+        super().__init__(
+            *arguments, backend_config=tensorflow_config or TensorflowConfig(), **others
+        )
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:

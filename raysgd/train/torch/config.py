@@ -91,5 +91,4 @@ class TorchTrainer(DataParallelTrainer):
     def __init__(
         self, *arguments: Any, torch_config: TorchConfig | None = None, **others: Any
     ) -> None:
-        backend_config = torch_config or TorchConfig()
-        super().__init__(*arguments, backend_config=backend_config, **others)
+        super().__init__(*arguments, backend_config=torch_config or TorchConfig(), **others)

@@ -44,7 +44,8 @@ class PreparedLoader(DataLoader[Any]):
     ) -> None:
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
-        full_size, self._shared = full_size or world_size, None
+        full_size = full_size or world_size
+        self._shared: _SharedSampler | None = None
         self._device, self._weigh = device, weigh
         self._ahead = ahead and device is not None and device.type == "cuda"
         if is_shared := full_size > 1 and _can_share(loader):

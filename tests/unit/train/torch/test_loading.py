@@ -299,9 +299,10 @@ def test_a_worker_that_reads_alone_keeps_the_epoch_of_the_group(count, num_read)
     assert len(set(map(tuple, parts[0]))) == 3
 
 
-def test_a_pass_that_all_workers_leave_early_has_a_new_order_each_time():
-    clock = itertools.count(1)
-    worker = prepared(loader(shuffle=True), num_collectives=lambda: next(clock))
+@pytest.mark.parametrize(("size", "clock"), [(2, itertools.count(1)), (1, itertools.repeat(0))])
+def test_a_pass_that_all_workers_leave_early_has_a_new_order_each_time(size, clock):
+    data = loader(shuffle=True)
+    worker = prepared(data, 0, size, full_size=2, num_collectives=lambda: next(clock))
     assert len({tuple(next(iter(worker))[0].tolist()) for _ in range(4)}) == 4
 
 
