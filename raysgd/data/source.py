@@ -14,7 +14,8 @@ def own_split(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
-    for part in (loader, *sources, batches, getattr(batches, "sampler", None)):
+    inner = [getattr(part, "sampler", None) for part in (batches, sources[1])]
+    for part in (loader, *sources, batches, *inner):
         if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
             return part.num_replicas, getattr(part, "rank", None)
         # split_dataset_by_node of Hugging Face sets this private attribute.

@@ -18,11 +18,13 @@ Override any of these methods, or none.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from raysgd.compat.creators import TorchCreators
+from raysgd.compat.ray_sgd import OldOperator
 from raysgd.loop.operator_base import checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
@@ -34,9 +36,7 @@ from raysgd.torch.batches import (
     read_batch,
     scores_in,
 )
-from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
-from raysgd.torch.interop.creators import CreatorMethods, creator_operator
 from raysgd.torch.losses import ignored_index, is_sum, num_counted
 from raysgd.torch.operator_base import TorchOperatorBase
 from raysgd.torch.optimization import as_count
@@ -46,10 +46,8 @@ from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
 
-_INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 
-
-class TrainingOperator(TorchOperatorBase):
+class TrainingOperator(OldOperator, TorchOperatorBase):
     """Defines training for :class:`raysgd.TorchTrainer`. Each worker has an instance.
 
     Override `setup`, and other methods if you need to::
@@ -92,12 +90,10 @@ class TrainingOperator(TorchOperatorBase):
         self.train_mode(True)
         # An override may call this without the argument.
         epoch_idx = epoch_idx or self._train_state.epoch
-        own_info = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
         for batch in self._in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
-            batch_info["info"] = own_info
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
@@ -335,26 +331,6 @@ class TrainingOperator(TorchOperatorBase):
         self._train_state.data.register(train_loader, validation_loader)
 
     @classmethod
-    def from_creators(
-        cls,
-        model_creator: Callable[..., Any],
-        optimizer_creator: Callable[..., Any],
-        data_creator: Callable[..., Any] | None = None,
-        loss_creator: Callable[..., Any] | type | None = None,
-        scheduler_creator: Callable[..., Any] | None = None,
-        serialize_data_creation: bool = True,
-    ) -> type[CreatorOperator]:
-        """Return an operator class made of creator functions, see :class:`CreatorOperator`."""
-        creators = {
-            "model_creator": model_creator,
-            "optimizer_creator": optimizer_creator,
-            "data_creator": data_creator,
-            "loss_creator": loss_creator,
-            "scheduler_creator": scheduler_creator,
-        }
-        return creator_operator(cls, CreatorOperator, creators, serialize_data_creation)
-
-    @classmethod
     def from_ptl(
         cls,
         lightning_module_cls: type[Any],
@@ -437,13 +413,9 @@ class TrainingOperator(TorchOperatorBase):
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""
         return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
 
-    def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
-        values = (num_steps, self.use_fp16, self.scheduler_step_freq)
-        return {**info, **dict(zip(_INFO_KEYS, values, strict=True))}
-
     def _seed_worker(self) -> None:
         """Seed this worker after `setup`. The ready-made operators override this method."""
 
 
-class CreatorOperator(CreatorMethods, TrainingOperator):
+class CreatorOperator(TorchCreators, TrainingOperator):
     """An operator that creator functions define, see ``TrainingOperator.from_creators``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from raysgd.loop.operator_base import OperatorBase
@@ -44,11 +42,3 @@ class TorchOperatorBase(OperatorBase):
     def scheduler_step_freq(self) -> str | None:
         """When schedulers step: "batch", "epoch", "manual", or None."""
         return self._train_state.settings.options.scheduler_step_freq
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_amp", "_amp_scaler"):  # names of RaySGD v1
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}. Use self.autocast(), self.backward(loss), "
-                "and self.optimizer_step(optimizer) instead."
-            )
-        return super().__getattr__(name)
