@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
 from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.data.source import own_split
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_ITEMS = 1000
 """Maximum size of a container of an operator whose items are checked."""
+_MOST_REFERENCES = 100_000
+"""Maximum number of objects of an attribute that are searched for loaders."""
 
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
 _INSTEAD = {
@@ -283,12 +288,9 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
 
 def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
     """Warn about DataLoaders in attributes that every worker reads whole."""
-    known = {*map(id, registered), *map(id, operator.config.values())}
-    found = [
-        place
-        for place, held in held_by(operator)
-        if isinstance(held, DataLoader) and id(held) not in known and own_split(held) is None
-    ]
+    known = {id(operator), id(operator._train_state), *map(id, registered)}
+    known.update(map(id, operator.config.values()))
+    found = [place for place, held in held_by(operator) if _has_loader(held, set(known))]
     if found:
         logger.warning(
             "Every worker reads all of %s, because raysgd partitions only the loaders of "
@@ -296,6 +298,25 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
             "data, self.world_size, self.world_rank) in on_world_change(self).",
             ", ".join(found),
         )
+
+
+def _has_loader(held: Any, seen: set[int]) -> bool:
+    """Return whether an object is, or refers to, a DataLoader or its iterator."""
+    parts = [held]
+    while parts and len(seen) < _MOST_REFERENCES:
+        part = parts.pop()
+        is_large = isinstance(part, list | tuple | set | dict) and len(part) > _MOST_ITEMS
+        if id(part) in seen or is_large or isinstance(part, type | ModuleType):
+            continue
+        seen.add(id(part))
+        if isinstance(part, DataLoader | _BaseDataLoaderIter):
+            if own_split(part) is None and own_split(part._index_sampler) is None:
+                return True
+        elif isinstance(part, FunctionType):  # which refers to its whole module
+            parts.append(part.__closure__)
+        else:
+            parts += gc.get_referents(part)
+    return False
 
 
 def is_metric(module: torch.nn.Module) -> bool:
