@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,10 @@ def unchanged(held: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
             if len(part) <= _MANY:
                 parts += part.values() if isinstance(part, dict) else part
         elif _may_hold_totals(part):
-            parts.append(vars(part))
+            parts.append(getattr(part, "__dict__", ()))
+            slots = {name: getattr(part, name) for name in _slots_of(part) if hasattr(part, name)}
+            parts += slots.values()
+            restore.append(partial(_set_attributes, part, slots))
     try:
         yield
     finally:
@@ -135,9 +139,20 @@ def _fill(array: Any, values: Any) -> None:
 _FOREIGN = sys.stdlib_module_names - {"abc", "typing"} | {"torch", "tensorflow", "keras", "ray"}
 
 
+def _slots_of(part: Any) -> Iterable[str]:
+    own = [vars(kind).get("__slots__", ()) for kind in type(part).__mro__]
+    return itertools.chain.from_iterable([each] if isinstance(each, str) else each for each in own)
+
+
+def _set_attributes(part: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        with contextlib.suppress(AttributeError):  # frozen
+            setattr(part, name, value)
+
+
 def _may_hold_totals(part: Any) -> bool:
     """Return whether an object is a metric, or an object of user code."""
-    if not hasattr(part, "__dict__") or isinstance(part, type):
+    if isinstance(part, type):
         return False
     if hasattr(part, "named_parameters"):
         return not any(True for _ in part.named_parameters())

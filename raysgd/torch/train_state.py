@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from raysgd._internal.nested import loading
+from raysgd._internal.nested import loading, unchanged
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.state import check_parts
 from raysgd.loop.train_state import Settings, TrainState
@@ -75,23 +77,25 @@ class TorchTrainState(TrainState):
             place = replace(place, share=1.0)  # gradients are not averaged
         super().begin_batch(place)
 
-    def _current_modes(self) -> list[tuple[torch.nn.Module, bool]]:
-        return [(module, module.training) for each in self.models for module in each.modules()]
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Iterate over all modules of the models."""
+        return itertools.chain.from_iterable(model.modules() for model in self.models)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.modes = self.modes or self._current_modes()
+        self.modes = self.modes or [(module, module.training) for module in self.modules()]
         with super().evaluating():
             yield
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        self.modes = self._current_modes()
-        try:
+        is_replaced = any(feature.is_fully_sharded for feature in self.sharded)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.roll_back)
+            for module in () if is_replaced else self.modules():
+                if not isinstance(module, LazyModuleMixin):  # which the first batch completes
+                    stack.enter_context(unchanged(module))
             yield
-        finally:
-            self.resume_modes()
-            self.roll_back()
 
     # ---- the other workers
 

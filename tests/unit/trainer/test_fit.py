@@ -216,6 +216,21 @@ class Total:
         self.parts[0].append(number)
 
 
+class Slots:
+    __slots__ = "count"
+
+    def __init__(self):
+        self.count = [0]
+
+
+class MoreSlots(Slots):
+    __slots__ = ("total",)
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+
 class Metric(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -233,6 +248,8 @@ class Totals(Recorder):
         self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
         self.kept = [torch.zeros(1).expand(3), np.broadcast_to(np.zeros(1), 3), queue.Queue()]
         self.kept += [torch.eye(2).to_sparse(), np.float64(1), threading.Lock(), torch.Tensor]
+        self.slots, self.model[0].counts = MoreSlots(), [0]
+        self.model.number = 0
         self.seen = seen = []  # a closure writes to the same list
         self.model.register_forward_hook(lambda *_: seen.append(1))
 
@@ -245,6 +262,10 @@ class Totals(Recorder):
         self.nested["a"][1] += number
         self.total.add(number)
         self.metrics["b"][0](number)
+        self.slots.total += number
+        self.slots.count[0] += number
+        self.model.number += number
+        self.model[0].counts.append(number)
         result = super().validate_batch(batch, batch_info)
         assert len(self.seen) == before + 1
         return result
@@ -257,7 +278,9 @@ def test_the_validation_before_training_leaves_no_trace_in_totals(make_trainer):
     (nested, added), parts = operator.nested["a"], operator.total.parts[0]
     found = [operator.tensor, operator.array[0], operator.meter.count, sum(nested), added]
     found += [operator.total.count, sum(parts), operator.metrics["b"][0].count]
-    assert [int(each) for each in found] == [40] * 8
+    found += [operator.slots.total, operator.slots.count[0]]
+    found += [operator.model.number, sum(operator.model[0].counts)]
+    assert [int(each) for each in found] == [40] * 12
 
 
 class OwnLoop(Recorder):
