@@ -145,6 +145,7 @@ class TorchTrainState(TrainState):
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
         if buffers:
+            self.minimum(0)  # an error if another worker still averages gradients
             collectives.broadcast_tensors(buffers, source=0)
             self.buffers.commit()
 
