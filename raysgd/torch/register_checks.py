@@ -42,7 +42,8 @@ _INSTEAD = {
 def required_arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments without which a function cannot be called."""
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:
@@ -55,8 +56,10 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
             raise TypeError(
                 f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
             )
-        if instead := _INSTEAD.get(type(member).__name__):
-            raise TypeError(f"register({name}=...) cannot use a {type(member).__name__}. {instead}")
+        parts = member.modules() if isinstance(member, torch.nn.Module) else [member]
+        if unusable := _INSTEAD.keys() & {type(part).__name__ for part in parts}:
+            found = unusable.pop()
+            raise TypeError(f"register({name}=...) cannot use a {found}. {_INSTEAD[found]}")
     if not members:
         raise ValueError(f"register({name}=...) is empty. Pass at least one.")
     return members

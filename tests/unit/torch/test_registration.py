@@ -342,6 +342,11 @@ class Timm:
         pass
 
 
+class OfLoss:
+    def step(self, *, loss):
+        pass
+
+
 def zero_redundancy(model):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns that it is deprecated
 
@@ -354,9 +359,8 @@ def register_all(**given):
     return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit"
-)  # a DeprecationWarning, or a FutureWarning since 2.15
+# A DeprecationWarning, or a FutureWarning since PyTorch 2.15
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
@@ -365,6 +369,11 @@ def register_all(**given):
             lambda: {"models": [torch.jit.trace(linear(), torch.ones(1, 2))]},
             TypeError,
             ["TopLevelTracedModule", "torch.compile(module)"],
+        ),
+        (
+            lambda: {"models": torch.nn.Sequential(torch.jit.script(linear()))},
+            TypeError,
+            ["RecursiveScriptModule"],
         ),
         (
             lambda: {"optimizers": zero_redundancy(linear())},
@@ -376,8 +385,9 @@ def register_all(**given):
             ValueError,
             ["Timm.step() needs epoch", 'scheduler_step_freq="manual"', "update_scheduler"],
         ),
+        (lambda: {"schedulers": OfLoss()}, ValueError, ["OfLoss.step() needs loss"]),
     ],
-    ids=["script", "trace", "zero", "timm"],
+    ids=["script", "trace", "part", "zero", "timm", "keyword"],
 )
 def test_objects_that_cannot_work_are_refused_with_the_way(process_group, given, error, words):
     with pytest.raises(error) as caught:
