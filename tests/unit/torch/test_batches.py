@@ -149,7 +149,7 @@ AUXILIARY = {
 def test_auxiliary_output_that_no_loss_uses_is_an_error(kind):
     operator = run_operator(Trained, {"model": lambda: WithAuxiliary(AUXILIARY[kind])})
     operator.train_mode(True)
-    with pytest.raises(TypeError, match="has logits and (aux_lo|deep).*Register a criterion"):
+    with pytest.raises(TypeError, match=r"has logits and (aux_lo|deep).*Register a criterion"):
         operator.train_batch((FEATURES, TARGET), {})
     operator.validate(iter([(FEATURES, TARGET)]))
     operator.train_mode(True)
