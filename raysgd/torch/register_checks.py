@@ -253,21 +253,6 @@ def check_same_parameters(
                 )
 
 
-def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: str | None) -> None:
-    """Warn about schedulers that no attribute holds. RaySGD v1 did not step them."""
-    kept = {id(held) for value in vars(operator).values() for held in listed(value)}
-    lost = [each for each in schedulers if id(each) not in kept]
-    if lost and frequency in ("batch", "epoch"):
-        logger.warning(
-            "%s registered a %s that is in no attribute. RaySGD v1 did not step such a scheduler, "
-            "but raysgd does, with scheduler_step_freq=%r. Assign the scheduler to "
-            'self.scheduler, or pass "manual".',
-            type(operator).__name__,
-            type(lost[0]).__name__,
-            frequency,
-        )
-
-
 def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
     """Warn about attributes that look trained but do not belong to registered objects."""
     models = [each for each in registered if isinstance(each, torch.nn.Module)]

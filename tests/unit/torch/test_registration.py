@@ -399,16 +399,3 @@ def test_error_of_a_compiled_wrapper_names_the_way():
     error = torch._dynamo.exc.InternalTorchDynamoError("value=<raysgd.comm.gloo.GlooGroup object>")
     make_registration().parts.explain(error)
     assert "register(models=torch.compile(model)" in error.__notes__[0]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_compiling_a_registered_model_is_refused_with_the_way(process_group, in_place):
-    state = make_registration(context=WorkerContext(distributed=True), backend="gloo")
-    module = linear()
-    model, _ = registration.register(state, models=module, optimizers=sgd(module))
-    registration.adopt_wrappers(state, [model])
-    if in_place:
-        model.compile(backend="eager")
-    compiled = model if in_place else torch.compile(model, backend="eager")
-    with pytest.raises(ValueError, match=r"register\(models=torch.compile\(model\)"):
-        registration.adopt_wrappers(state, [None, [compiled]])
