@@ -124,6 +124,12 @@ def _restoring(part: Any) -> Callable[[], Any] | None:
         content = part.copy()
         fill = "extend" if isinstance(part, list | deque) else "update"
         return lambda: (part.clear(), getattr(part, fill)(content))
+    if type(part).__name__ in ("Random", "Generator", "RandomState"):  # of random, NumPy, PyTorch
+        for read, write in (("getstate", "setstate"), ("get_state", "set_state")):
+            if hasattr(part, read):
+                return partial(getattr(part, write), getattr(part, read)())
+        source = getattr(part, "bit_generator", None)
+        return source and partial(setattr, source, "state", source.state)
     with contextlib.suppress(Exception):  # objects of other types, and sparse tensors
         if part.nbytes <= _LARGE_BYTES:
             array = part.detach() if hasattr(part, "detach") else part
@@ -136,7 +142,11 @@ def _fill(array: Any, values: Any) -> None:
         array[...] = values
 
 
-_FOREIGN = sys.stdlib_module_names - {"abc", "typing"} | {"torch", "tensorflow", "keras", "ray"}
+_FOREIGN = {"torch", "tensorflow", "keras", "ray", *sys.stdlib_module_names} - {
+    "abc",
+    "collections",
+    "typing",
+}
 
 
 def _slots_of(part: Any) -> Iterable[str]:
