@@ -359,7 +359,7 @@ def register_all(**given):
     return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
 
 
-# A DeprecationWarning, or a FutureWarning since PyTorch 2.15
+# PyTorch 2.15 raises a FutureWarning, and older versions a DeprecationWarning.
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("given", "error", "words"),
