@@ -208,11 +208,11 @@ class Optimization(StepFeature):
             self._refuse_parts(_NO_BACKWARD)
         self.group.begin(place)
         self._stepped.clear()
-        self._seen.clear()
         self._in_group = self._in_group or self._state.accumulation_steps > 1 or place.is_part
         if self.group.holds:
             for optimizer in self._optimizers:
                 self._set_aside(optimizer)
+        self._note_gradients(self.precision.scales)
 
     def _begin_update(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
@@ -282,6 +282,14 @@ class Optimization(StepFeature):
             count = self.group.samples
         if self._stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
+        for optimizer in self._optimizers:
+            if self._check_unchanged(optimizer) and self.precision.scales:
+                if any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer)):
+                    raise RuntimeError(
+                        f"{self.precision.name} scales gradients, but train_batch made or changed "
+                        "gradients before self.backward(loss), for example by loss.backward(). "
+                        "Add up the losses, and call self.backward(loss)."
+                    )
         if self._in_group:
             weight = self._weigh_in_group(count)
         elif count is None:
@@ -296,13 +304,14 @@ class Optimization(StepFeature):
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
-        if self.precision.scales or not self.group.is_last:
-            self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self._optimizers}
+        self._note_gradients(self.precision.scales or not self.group.is_last)
+
+    def _note_gradients(self, is_watched: bool) -> None:
+        watched = self._optimizers if is_watched else ()
+        self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in watched}
 
     def _weigh_in_group(self, count: float | None) -> float:
         """Return the weight of a loss, after correcting the gradients of earlier batches."""
-        for optimizer in self._optimizers:
-            self._check_unchanged(optimizer)
         self._put_back()
         correction, weight = self.group.weigh(count, self.mean_over_workers, self.sums_each_batch)
         if correction != 1.0 and not self.group.is_sum:

@@ -113,6 +113,14 @@ def test_batch_that_one_worker_skips_is_an_error_in_that_step(workers, step, at)
     assert is_unchanged == (at == 1)
 
 
+@pytest.mark.parametrize("step", ["task_by_task", "surgery", "own_gradients", "without_sync"])
+def test_gradients_without_the_scale_of_float16_are_an_error(workers, step):
+    for message, is_unchanged in workers(Case(step, scaled=True)):
+        assert "native AMP" in message
+        assert "self.backward(loss)" in message
+        assert is_unchanged
+
+
 def test_step_within_a_backward_pass_is_an_error(workers):
     for message, is_unchanged in workers(Case("steps_in_hook")):
         assert "step() runs within a backward pass" in message
