@@ -283,13 +283,13 @@ class Optimization(StepFeature):
         if self._stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in self._optimizers:
-            if self._check_unchanged(optimizer) and self.precision.scales:
-                if any(p.grad is not None and bool(p.grad.any()) for p in _parameters(optimizer)):
-                    raise RuntimeError(
-                        f"{self.precision.name} scales gradients, but train_batch made or changed "
-                        "gradients before self.backward(loss), for example by loss.backward(). "
-                        "Add up the losses, and call self.backward(loss)."
-                    )
+            changed = self._check_unchanged(optimizer) and self.precision.scales
+            if changed and any(p.grad is not None and p.grad.any() for p in _parameters(optimizer)):
+                raise RuntimeError(
+                    f"{self.precision.name} scales gradients, but train_batch made or changed "
+                    "gradients before self.backward(loss), for example by loss.backward(). Add up "
+                    "the losses, and call self.backward(loss)."
+                )
         if self._in_group:
             weight = self._weigh_in_group(count)
         elif count is None:
