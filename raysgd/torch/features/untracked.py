@@ -28,7 +28,7 @@ class Untracked(StepFeature):
         now = self._versions() if before else {}
         changed = [name for name in self._names if before.get(name) != now.get(name)]
         if changed and not self._operator.state_dict():
-            self._state.say(
+            self._state.settings.warn_once(
                 "untracked",
                 "train_batch changed %s. Checkpoints and workers that start later, such as "
                 "replacements, do not have this change. Register modules, also frozen ones, as "

@@ -14,7 +14,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.train_state import OperatorSettings
+from raysgd.torch.registered_state import OperatorSettings
 from tests.operators import Classifier, make_model, parameters, register_all
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
@@ -293,7 +293,7 @@ def test_only_an_overridden_num_items_communicates():
     for overridden in (False, True):
         methods = {"num_items": lambda self, batch: None} if overridden else {}
         operator = run_operator(type("Counting", (Classifier,), methods))
-        operator._train_state.optimization.mean_over_workers = asked
+        operator._train_state.sum_over_workers = asked
         if overridden:  # also if it returns None, because other workers may return a count
             with pytest.raises(AssertionError):
                 operator.train_batch(BATCH, {})
