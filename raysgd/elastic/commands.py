@@ -133,7 +133,10 @@ class Attempt:
         stopped = ("communication", "stopped", "cut off")
         reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
         reason = next(reasons, self.unanswered)
-        error = CollectiveError(f"All workers are alive, but could not communicate: {reason}")
+        error = CollectiveError(
+            f"All workers are alive, but could not communicate: {reason}. Check that all workers "
+            "make the same backward passes and call the same collectives, in the same order."
+        )
         error.__cause__ = reason
         return error
 

@@ -81,10 +81,6 @@ class StepFeature:
         """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
-    def applying(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for a function of ``apply_all_operators``."""
-        return contextlib.nullcontext()
-
     def end_epoch(self, epoch: int) -> None:
         """Handle the end of an epoch, after which `epoch` epochs are complete."""
 

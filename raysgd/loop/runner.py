@@ -265,10 +265,7 @@ class OperatorRunner(ABC):
         train_state, loop = self._train_state, self._running
         before = self._user_settings()
         try:
-            with contextlib.ExitStack() as stack:
-                for feature in train_state.features:
-                    stack.enter_context(feature.applying())
-                return function(self.operator)
+            return function(self.operator)
         finally:
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)

@@ -30,7 +30,7 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.loop.sources import DataSources
-from raysgd.torch.losses import IGNORED
+from raysgd.torch.losses import has_ignored
 from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
 
 _MISSING = object()
@@ -269,9 +269,7 @@ class ShardedLoader(PartitionedSource):
 
     @functools.cached_property
     def ignores_targets(self) -> bool:
-        """Whether a data set in memory has targets that losses of PyTorch ignore by default."""
-        data = self.loader.dataset
-        return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
+        return has_ignored(self.loader.dataset)
 
     def fingerprint(self) -> str:
         shard = self.shard

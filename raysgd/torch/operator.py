@@ -179,7 +179,11 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             criterion = None if target is None else getattr(self, "criterion", None)
             state = self._train_state
             return num_counted(
-                criterion, target, state.data.ignores_targets, state.settings.warn_once
+                criterion,
+                target,
+                state.data.ignores_targets,
+                state.global_step,
+                state.settings.warn_once,
             )
         items = count(self, batch)
         source = f"{type(self).__name__}.num_items returned {{}}"

@@ -79,10 +79,10 @@ class Optimization(StepFeature):
     def begin_micro_batch(self, tx: StepTransaction) -> None:
         if tx.index > 0 and not tx.has_earlier_losses and any(map(_has_gradients, tx.optimizers)):
             self._refuse_parts(_NO_BACKWARD)
-        self._seen.clear()
         if tx.has_earlier_losses:
             for optimizer in self.optimizers:
                 self._accumulated.set_aside(_parameters(optimizer))
+        self._note_gradients(self.precision.scales)
 
     def check_complete(self) -> None:
         tx = self._transaction
@@ -130,7 +130,13 @@ class Optimization(StepFeature):
         if tx.stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in self.optimizers:
-            self._check_unchanged(optimizer)
+            changed = self._check_unchanged(optimizer) and self.precision.scales
+            if changed and any(p.grad is not None and p.grad.any() for p in _parameters(optimizer)):
+                raise RuntimeError(
+                    f"{self.precision.name} scales gradients, but train_batch made or changed "
+                    "gradients before self.backward(loss), for example by loss.backward(). Add up "
+                    "the losses, and call self.backward(loss)."
+                )
         copies = len(self.optimizers) > 1
         self._accumulated.put_back(is_first=not tx.has_loss, copies=copies)
         correction, weight = tx.weigh(count, state.num_averaged, state.sum_over_workers)
@@ -139,8 +145,11 @@ class Optimization(StepFeature):
         if count == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self.precision.backward(loss if weight == 1.0 else loss * weight, tx.is_last)
-        if self.precision.scales or not tx.is_last:
-            self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self.optimizers}
+        self._note_gradients(self.precision.scales or not tx.is_last)
+
+    def _note_gradients(self, is_watched: bool) -> None:
+        watched = self.optimizers if is_watched else ()
+        self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in watched}
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         tx = self._transaction

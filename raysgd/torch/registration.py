@@ -209,16 +209,6 @@ def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     """Replace registered models with DistributedDataParallel wrappers from user code."""
     values = [value for attribute in attributes for value in listed(attribute)]
     wrapped = {id(v.module): v for v in values if isinstance(v, DistributedDataParallel)}
-    compiled = [getattr(v, "_orig_mod", None) for v in values if isinstance(v, torch.nn.Module)]
-    compiled += [v for v in values if getattr(v, "_compiled_call_impl", None) is not None]
-    if state.settings.options.backend == "gloo" and any(
-        isinstance(each, DistributedDataParallel) for each in compiled
-    ):
-        raise ValueError(
-            "torch.compile of a registered model would compile DistributedDataParallel, which does "
-            "not work with gloo. Compile the model before you register it: "
-            "register(models=torch.compile(model), ...)."
-        )
     state.models = [wrapped.get(id(model), model) for model in state.models]
     if (replication := state.feature(Replication)) is not None:
         replication.note_wrappers()
