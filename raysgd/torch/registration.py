@@ -13,6 +13,7 @@ from raysgd.loop.train_state import listed, shaped_like
 from raysgd.torch import ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.gradient_norms import GradientNorms
+from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
@@ -107,6 +108,7 @@ def register(
         state.schedules,
         Averaging(state),
         *([Speed(state)] if options.elastic.shares == "measured" else []),
+        *([ReplicaGuard(state, options.guard)] if options.guard and distributed else []),
     ]
     state.optimization.begin()
     for each in sharded:
