@@ -214,15 +214,16 @@ class ReplicaGuard(StepFeature):
         for index, optimizer in enumerate(state.optimizers):
             if not (self._wraps_all or replicated.issuperset(self._stepped)):
                 continue
-            has_state = not any(optimizer is each for each in divided)
-            yield from _of_optimizer(f"optimizers[{index}]", optimizer, has_state)
+            is_divided = any(optimizer is each for each in divided)
+            yield from _of_optimizer(f"optimizers[{index}]", optimizer, replicated, is_divided)
         for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
             yield from _items("optimizers", f"schedulers[{index}]", scheduler.state_dict())
         yield from _items("optimizers", "scaler", state.optimization.precision.scales_of())
         yield from _items("parameters", "averages", state.feature("Averaging").averages)
-        for model in [*state.models, *state.criteria] if is_new else ():
-            if isinstance(model, torch.nn.Module):
-                yield "options", f"hyperparameters of {type(model).__name__}", _settings(model)
+        for name, held in ("models", state.models), ("criteria", state.criteria):
+            for index, module in enumerate(held if is_new else ()):
+                if isinstance(module, torch.nn.Module):
+                    yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))
 
     def _buffers_of(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         model = ddp.plain(self._state.models[index])
@@ -321,7 +322,8 @@ class ReplicaGuard(StepFeature):
         kinds = {kind for _, kind in given}
         found = _differing([contents for contents, _ in given])
         if not found:
-            return  # it was in the past of a GPU, or in the comparison itself
+            state.say("digests", "The replicas differed for a moment, and are equal again.")
+            return
         majority, minority = _majority(found, context.world_size)
         message = self._message(found, minority)
         if len(kinds) > 1 and not any(kind == "options" for kind, _ in found):
@@ -360,7 +362,9 @@ class ReplicaGuard(StepFeature):
             who = f"{_workers(minority)} and the majority"
         names = [
             f"{name} ({_shown(values)})" if kind == "options" else name
-            for (kind, name), values in found.items()
+            for (kind, name), values in sorted(
+                found.items(), key=lambda each: each[0][0] != "options"
+            )
         ]
         shown = "; ".join(names[:_MOST_SHOWN])
         if len(names) > _MOST_SHOWN:
@@ -375,7 +379,9 @@ class ReplicaGuard(StepFeature):
         )
 
 
-def _of_optimizer(place: str, optimizer: Any, has_state: bool) -> Iterator[Content]:
+def _of_optimizer(
+    place: str, optimizer: Any, known: set[torch.Tensor], is_divided: bool
+) -> Iterator[Content]:
     number = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
         of_group = f"{place}.param_groups[{index}]"
@@ -385,7 +391,9 @@ def _of_optimizer(place: str, optimizer: Any, has_state: bool) -> Iterator[Conte
                 yield from _items("optimizers", f"{of_group}[{key!r}]", value)
         for parameter in group["params"]:
             which = next(number)
-            if has_state and (held := optimizer.state.get(parameter)):
+            if not (is_divided or parameter in known):
+                yield "parameters", f"parameter {which} of {place}", parameter
+            if not is_divided and (held := optimizer.state.get(parameter)):
                 yield from _items("optimizers", f"{place}.state[{which}]", held)
 
 
@@ -402,18 +410,17 @@ def _items(kind: str, place: str, value: Any) -> Iterator[Content]:
     elif isinstance(value, numbers.Real):  # a loaded state may have another type of number
         yield "options", place, float(value)
     elif isinstance(value, str | None):
-        yield "options", place, value
+        yield "options", place, repr(value)
 
 
-def _settings(module: torch.nn.Module) -> list[Any]:
-    """Return the hyperparameters of PyTorch's own modules, such as the rate of a dropout."""
-    return [
-        (name, key, value)
-        for name, each in ddp.plain(module).named_modules()
-        if type(each).__module__.startswith("torch.nn.modules.")
-        for key, value in vars(each).items()
-        if key[0] != "_" and key != "training" and isinstance(value, int | float | str | tuple)
-    ]
+def _hyperparameters(place: str, model: torch.nn.Module) -> Iterator[Content]:
+    """Iterate over options of PyTorch's own modules, such as the rate of a dropout."""
+    for name, module in model.named_modules(prefix=place):
+        if type(module).__module__.startswith("torch.nn.modules."):
+            for key, value in vars(module).items():
+                is_option = isinstance(value, int | float | str | tuple) and key[0] != "_"
+                if is_option and key != "training":
+                    yield "options", f"{name}.{key}", value
 
 
 def _kind_of(device: torch.device) -> str:
