@@ -10,7 +10,9 @@ import pytest
 import raysgd
 
 SURFACE = {
-    "raysgd": "CreatorOperator ElasticConfig Guard TFTrainer TorchTrainer TrainingOperator __version__",
+    "raysgd": """
+        CreatorOperator ElasticConfig Guard TFTrainer TorchTrainer TrainingOperator __version__
+    """,
     "raysgd.backends": "Backend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
         Callback CheckpointCallback CsvLogger DeviceStats EMA EarlyStopping EpochLines History

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raysgd.torch.options import Guard
     from raysgd.torch.train_state import TorchTrainState
 
-_BUDGET = 0.002
+_BUDGET = 0.001
 """Share of the training time that comparisons within a call may take."""
 _FIRST = 100
 """Steps before the first comparison of a call, because its cost is not known yet."""
@@ -65,7 +65,7 @@ class ReplicaGuard(StepFeature):
         self._on_gpu = state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
         self._is_due = self._is_new = True
-        self._in_call = self._follows = False
+        self._in_call = self._follows = self._is_active = False
         self._first = self._interval = _FIRST if guard.every == "auto" else int(guard.every)
         self._steps = self._compared_at = self._equal_at = 0
         self._mark, self._cost_s = (0, 0.0), 0.0
@@ -107,14 +107,11 @@ class ReplicaGuard(StepFeature):
 
     # ---- calls and steps
 
-    @property
-    def _is_active(self) -> bool:
-        return self._state.context.world_size > 1 and self._state.replicated
-
     def check_trained(self) -> None:
         """Compare at the end of a call, and before a call if something may have changed."""
         if self._problem:
             raise ReplicasDifferError(self._problem)
+        self._is_active = self._state.context.world_size > 1 and self._state.replicated
         if self._is_active and (self._is_due or self._in_call):
             self._compare()
             self._settle()
