@@ -42,7 +42,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
     """
     pieces: list[torch.Tensor] = []
     held = 0
-    for tensor in tensors:
+    for tensor in filter(_has_bits, tensors):
         content = tensor.detach().reshape(-1).view(torch.uint8)
         num_bytes = content.numel()
         if num_bytes >= size and content.storage_offset() % 8 == 0:
@@ -57,6 +57,14 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
             held += piece.numel()
     if pieces:
         yield _joined(pieces, held)
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor can be read, unlike that of a sparse tensor."""
+    if torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
+        return False
+    is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return is_plain and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _joined(pieces: list[torch.Tensor], num_bytes: int) -> torch.Tensor:

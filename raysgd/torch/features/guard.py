@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.data.partition import MicroBatch
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import ShardedFeature, StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.digests import digest_of
+from raysgd.torch.features.replication import Replication
+from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.state import version_of
 
 if TYPE_CHECKING:
@@ -120,8 +122,8 @@ class ReplicaGuard(StepFeature):
     def begin_call(self, logs_steps: bool) -> None:
         self._in_call, self._mark = True, (self._steps, time.perf_counter())
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        if place.position > 0 or not self._is_active:
+    def begin(self, tx: StepTransaction) -> None:
+        if not self._is_active:
             return
         if self._structure() != self._adopted:
             self._check_added()
@@ -136,7 +138,7 @@ class ReplicaGuard(StepFeature):
             if not self._on_gpu:
                 self._settle()
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         self._steps += 1
 
     # ---- what is added after `register`
@@ -165,8 +167,8 @@ class ReplicaGuard(StepFeature):
 
     def _check_added(self) -> None:
         """Raise an error if the next step would train what the workers do not keep equal."""
-        for name in ("Replication", "HorovodGradients", "FullyShardedModel"):
-            if (feature := self._state.feature(name)) is not None:
+        for feature in self._state.features:
+            if isinstance(feature, Replication | HorovodGradients | ShardedFeature):
                 feature.check_trained()
         before = self._stepped
         self._adopt()
@@ -186,7 +188,7 @@ class ReplicaGuard(StepFeature):
         The value of a buffer is None if it does not count.
         """
         state = self._state
-        is_sharded = any(feature.is_fully_sharded for feature in state.sharded)
+        is_sharded = any(feature.is_fully_sharded for feature in state.sharded_features)
         replicated: set[torch.Tensor] = set()
         for index, (model, named) in enumerate(zip(state.models, self._named, strict=True)):
             own = ddp.replicated(model)
@@ -207,7 +209,7 @@ class ReplicaGuard(StepFeature):
             if in_step:
                 modes = [module.training for module in model.modules()]
                 yield "options", f"the train or eval modes of models[{index}]", modes
-        divided = [feature.optimizer for feature in state.sharded]
+        divided = [feature.optimizer for feature in state.sharded_features]
         for index, optimizer in enumerate(state.optimizers):
             if not (self._wraps_all or replicated.issuperset(self._stepped)):
                 continue
@@ -216,7 +218,7 @@ class ReplicaGuard(StepFeature):
         for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
             yield from _items("optimizers", f"schedulers[{index}]", scheduler.state_dict())
         yield from _items("optimizers", "scaler", state.optimization.precision.scales_of())
-        yield from _items("parameters", "averages", state.feature("Averaging").averages)
+        yield from _items("parameters", "averages", state.averaging.averages)
         for name, held in ("models", state.models), ("criteria", state.criteria):
             for index, module in enumerate(held if is_new else ()):
                 if isinstance(module, torch.nn.Module):
@@ -249,6 +251,7 @@ class ReplicaGuard(StepFeature):
         digests, counts = self._digests(in_step, is_new)
         for event in events[1:]:
             event.record()
+        cost_s = time.perf_counter() - began  # without the wait for other workers
         steps, trained_s = self._steps - self._mark[0], began - self._mark[1]
         wanted = self._interval
         if self._guard.every == "auto" and self._cost_s and steps > 0:
@@ -256,7 +259,7 @@ class ReplicaGuard(StepFeature):
         digests = torch.where(counts, torch.stack([digests, ~digests]), _ABSTAINS)
         sent = torch.cat([digests.view(-1), digests.new_full((1,), -wanted)])
         found = collectives.lowest(sent)
-        self._cost_s = time.perf_counter() - began
+        self._cost_s = cost_s
         if self._on_gpu:
             found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, True)
             events.append(torch.cuda.Event())
@@ -319,25 +322,28 @@ class ReplicaGuard(StepFeature):
         kinds = {kind for _, kind in given}
         found = _differing([contents for contents, _ in given])
         if not found:
-            state.say("digests", "The replicas differed for a moment, and are equal again.")
+            state.settings.warn_once(
+                "digests", "The replicas differed for a moment, and are equal again."
+            )
             return
         majority, minority = _majority(found, context.world_size)
         message = self._message(found, minority)
         if len(kinds) > 1 and not any(kind == "options" for kind, _ in found):
-            state.say(
+            state.settings.warn_once(
                 "devices",
                 "%s The workers compute on different devices or with different numbers of threads "
                 "(%s), so this may be rounding.",
                 message,
                 ", ".join(sorted(kinds)),
             )
-        elif self._guard.on_difference == "repair" and majority and not state.sharded:
+        elif self._guard.on_difference == "repair" and majority and not state.sharded_features:
             self._repair(majority[0], context.world_rank in minority, flags)
             self.repaired = state.global_step, tuple(minority), message
         else:
             self._problem = message
             # The next generation then starts from the state of the majority.
-            state.step.is_partial = state.step.is_partial or context.world_rank in minority
+            if context.world_rank in minority:
+                state.transaction.is_partial = True
             raise ReplicasDifferError(message, ranks=minority)
 
     def _repair(self, leader: int, follows: bool, flags: tuple[bool, bool]) -> None:

@@ -142,7 +142,7 @@ def sets_buffer(t):
 
 
 def flips_averages(t):
-    flip(t._train_state.feature("Averaging").averages[0]["head.weight"])
+    flip(t._train_state.averaging.averages[0]["head.weight"])
 
 
 def clears_state(t):
@@ -259,7 +259,7 @@ def closure(t, x, y):
 
 
 def averages(t):
-    t._train_state.feature("Averaging").begin(0.9, 1)
+    t._train_state.averaging.begin(0.9, 1)
 
 
 # ----
