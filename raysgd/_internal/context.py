@@ -54,6 +54,7 @@ class Progress:
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
     divided: bool = False  # whether each worker holds only a shard of the state
     lacks_shards: bool = False  # whether every worker that held some shard of the state was lost
+    repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
     partial: bool = False  # whether an optimizer raised within a step
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
     terminated: bool = False

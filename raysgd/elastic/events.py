@@ -22,6 +22,7 @@ EventKind = Literal[
     "draining",
     "moved",
     "rebalanced",
+    "repaired",
 ]
 
 

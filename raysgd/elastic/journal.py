@@ -20,6 +20,7 @@ _WARNINGS = {
     "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
+    "repaired": "Repaired workers %(listed)s: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
 }
@@ -39,6 +40,7 @@ class Journal:
         self.seen_step = 0
         """The newest committed step that workers have reported during a call."""
         self.lost: dict[WorkerHandle, BaseException] = {}
+        self._repaired: tuple[Any, ...] = ()
         self.error: BaseException | None = None
         """Why the newest attempt failed, if no member is lost."""
         self.events: list[Event] = []
@@ -79,6 +81,7 @@ class Journal:
             shown = {
                 **vars(event),
                 "rank": next(iter(event.ranks), -1),
+                "listed": self.listed(members),
                 "places": ", ".join(places),
                 "within": f" within {event.seconds:.0f} s" if event.seconds else "",
             }
@@ -98,6 +101,13 @@ class Journal:
             )
         if self.on_event is not None:
             self.on_event()
+
+    def record_repair(self, progress: Progress) -> None:
+        """Record that workers took the state of the majority, unless it is recorded already."""
+        if progress.repaired and progress.repaired != self._repaired:
+            self._repaired = step, ranks, cause = progress.repaired
+            members = [member for member, rank in self.ranks.items() if rank in ranks]
+            self.record("repaired", members, step=step, cause=cause)
 
     def failure(
         self,

@@ -19,6 +19,7 @@ class StepFeature:
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
     replicates = False  # keeps the models equal on all workers
+    repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
 
     # ---- the group of workers
 

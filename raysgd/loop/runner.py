@@ -176,6 +176,7 @@ class OperatorRunner(ABC):
             divided=bool(sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),
             partial=train_state.transaction.is_partial,
+            repaired=max(feature.repaired for feature in train_state.features),
         )
 
     def request_stop(self, requested: bool) -> None:

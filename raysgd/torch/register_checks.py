@@ -238,7 +238,7 @@ def check_fully_shardable(
 
 
 def check_same_parameters(
-    models: Sequence[torch.nn.Module], dtypes: Mapping[torch.nn.Parameter, torch.dtype]
+    models: Sequence[torch.nn.Module], dtypes: Mapping[Any, torch.dtype]
 ) -> None:
     """Reject training of parameters that are missing in `dtypes` or have changed their dtype."""
     for index, model in enumerate(models):

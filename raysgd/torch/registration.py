@@ -12,6 +12,7 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
 from raysgd.torch.features.gradient_norms import GradientNorms
+from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
@@ -144,6 +145,8 @@ def _add_features(
         state.averaging,
         *([Speed(state)] if state.settings.options.elastic.shares == "measured" else []),
     ]
+    if (guard := state.settings.options.guard) is not None and state.context.distributed:
+        state.features.append(ReplicaGuard(state, guard))
     state.optimization.register_hooks()
     for each in sharded:
         each.shard_steps()

@@ -10,7 +10,9 @@ import pytest
 import raysgd
 
 SURFACE = {
-    "raysgd": "CreatorOperator ElasticConfig TFTrainer TorchTrainer TrainingOperator __version__",
+    "raysgd": """
+        CreatorOperator ElasticConfig Guard TFTrainer TorchTrainer TrainingOperator __version__
+    """,
     "raysgd.backends": "Backend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
         Callback CheckpointCallback CsvLogger DeviceStats EMA EarlyStopping EpochLines History
@@ -25,7 +27,7 @@ SURFACE = {
     "raysgd.elastic.events": "Event EventKind",
     "raysgd.errors": """
         CallbackError CheckpointError CollectiveError InsufficientResourcesError RaySGDError
-        RemoteError RemoteTraceback WorkerLostError WorkerTimeoutError
+        RemoteError RemoteTraceback ReplicasDifferError WorkerLostError WorkerTimeoutError
     """,
     "raysgd.metrics": """
         BATCH_COUNT NUM_SAMPLES AverageMeter AverageMeterCollection MergeableMetric Sums ratio
