@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from raysgd.callbacks.base import Callback, LastCall, Trainer
@@ -44,7 +45,8 @@ def named_metrics(
 ) -> dict[str, float | int]:
     """Return the numbers of a call under the names that services use."""
     numbers = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
-    return {**numbers, "workers/num_workers": trainer.num_workers}
+    speed = {f"speed/{name}": mean(values) for name, values in call.speed.items()}
+    return {**numbers, **speed, "workers/num_workers": trainer.num_workers}
 
 
 def logdir_of(trainer: Trainer) -> Path:

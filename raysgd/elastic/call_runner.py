@@ -136,6 +136,7 @@ class CallRunner:
             self._journal.seen_step = self._journal.progress.global_step
             self._context.preemption.poll(progress)
             self._context.shares.poll(progress)
+            self._context.speed.poll(progress)
         self._split = self._new_split(attempt)
         if attempt.lost:
             self._journal.lost = attempt.lost

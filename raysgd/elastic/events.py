@@ -22,6 +22,8 @@ EventKind = Literal[
     "draining",
     "moved",
     "rebalanced",
+    "slow",
+    "recovered",
 ]
 
 

@@ -43,6 +43,7 @@ from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
+from raysgd._internal.step_timing import SAVE
 from raysgd.data.source import BatchSource
 from raysgd.loop.evaluation import Evaluation, no_batch
 from raysgd.loop.feature import IndivisibleError
@@ -164,6 +165,7 @@ class Loop:
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
+        train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
         while (left := self._steps_left(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
@@ -213,7 +215,8 @@ class Loop:
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
-        self.snapshots.maybe_take(self.state_with_call, begins=True)
+        with train_state.timing.within(SAVE):
+            self.snapshots.maybe_take(self.state_with_call, begins=True)
         info = request.info or {}
         positional, named = _arguments_of(operator, info, limit, train_state.epoch)
         train_state.resume_modes()

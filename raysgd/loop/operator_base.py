@@ -168,6 +168,7 @@ class OperatorBase:
         if not place.weight:  # the samples are repeated
             metrics, weight = {}, 0
         meters.hold(metrics, weight, place.ends_step)
+        self._train_state.timing.num_samples += float(weight)
         if place.is_last:
             meters.settle()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.step_timing import new_timing
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import MicroBatches, ShardedFeature, StepFeature
@@ -61,6 +62,7 @@ class TrainState(ABC):
         self.settings = settings
         self.timers = TimerCollection()
         self.timers.enabled = False
+        self.timing = new_timing()
         self.models: list[Any] = []
         self.num_criteria = 0
         """Number of criteria with trained parameters, which are the last of `models`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
@@ -220,6 +221,7 @@ class Optimization(StepFeature):
         self._step.check_warm_up()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.in_helper:
+            self._state.timing.enter(OPTIMIZER)
             self._check_step(optimizer)
             if closure is None:
                 self.average(optimizer)
@@ -424,6 +426,8 @@ class Optimization(StepFeature):
             self._step.end_update(optimizer)
             for feature in self._state.features:
                 feature.after_update(optimizer)
+            if not self.in_helper:
+                self._state.timing.enter(OTHER)
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reject ``optimizer.step()`` in user code that must call `step` instead."""
