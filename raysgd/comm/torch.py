@@ -7,7 +7,8 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ _CONNECT = datetime.timedelta(seconds=10)
 of NCCL waits five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)  # ``TCPStore`` first resolves its address
 _MOST_MESHED = 16  # with more workers, gloo is faster than a mesh
+_LINKS_EVERY_S, _LEAST_BYTES = 3.0, 2**16
+"""How often to measure the links, because that takes a millisecond, and by how many bytes."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """Parts of the messages of RuntimeErrors from gloo and NCCL, which define no error types."""
 
@@ -142,6 +145,9 @@ class TorchBackend(Backend):
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
         self._set_interface = False
+        self._links: dict[str, float] = {}
+        self._sent: dict[str, tuple[int, float]] = {}
+        self._links_at = 0.0
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         single_node, host = is_single_node(addresses), driver_address(addresses)
@@ -230,8 +236,27 @@ class TorchBackend(Backend):
         group = self._group
         return None if group is None else group.collective()
 
+    def links(self) -> Mapping[str, float]:
+        now = time.monotonic()
+        if not self._listening or now < self._links_at + _LINKS_EVERY_S:
+            return self._links
+        meshed = () if self._mesh is None else self._mesh.endpoints()
+        sent: dict[str, tuple[int, float]] = {}
+        for each in endpoints():
+            ours = each.local in meshed or self._is_ours(each)
+            if ours and each.remote is not None and each.remote[0] != each.local[0]:
+                host, (num_bytes, seconds) = each.remote[0], each.sent()
+                before = sent.get(host, (0, 0.0))
+                sent[host] = before[0] + num_bytes, before[1] + seconds
+        for host, (num_bytes, seconds) in sent.items():
+            old_bytes, old_s = self._sent.get(host, (0, 0.0))
+            if num_bytes - old_bytes >= _LEAST_BYTES and seconds > old_s:
+                self._links[host] = (num_bytes - old_bytes) / (seconds - old_s)
+        self._sent, self._links_at = sent, now
+        return dict(self._links)
+
     def teardown(self) -> None:
-        self._listening = set()
+        self._listening, self._links, self._sent = set(), {}, {}
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             self._set_interface = False

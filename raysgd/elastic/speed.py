@@ -15,7 +15,7 @@ _FACTOR = 1.5
 """Factor by which a worker must be slower than the others."""
 _LEAST_STEP_S = 0.002
 """Seconds per step below which no advice helps."""
-_LEAST_SHARES = {"save": 0.2, "data": 0.3, "copy": 0.3, "other": 0.3, "wait": 0.4}
+_LEAST_SHARES = {"save": 0.2, "data": 0.3, "copy": 0.3, "other": 0.15, "wait": 0.6}
 """Shares of the time from which a phase of all workers is worth a sentence."""
 _STRAGGLER_SHARE = 0.2
 """Share of a step that a slow worker must cost the others."""
@@ -156,26 +156,27 @@ def _straggler(workers: Sequence[WorkerSpeed]) -> Cause | None:
     now, before = slowest.seconds[name], usual[name]
     if name == "forward":
         now, before = slowest.computing_s, computing_s
-    times = f"{now / before:.1f} times longer than" if before > now / 100 else "and not like"
+    times = f"{now / before:.1f} times" if 20 * before > now else "much"
+    longer = f"{times} longer than the others{{since}}"
     who = f"Worker {slowest.rank} on {slowest.host}"
     match name:
         case "data":
             share = 100 * now / slowest.step_s
             text = (
-                f"{who} waits for data {times} the others{{since}}, {share:.0f} % of its step: "
+                f"{who} waits for data {longer}, {share:.0f} % of its step: "
                 f"{_for_loader(slowest)}, or look at its disk."
             )
         case "save":
-            text = f"{who} saves {times} the others{{since}}: take snapshots less often."
+            text = f"{who} saves {longer}: take snapshots less often."
         case "other":
             text = (
-                f"{who} runs code outside of forward, backward, and optimizer {times} the others"
-                "{since}: look for printing, logging, and .item() on this worker."
+                f"{who} runs code outside of forward, backward, and optimizer {longer}: look for "
+                "printing, logging, and .item() on this worker."
             )
         case _:
             text = (
-                f'{who} computes {times} the others{{since}}: use ElasticConfig(shares="measured"),'
-                " or look at its host."
+                f'{who} computes {longer}: use ElasticConfig(shares="measured"), or look at its '
+                "host."
             )
     return Cause(name, slowest.rank, text)
 
@@ -202,10 +203,10 @@ def _slow_link(
         return None, f"{waits} on all workers{{since}}: {advice.replace('its', 'the')}."
     host, own_rate, rate = found
     ranks = [each.rank for each in workers if each.host == host]
-    who = f"Worker {ranks[0]}" if len(ranks) == 1 else f"Workers {ranks[0]} to {ranks[-1]}"
+    who = f"worker {ranks[0]} on {host} sends" if len(ranks) == 1 else f"the workers on {host} send"
     text = (
-        f"{who} on {host} sent gradients at {own_rate / 1e6:.1f} MB/s, and the others at "
-        f"{rate / 1e6:.1f} MB/s. {waits}{{since}}: {advice}."
+        f"{waits}{{since}}, because {who} at {own_rate / 1e6:.1f} MB/s, and the others at "
+        f"{rate / 1e6:.1f} MB/s: {advice}."
     )
     return ranks[0], text
 
