@@ -93,7 +93,7 @@ class SpeedMonitor:
         self._began = self._newest
         self._look_for_change()
         if len(self._windows) > _MOST_WINDOWS:
-            pairs = zip(self._windows[::2], self._windows[1::2], strict=False)
+            pairs = [self._windows[i : i + 2] for i in range(0, len(self._windows), 2)]
             self._windows = [_Window(pair[0].step, _summed(pair)) for pair in pairs]
         if all(member.remote for member in members):
             self._export(self._speeds([window]))
