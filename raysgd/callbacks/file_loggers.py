@@ -35,7 +35,8 @@ class JsonlLogger(LoggerCallback):
 
     ``fit(log_every=...)`` adds lines of kind "step". ``time`` is the end of the call in seconds
     since the Unix epoch. ``speed`` has the mean seconds per step of each phase by rank, such as
-    ``{"data_s": [0.01, 0.02], ...}``. Numbers that are not finite are the strings "nan", "inf" and "-inf".
+    ``{"data_s": [0.01, 0.02], ...}``. Numbers that are not finite are the strings "nan", "inf" and
+    "-inf".
     ``events.jsonl`` has the fields of :class:`raysgd.elastic.events.Event`.
     """
 

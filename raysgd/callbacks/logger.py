@@ -7,9 +7,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
+
+_PHASES = [f"{name}_s" for name in PHASES]
 
 
 class LoggerCallback(Callback):
@@ -45,7 +48,7 @@ def named_metrics(
 ) -> dict[str, float | int]:
     """Return the numbers of a call under the names that services use."""
     numbers = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
-    speed = {f"speed/{name}": mean(values) for name, values in call.speed.items()}
+    speed = {f"speed/{name}": mean(call.speed[name]) for name in call.speed if name in _PHASES}
     return {**numbers, **speed, "workers/num_workers": trainer.num_workers}
 
 

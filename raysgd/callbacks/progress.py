@@ -131,7 +131,10 @@ class ProgressBar(EpochLines):
         if len(now) != len(self._before):
             self._before = now
         seconds = [
-            sum(new.seconds[phase] - old.seconds[phase] for new, old in zip(now, self._before))
+            sum(
+                new.seconds[phase] - old.seconds[phase]
+                for new, old in zip(now, self._before, strict=True)
+            )
             for phase in range(len(PHASES))
         ]
         longest = max(range(len(PHASES)), key=lambda phase: seconds[phase])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -15,9 +15,12 @@ def _gauge(name: str, description: str, tags: tuple[str, ...]) -> Any:
 
 
 def export(
-    name: str, description: str, tags: tuple[str, ...], values: Mapping[tuple[str, ...], float]
+    name: str, description: str, tags: tuple[str, ...], rows: Iterable[tuple[Any, ...]]
 ) -> None:
-    """Set a gauge, given its values by the values of its tags. Ray sends it in the background."""
+    """Set a gauge to the first value of each row, with the others as tags.
+
+    Ray sends the values in the background.
+    """
     gauge = _gauge(name, description, tags)
-    for given, value in values.items():
-        gauge.set(value, dict(zip(tags, given, strict=True)))
+    for value, *given in rows:
+        gauge.set(value, dict(zip(tags, map(str, given), strict=True)))

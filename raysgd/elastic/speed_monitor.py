@@ -99,9 +99,9 @@ class SpeedMonitor:
             self._export(self._speeds([window]))
 
     def _export(self, speeds: Sequence[WorkerSpeed]) -> None:
-        seconds = {(str(s.rank), name): v for s in speeds for name, v in s.seconds.items()}
+        seconds = [(s, each.rank, name) for each in speeds for name, s in each.seconds.items()]
         export("raysgd_phase_seconds", "Mean seconds per step", ("rank", "phase"), seconds)
-        rates = {(str(each.rank),): each.samples_per_s for each in speeds}
+        rates = [(each.samples_per_s, each.rank) for each in speeds]
         export("raysgd_samples_per_second", "Samples per second", ("rank",), rates)
 
     def _with_saves(self, totals: Totals) -> Totals:
@@ -174,7 +174,9 @@ class SpeedMonitor:
         elif self._slow is not None:
             phase, usual = self._slow
             limits = {rank: _limit(each, 0.0) for rank, each in usual.items()}
-            if all(w.per_step(phase, rank) <= most for w in recent for rank, most in limits.items()):
+            if all(
+                w.per_step(phase, rank) <= most for w in recent for rank, most in limits.items()
+            ):
                 self._record("recovered", recent, phase, usual)
                 self._slow = None
 
@@ -205,7 +207,9 @@ def _slow_phase(
     extra: dict[int, float] = {}
     slow: dict[int, dict[int, float]] = {}
     for rank in range(len(recent[0].rows)):
-        step_s = statistics.median(sum(w.rows[rank].seconds) / w.rows[rank].num_steps for w in before)
+        step_s = statistics.median(
+            sum(w.rows[rank].seconds) / w.rows[rank].num_steps for w in before
+        )
         for phase in range(len(PHASES)):
             usual_s = statistics.median(window.per_step(phase, rank) for window in before)
             now_s = min(window.per_step(phase, rank) for window in recent)

@@ -20,6 +20,24 @@ ELSEWHERE = "203.0.113.9"
 """An address that is reserved for documentation, so no machine has it."""
 
 
+def test_an_endpoint_knows_what_it_has_sent():
+    """The receiver reads nothing at first, which is no time of sending."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    with sender, receiver:
+        (endpoint,) = [each for each in endpoints() if each.local == sender.getsockname()]
+        assert endpoint.sent()[0] <= 1
+        sender.sendall(bytes(100_000))
+        while receiver.recv(2**20):
+            if endpoint.sent()[0] >= 100_000:
+                break
+        num_bytes, seconds = endpoint.sent()
+        assert 100_000 <= num_bytes < 100_100
+        assert 0 <= seconds < 1
+    assert Endpoint(endpoint.descriptor, ("", 0), None).sent() == (0, 0.0), "it is closed"
+
+
 @pytest.mark.parametrize(
     ("addresses", "single"),
     [

@@ -79,7 +79,10 @@ def test_advice_names_the_loader():
 @pytest.mark.parametrize(
     ("slow", "said"),
     [
-        ({"data": 76.9}, "Worker 2 on C waits for data much longer than the others since step 42, "),
+        (
+            {"data": 76.9},
+            "Worker 2 on C waits for data much longer than the others since step 42, ",
+        ),
         ({"other": 12}, "Worker 2 on C runs code outside of forward, backward, and optimizer 12.0"),
         (
             # The loader works on the busy processor too.
@@ -109,7 +112,10 @@ def test_the_report_is_a_table_and_the_sentence():
     workers = speeds({**HEALTHY, "data": 80}, HEALTHY)
     text = str(SpeedReport(workers=workers, sentence="It is slow."))
     head, first, second, last = text.splitlines()
-    assert head.split() == [*"ms per step data forward backward wait optimizer sum".split(), "samples/s"]
+    assert head.split() == [
+        *["ms", "per", "step", "data", "forward", "backward", "wait", "optimizer", "sum"],
+        "samples/s",
+    ]
     assert first.split()[:5] == ["worker", "0", "on", "A", "80.00"]
     assert second.split()[-2:] == ["24.60", "1"]
     assert last == "It is slow."
