@@ -130,14 +130,9 @@ class ProgressBar(EpochLines):
         now = [each.timing for each in progress if each.timing is not None]
         if len(now) != len(self._before):
             self._before = now
-        seconds = [
-            sum(
-                new.seconds[phase] - old.seconds[phase]
-                for new, old in zip(now, self._before, strict=True)
-            )
-            for phase in range(len(PHASES))
-        ]
-        longest = max(range(len(PHASES)), key=lambda phase: seconds[phase])
+        pairs, phases = list(zip(now, self._before, strict=True)), range(len(PHASES))
+        seconds = [sum(new.seconds[i] - old.seconds[i] for new, old in pairs) for i in phases]
+        longest = max(phases, key=lambda phase: seconds[phase])
         if longest in (FORWARD, BACKWARD, OPTIMIZER) or seconds[longest] < 1.0:
             return {}
         return {PHASES[longest]: f"{100 * seconds[longest] / sum(seconds):.0f}%"}

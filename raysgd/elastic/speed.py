@@ -73,7 +73,7 @@ class SpeedReport:
         rows = [("ms per step", *shown, "sum", "samples/s")]
         for each in self.workers:
             values = [each.seconds[name] * 1000 for name in shown]
-            cells = [f"{value:.2f}" for value in (*values, each.step_s * 1000)]
+            cells = [f"{value:.3g}" for value in (*values, each.step_s * 1000)]
             rows.append((f"worker {each.rank} on {each.host}", *cells, f"{each.samples_per_s:.0f}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
