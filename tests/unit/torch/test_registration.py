@@ -339,9 +339,7 @@ def register_all(**given):
     return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit"
-)  # a DeprecationWarning, or a FutureWarning since 2.15
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # a DeprecationWarning, or a FutureWarning since 2.15
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
