@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import loading
+from raysgd._internal.step_timing import new_timing
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.state import check_parts
 from raysgd.loop.train_state import Settings, TrainState
 from raysgd.torch import collectives, ddp
+from raysgd.torch.device_timing import DeviceTiming
 from raysgd.torch.features.micro_batches import TorchMicroBatches
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.features.schedules import Schedules
@@ -49,6 +51,8 @@ class TorchTrainState(TrainState):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.data = TorchSources(self)
+        if settings.device.type == "cuda":
+            self.timing = new_timing(DeviceTiming)
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
         self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
