@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import socket
 import time
@@ -147,7 +148,7 @@ class TorchBackend(Backend):
         self._set_interface = False
         self._links: dict[str, float] = {}
         self._sent: dict[str, tuple[int, float]] = {}
-        self._links_at = 0.0
+        self._links_at = math.inf  # no links within one host
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         single_node, host = is_single_node(addresses), driver_address(addresses)
@@ -217,6 +218,8 @@ class TorchBackend(Backend):
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
         opened = _exchange(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(own) for each in opened for own in each}
+        if rendezvous is not None and not rendezvous.single_node:
+            self._links_at = 0.0
 
     def interrupt(self) -> None:
         # The threads of gloo react only to their sockets, not to ``abort``.
@@ -238,25 +241,29 @@ class TorchBackend(Backend):
 
     def links(self) -> Mapping[str, float]:
         now = time.monotonic()
-        if not self._listening or now < self._links_at + _LINKS_EVERY_S:
-            return self._links
+        if now >= self._links_at + _LINKS_EVERY_S:
+            self._links_at = now
+            with contextlib.suppress(OSError):  # another thread closes the connections
+                self._measure_links()
+        return dict(self._links)
+
+    def _measure_links(self) -> None:
         meshed = () if self._mesh is None else self._mesh.endpoints()
         sent: dict[str, tuple[int, float]] = {}
         for each in endpoints():
             ours = each.local in meshed or self._is_ours(each)
             if ours and each.remote is not None and each.remote[0] != each.local[0]:
-                host, (num_bytes, seconds) = each.remote[0], each.sent()
-                before = sent.get(host, (0, 0.0))
-                sent[host] = before[0] + num_bytes, before[1] + seconds
+                (num_bytes, seconds), before = each.sent(), sent.get(each.remote[0], (0, 0.0))
+                sent[each.remote[0]] = before[0] + num_bytes, before[1] + seconds
         for host, (num_bytes, seconds) in sent.items():
             old_bytes, old_s = self._sent.get(host, (0, 0.0))
             if num_bytes - old_bytes >= _LEAST_BYTES and seconds > old_s:
                 self._links[host] = (num_bytes - old_bytes) / (seconds - old_s)
-        self._sent, self._links_at = sent, now
-        return dict(self._links)
+        self._sent = sent
 
     def teardown(self) -> None:
         self._listening, self._links, self._sent = set(), {}, {}
+        self._links_at = math.inf
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             self._set_interface = False

@@ -229,6 +229,8 @@ def _limit(usual_s: float, step_s: float) -> float:
 
 
 def _difference(new: Totals, old: Totals) -> Totals:
+    if new.num_steps < old.num_steps:  # the worker has set up again
+        return new
     seconds = tuple(a - b for a, b in zip(new.seconds, old.seconds, strict=True))
     num_steps, num_samples = new.num_steps - old.num_steps, new.num_samples - old.num_samples
     return Totals(seconds, num_steps, num_samples, new.loader_workers)

@@ -236,5 +236,6 @@ class StepIterator:
                 self._train_state.timing.num_steps += num_steps
         if self._on_commit is not None:
             self._train_state.offset = self._offset()
-            with self._train_state.timing.within(SAVE):
-                self._on_commit()
+            self._train_state.timing.enter(SAVE)
+            self._on_commit()
+            self._train_state.timing.enter(OTHER)
