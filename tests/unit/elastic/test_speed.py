@@ -46,6 +46,7 @@ def sentence(workers, links=None):
         (HEALTHY, HEALTHY),
         # Nothing helps against the overhead of tiny steps.
         ({"data": 0.3, "forward": 0.2, "wait": 0.6, "other": 0.4},) * 2,
+        ({"forward": 0.2, "wait": 0.9}, {"forward": 1.1}),
         # Three processes share two cores.
         ({"forward": 7.8, "backward": 17.6, "wait": 24.5}, {"backward": 25.3, "wait": 24.0}),
     ],
@@ -191,6 +192,13 @@ def test_short_slowness_and_noise_are_no_events_and_no_sentence():
     for second in range(120):
         rows = [WAITS, SLOW] if second % 5 else [SLOW, WAITS]
         group.train(*(rows if second % 16 >= 8 else [FAST, FAST]))
+    assert group.events == []
+    assert group.monitor.report().sentence == ""
+    group = Group()
+    for _ in range(5):
+        group.train(FAST, FAST)
+    group.train({**FAST, "wait": 9000.0}, {**FAST, "other": 9000.0}, seconds=9)
+    assert find_cause(group.monitor.report().workers).rank == 1, "on average"
     assert group.events == []
     assert group.monitor.report().sentence == ""
 

@@ -84,7 +84,11 @@ def test_code_that_waits_for_the_device_is_other_code(device):
 
 
 def test_the_host_saves_while_the_device_has_no_work(device):
-    assert run(device, saves_s=0.4)["save"] > 0.95
+    shares = run(device, saves_s=0.4)
+    assert shares == {
+        "save": pytest.approx(0.995, abs=0.001),
+        "forward": pytest.approx(0.005, abs=0.001),
+    }
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.01])
