@@ -31,7 +31,7 @@ SENTENCES = {
     "loader": r"\d+ % of the step waits for data on all workers since step .*num_workers=0",
     "one loader": r"Worker 1 on .* waits for data .*num_workers=0",
     "cpu": r"Worker 1 on .* computes \d\.\d times longer than the others",
-    "link": r".* waits for gradients since .*, because worker \d on 10\.123\.0\.4 sends at",
+    "link": r".* waits for gradients since .*, because worker \d on 10\.123\.0\.4 sends ",
     "disk": r"\d+ % of the time goes into checkpoints and snapshots since",
     "printing": r"\d+ % of the step is code outside of forward, backward, and optimizer on all",
 }

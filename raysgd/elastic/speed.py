@@ -83,6 +83,26 @@ class SpeedReport:
         return "\n".join([*lines, self.sentence] if self.sentence else lines)
 
 
+_OF_ALL = {
+    "save": "{share} time goes into checkpoints and snapshots{since}: save less often or to a "
+    "faster disk, or use CheckpointCallback(blocking=False).",
+    "data": "{share} step waits for data{all}{since}: {loader}.",
+    "copy": "{share} step copies batches to the device{all}{since}: use "
+    "DataLoader(pin_memory=True), or send smaller dtypes.",
+    "other": "{share} step is code outside of forward, backward, and optimizer{all}{since}: "
+    "print, log, and call .item() less often.",
+    "wait": "{share} step waits for gradients{since}, {why}: look at the network, or use larger "
+    "batches or gradient_accumulation_steps.",
+}
+_OF_ONE = {
+    "data": "waits for data {longer}, {share} step: {loader}, or look at its disk.",
+    "save": "saves {longer}: take snapshots less often.",
+    "other": "runs code outside of forward, backward, and optimizer {longer}: look for printing, "
+    "logging, and .item() on this worker.",
+    "computing": 'computes {longer}: use ElasticConfig(shares="measured"), or look at its host.',
+}
+
+
 class Cause(NamedTuple):
     """What slows training down: a phase, and the rank of the slow worker, or None for all."""
 
@@ -92,123 +112,85 @@ class Cause(NamedTuple):
 
 
 def find_cause(
-    workers: Sequence[WorkerSpeed], links: Mapping[tuple[str, str], float] | None = None
+    workers: Sequence[WorkerSpeed],
+    since_step: int = 0,
+    links: Mapping[tuple[str, str], float] | None = None,
 ) -> Cause | None:
     """Return why training is slow, or None if nothing is wrong.
 
     `links` are bytes per second from host to host. Workers wait for each other in each step. So the
     slowest worker computes longest and waits least.
     """
-    if len(workers) > 1 and (cause := _straggler(workers)):
+    since = f" since step {since_step:,}"
+    if len(workers) > 1 and (cause := _straggler(workers, since)):
         return cause
     step_s = statistics.mean(each.step_s for each in workers)
-    shares = {
-        name: min(each.seconds[name] for each in workers) / step_s if step_s else 0.0
-        for name in _LEAST_SHARES
-    }
-    name = max(shares, key=lambda each: shares[each] / _LEAST_SHARES[each])
-    if shares[name] < _LEAST_SHARES[name] or shares[name] * step_s < _LEAST_STEP_S:
+    least_s = {name: min(each.seconds[name] for each in workers) for name in _OF_ALL}
+    phase = max(least_s, key=lambda name: least_s[name] / _LEAST_SHARES[name])
+    if least_s[phase] < max(_LEAST_SHARES[phase] * step_s, _LEAST_STEP_S):
         return None
-    share = f"{100 * shares[name]:.0f} % of the"
-    everywhere = " on all workers" if len(workers) > 1 else ""
-    match name:
-        case "save":
-            text = (
-                f"{share} time goes into checkpoints and snapshots{{since}}: save less often or to "
-                "a faster disk, or use CheckpointCallback(blocking=False)."
-            )
-        case "data":
-            text = f"{share} step waits for data{everywhere}{{since}}: {_for_loader(workers[0])}."
-        case "copy":
-            text = (
-                f"{share} step copies batches to the device{everywhere}{{since}}: use "
-                "DataLoader(pin_memory=True), or send smaller dtypes."
-            )
-        case "other":
-            text = (
-                f"{share} step is code outside of forward, backward, and optimizer{everywhere}"
-                "{since}: print, log, and call .item() less often."
-            )
-        case _:
-            return Cause(name, *_slow_link(workers, share, links or {}))
-    return Cause(name, None, text)
+    rank, why = _slow_link(workers, links or {}) if phase == "wait" else (None, "")
+    text = _OF_ALL[phase].format(
+        share=_share(least_s[phase], step_s),
+        since=since,
+        all=" on all workers" if len(workers) > 1 else "",
+        loader=_advice_for_loader(workers[0]),
+        why=why,
+    )
+    return Cause(phase, rank, text)
 
 
-def _straggler(workers: Sequence[WorkerSpeed]) -> Cause | None:
+def _straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     slowest = max(workers, key=lambda each: each.busy_s)
     others = [each for each in workers if each is not slowest]
-    usual_s = statistics.median(each.busy_s for each in others)
-    extra_s = slowest.busy_s - usual_s
-    if (
-        slowest.busy_s < _FACTOR * usual_s
-        or extra_s < _LEAST_STEP_S
-        or extra_s < _STRAGGLER_SHARE * slowest.step_s
-    ):
+    extra_s = slowest.busy_s - statistics.median(each.busy_s for each in others)
+    least_s = max(_STRAGGLER_SHARE * slowest.step_s, _LEAST_STEP_S)
+    if extra_s < least_s or slowest.busy_s < _FACTOR * (slowest.busy_s - extra_s):
         return None
-    usual = {name: statistics.median(w.seconds[name] for w in others) for name in PHASES}
-    computing_s = statistics.median(each.computing_s for each in others)
-    extra = {name: slowest.seconds[name] - usual[name] for name in ("data", "save", "other")}
-    extra["forward"] = slowest.computing_s - computing_s
-    name = max(extra, key=lambda each: extra[each])
+    now = {**slowest.seconds, "computing": slowest.computing_s}
+    usual = {name: statistics.median(each.seconds[name] for each in others) for name in PHASES}
+    usual["computing"] = statistics.median(each.computing_s for each in others)
+    extra = {name: now[name] - usual[name] for name in _OF_ONE}
+    phase = max(extra, key=lambda name: extra[name])
     # A busy processor slows down everything, also a loader in the same process.
-    if slowest.computing_s > _FACTOR * computing_s and extra["forward"] > 0.25 * extra_s:
-        name = "forward"
-    now, before = slowest.seconds[name], usual[name]
-    if name == "forward":
-        now, before = slowest.computing_s, computing_s
-    times = f"{now / before:.1f} times" if 20 * before > now else "much"
-    longer = f"{times} longer than the others{{since}}"
-    who = f"Worker {slowest.rank} on {slowest.host}"
-    match name:
-        case "data":
-            share = 100 * now / slowest.step_s
-            text = (
-                f"{who} waits for data {longer}, {share:.0f} % of its step: "
-                f"{_for_loader(slowest)}, or look at its disk."
-            )
-        case "save":
-            text = f"{who} saves {longer}: take snapshots less often."
-        case "other":
-            text = (
-                f"{who} runs code outside of forward, backward, and optimizer {longer}: look for "
-                "printing, logging, and .item() on this worker."
-            )
-        case _:
-            text = (
-                f'{who} computes {longer}: use ElasticConfig(shares="measured"), or look at its '
-                "host."
-            )
-    return Cause(name, slowest.rank, text)
+    if now["computing"] > _FACTOR * usual["computing"] and extra["computing"] > 0.25 * extra_s:
+        phase = "computing"
+    is_known = 20 * usual[phase] > now[phase]
+    times = f"{now[phase] / usual[phase]:.1f} times" if is_known else "much"
+    text = _OF_ONE[phase].format(
+        longer=f"{times} longer than the others{since}",
+        share=_share(now[phase], slowest.step_s),
+        loader=_advice_for_loader(slowest),
+    )
+    return Cause(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {text}")
 
 
-def _for_loader(worker: WorkerSpeed) -> str:
+def _share(part_s: float, step_s: float) -> str:
+    return f"{100 * part_s / step_s:.0f} % of the"
+
+
+def _advice_for_loader(worker: WorkerSpeed) -> str:
     if worker.loader_workers is None:
         return "load the data in other processes, as DataLoader(num_workers=2) does"
     return f"raise DataLoader(num_workers={worker.loader_workers})"
 
 
 def _slow_link(
-    workers: Sequence[WorkerSpeed], share: str, links: Mapping[tuple[str, str], float]
+    workers: Sequence[WorkerSpeed], links: Mapping[tuple[str, str], float]
 ) -> tuple[int | None, str]:
-    """Return the rank of the worker with a slow connection, or None, and the sentence."""
-    waits = f"{share} step waits for gradients"
-    advice = "look at its network, or use larger batches or gradient_accumulation_steps"
+    """Return the rank of a worker with a slow connection, or None, and who waits for what."""
     best, found = _LINK_FACTOR, None
     for host in {each.host for each in workers}:
-        own = [rate for hosts, rate in links.items() if host in hosts]
+        own = max((rate for hosts, rate in links.items() if host in hosts), default=0.0)
         rest = [rate for hosts, rate in links.items() if host not in hosts]
-        if own and rest and statistics.median(rest) >= best * max(own):
-            best, found = statistics.median(rest) / max(own), (host, max(own), min(rest))
+        if own and rest and statistics.median(rest) >= best * own:
+            best, found = statistics.median(rest) / own, (host, own, statistics.median(rest))
     if found is None:
-        return None, f"{waits} on all workers{{since}}: {advice.replace('its', 'the')}."
-    host, own_rate, rate = found
+        return None, "on all workers"
+    host, own, others = found
     ranks = [each.rank for each in workers if each.host == host]
     who = f"worker {ranks[0]} on {host} sends" if len(ranks) == 1 else f"the workers on {host} send"
-    text = (
-        f"{waits}{{since}}, because {who} at {own_rate / 1e6:.1f} MB/s, and the others at "
-        f"{rate / 1e6:.1f} MB/s: {advice}."
-    )
-    return ranks[0], text
+    return ranks[0], f"because {who} {own / 1e6:.1f} MB/s, and the others {others / 1e6:.1f} MB/s"
 
 
 def speeds_of(rows: Sequence[Totals], hosts: Sequence[str]) -> list[WorkerSpeed]:

@@ -138,14 +138,14 @@ class SpeedMonitor:
             for member, rates in self._links.items()
             for host, rate in rates.items()
         }
-        cause = find_cause(workers, links)
+        cause = find_cause(workers, windows[0].step, links)
         if cause is None:
             return ""
-        again = [find_cause(self._speeds([window]), links) for window in whole]
+        again = [find_cause(self._speeds([window]), 0, links) for window in whole]
         num_same = sum(each is not None and each[:2] == cause[:2] for each in again)
         if cause.phase != "save" and num_same < 0.6 * len(whole):
             return ""  # noise, or a few slow steps
-        return cause.text.format(since=f" since step {windows[0].step:,}")
+        return cause.text
 
     def lap(self, kind: str) -> dict[str, list[float]]:
         """Return the mean seconds per step by phase and rank since the last lap of a kind."""
