@@ -161,7 +161,8 @@ class SpeedMonitor:
 
     def _look_for_change(self) -> None:
         num_recent, seconds = 0, 0.0
-        while seconds < _LASTS_S and num_recent < len(self._windows):
+        # A single step that takes long is not slow training.
+        while (seconds < _LASTS_S or num_recent < 3) and num_recent < len(self._windows):
             num_recent += 1
             seconds += self._windows[-num_recent].seconds
         before, recent = self._windows[:-num_recent], self._windows[-num_recent:]

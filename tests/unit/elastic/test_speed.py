@@ -202,7 +202,7 @@ def test_short_slowness_and_noise_are_no_events_and_no_sentence():
     group = Group()
     for _ in range(5):
         group.train(FAST, FAST)
-    group.train({**FAST, "wait": 9000.0}, {**FAST, "other": 9000.0}, seconds=9)
+    group.train({**FAST, "wait": 60000.0}, {**FAST, "other": 60000.0}, seconds=60)
     assert find_cause(group.monitor.report().workers).rank == 1, "on average"
     assert group.events == []
     assert group.monitor.report().sentence == ""
