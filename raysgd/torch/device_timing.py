@@ -41,9 +41,12 @@ class DeviceTiming(StepTiming):
 
     def enter(self, phase: int) -> int:
         before = super().enter(phase)
-        if phase == DATA and before >= 0:
+        if min(phase, before) < 0:  # a call ends, maybe because the GPU failed
+            self._events = None
+            return before
+        if phase == DATA:
             self._end_step()
-        if self._events is not None and before >= 0:
+        if self._events is not None:
             self._record(phase)
         return before
 

@@ -91,6 +91,18 @@ def test_the_host_saves_while_the_device_has_no_work(device):
     }
 
 
+def test_an_error_of_the_device_stays_the_error(device):
+    def fail():
+        raise RuntimeError("the device is broken")
+
+    timing = DeviceTiming(device.event)
+    device.now = 1.0
+    with pytest.raises(ValueError, match="first error"), timing.running():
+        timing.enter(DATA)
+        timing._new_event = fail
+        raise ValueError("first error")
+
+
 @pytest.mark.parametrize("step_s", [0.001, 0.01])
 def test_few_steps_have_events(device, step_s):
     made = []
