@@ -95,12 +95,16 @@ def test_an_error_of_the_device_stays_the_error(device):
     def fail():
         raise RuntimeError("the device is broken")
 
+    def train():
+        with timing.running():
+            timing.enter(DATA)
+            timing._new_event = fail
+            raise ValueError("first error")
+
     timing = DeviceTiming(device.event)
     device.now = 1.0
-    with pytest.raises(ValueError, match="first error"), timing.running():
-        timing.enter(DATA)
-        timing._new_event = fail
-        raise ValueError("first error")
+    with pytest.raises(ValueError, match="first error"):
+        train()
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.01])
