@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator
+from time import perf_counter
 from typing import NamedTuple
 
 PHASES = ("data", "copy", "forward", "backward", "wait", "optimizer", "save", "other")
@@ -38,16 +38,16 @@ class StepTiming:
         self.num_samples: float = 0
         self.loader_workers: int | None = None
         self._seconds = [0.0] * len(PHASES)
-        self._since = time.perf_counter()
+        self._since = perf_counter()
         self.thread: int | None = None
 
     def enter(self, phase: int) -> int:
         """Start a phase, and return the phase that it ends."""
-        now, before = time.perf_counter(), self.phase
-        if before == _OUTSIDE:
-            return before
-        self._seconds[before] += now - self._since
-        self._since, self.phase = now, phase
+        before = self.phase
+        if before != phase and before != _OUTSIDE:
+            now = perf_counter()
+            self._seconds[before] += now - self._since
+            self._since, self.phase = now, phase
         return before
 
     @contextlib.contextmanager
@@ -64,7 +64,7 @@ class StepTiming:
         global _active
         before, _active = _active, self
         self.thread = threading.get_ident()
-        self._since, self.phase = time.perf_counter(), OTHER
+        self._since, self.phase = perf_counter(), OTHER
         try:
             yield
         finally:

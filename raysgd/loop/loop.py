@@ -43,7 +43,6 @@ from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
-from raysgd._internal.step_timing import SAVE
 from raysgd.data.source import BatchSource
 from raysgd.loop.evaluation import Evaluation, no_batch
 from raysgd.loop.feature import IndivisibleError
@@ -215,8 +214,7 @@ class Loop:
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
-        with train_state.timing.within(SAVE):
-            self.snapshots.maybe_take(self.state_with_call, begins=True)
+        self.snapshots.maybe_take(self.state_with_call, begins=True)
         info = request.info or {}
         positional, named = _arguments_of(operator, info, limit, train_state.epoch)
         train_state.resume_modes()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from raysgd._internal.step_timing import DATA, OTHER, SAVE
+from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal
@@ -236,6 +236,4 @@ class StepIterator:
                 self._train_state.timing.num_steps += num_steps
         if self._on_commit is not None:
             self._train_state.offset = self._offset()
-            self._train_state.timing.enter(SAVE)
             self._on_commit()
-            self._train_state.timing.enter(OTHER)

@@ -41,8 +41,9 @@ class DeviceTiming(StepTiming):
 
     def enter(self, phase: int) -> int:
         before = super().enter(phase)
-        if min(phase, before) < 0:  # a call ends, maybe because the GPU failed
+        if phase < 0:  # a call ends, maybe because the GPU failed
             self._events = None
+        if phase == before or min(phase, before) < 0:
             return before
         if phase == DATA:
             self._end_step()

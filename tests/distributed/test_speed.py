@@ -67,6 +67,7 @@ def test_a_slow_loader_of_one_worker_is_named(module_cluster, quick, tmp_path, c
     assert slow.seconds["data"] > 0.8 * SLEEP_S
     assert fast.seconds["data"] < 0.2 * SLEEP_S
     assert fast.seconds["wait"] > 0.8 * SLEEP_S, "the gradients of the other worker"
+    assert fast.seconds["save"] > slow.seconds["save"] == 0, "worker 0 takes the snapshots"
     for worker in report.workers:
         assert worker.num_steps == 50
         parts = worker.seconds

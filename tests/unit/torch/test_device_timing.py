@@ -42,7 +42,7 @@ class DeviceEvent:
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    monkeypatch.setattr(step_timing.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(step_timing, "perf_counter", lambda: device.now)
     return device
 
 
