@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.context import Progress
-from raysgd._internal.step_timing import BACKWARD, FORWARD, OPTIMIZER, PHASES, Totals
+from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, Totals
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
@@ -133,7 +133,8 @@ class ProgressBar(EpochLines):
         pairs, phases = list(zip(now, self._before, strict=True)), range(len(PHASES))
         seconds = [sum(new.seconds[i] - old.seconds[i] for new, old in pairs) for i in phases]
         longest = max(phases, key=lambda phase: seconds[phase])
-        if longest in (FORWARD, BACKWARD, OPTIMIZER) or seconds[longest] < 1.0:
+        computing_s = sum(seconds[phase] for phase in (COPY, FORWARD, BACKWARD, OPTIMIZER))
+        if seconds[longest] <= max(computing_s, 1.0):
             return {}
         return {PHASES[longest]: f"{100 * seconds[longest] / sum(seconds):.0f}%"}
 

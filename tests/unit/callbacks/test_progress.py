@@ -66,7 +66,7 @@ def test_a_bar_shows_the_longest_phase_unless_it_is_computing(terminal):
     assert "%" not in terminal.getvalue().rpartition("workers")[2], "it was before this call"
     bar.on_progress(trainer, "train", [timed(2, data=106.0, forward=11.0)] * 2)
     assert "data=75%" in terminal.getvalue()
-    bar.on_progress(trainer, "train", [timed(3, data=106.0, forward=19.0)] * 2)
+    bar.on_progress(trainer, "train", [timed(3, data=106.0, forward=13.0, backward=3.0)] * 2)
     assert "%" not in terminal.getvalue().rpartition("samples/s")[2]
 
 
