@@ -168,11 +168,12 @@ class SpeedMonitor:
         before, recent = self._windows[:-num_recent], self._windows[-num_recent:]
         if seconds < _LASTS_S:
             return
-        if self._slow is None and len(before) >= 3:
-            if slow := _slow_phase(before, recent):
+        if self._slow is None:
+            is_known = len(before) >= 3 and sum(window.seconds for window in before) >= _LASTS_S
+            if is_known and (slow := _slow_phase(before, recent)):
                 self._record("slow", recent, *slow)
                 self._slow = slow
-        elif self._slow is not None:
+        else:
             phase, usual = self._slow
             limits = {rank: _limit(each, 0.0) for rank, each in usual.items()}
             if all(

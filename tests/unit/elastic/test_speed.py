@@ -208,6 +208,15 @@ def test_short_slowness_and_noise_are_no_events_and_no_sentence():
     assert group.monitor.report().sentence == ""
 
 
+def test_a_few_fast_seconds_at_the_start_are_not_the_usual_speed():
+    group = Group()
+    for _ in range(5):
+        group.train(FAST, FAST)
+    for _ in range(20):
+        group.train(WAITS, SLOW)
+    assert group.events == []
+
+
 def test_a_new_group_is_measured_from_its_start():
     group = Group()
     for _ in range(5):
