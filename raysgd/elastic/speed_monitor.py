@@ -169,7 +169,7 @@ class SpeedMonitor:
         if seconds < _LASTS_S:
             return
         if self._slow is None:
-            is_known = len(before) >= 3 and sum(window.seconds for window in before) >= _LASTS_S
+            is_known = sum(window.seconds for window in before[3:]) >= 2 * _LASTS_S
             if is_known and (slow := _slow_phase(before, recent)):
                 self._record("slow", recent, *slow)
                 self._slow = slow
@@ -213,7 +213,7 @@ def _slow_phase(
             sum(w.rows[rank].seconds) / w.rows[rank].num_steps for w in before
         )
         for phase in range(len(PHASES)):
-            usual_s = statistics.median_high(window.per_step(phase, rank) for window in before)
+            usual_s = statistics.median(window.per_step(phase, rank) for window in before)
             now_s = min(window.per_step(phase, rank) for window in recent)
             if now_s > _limit(usual_s, step_s):
                 slow.setdefault(phase, {})[rank] = usual_s
