@@ -59,8 +59,8 @@ class SpeedMonitor:
     _windows: list[_Window] = field(default_factory=list)
     _links: dict[WorkerHandle, Mapping[str, float]] = field(default_factory=dict)
     _laps: dict[str, dict[WorkerHandle, Totals]] = field(default_factory=dict)
-    _slow: tuple[int, Mapping[int, float]] | None = None
-    """A slow phase, and its usual seconds per step by rank."""
+    _slow: dict[int, Mapping[int, float]] = field(default_factory=dict)
+    """The slow phases, with their usual seconds per step by rank."""
     _saved_s: float = 0.0
     _is_saving: bool = False
 
@@ -82,7 +82,7 @@ class SpeedMonitor:
             return
         self._links |= {m: p.links for m, p in progress.items() if p.links}
         if members != list(self._began):
-            self._windows, self._slow, self._links = [], None, {}
+            self._windows, self._slow, self._links = [], {}, {}
             new = self._with_saves(Totals())
             self._began = {member: self._newest.get(member, new) for member in members}
         self._newest = {member: self._with_saves(each) for member, each in found.items()}
@@ -168,19 +168,17 @@ class SpeedMonitor:
         before, recent = self._windows[:-num_recent], self._windows[-num_recent:]
         if seconds < _LASTS_S:
             return
-        if self._slow is None:
-            is_known = sum(window.seconds for window in before[3:]) >= 2 * _LASTS_S
-            if is_known and (slow := _slow_phase(before, recent)):
-                self._record("slow", recent, *slow)
-                self._slow = slow
-        else:
-            phase, usual = self._slow
-            limits = {rank: _limit(each, 0.0) for rank, each in usual.items()}
-            if all(
-                w.per_step(phase, rank) <= most for w in recent for rank, most in limits.items()
-            ):
+        is_known = sum(window.seconds for window in before[3:]) >= 2 * _LASTS_S
+        if is_known and (slow := _slow_phase(before, recent)):
+            self._record("slow", recent, *slow)
+            self._slow.setdefault(*slow)
+        for phase, usual in list(self._slow.items()):
+            times = [
+                (w.per_step(phase, rank), _limit(usual[rank])) for w in recent for rank in usual
+            ]
+            if all(now_s <= most_s for now_s, most_s in times):
                 self._record("recovered", recent, phase, usual)
-                self._slow = None
+                del self._slow[phase]
 
     def _record(
         self,
@@ -226,7 +224,7 @@ def _slow_phase(
     return phase, slow[phase]
 
 
-def _limit(usual_s: float, step_s: float) -> float:
+def _limit(usual_s: float, step_s: float = 0.0) -> float:
     return max(_FACTOR * usual_s, usual_s + max(_LEAST_EXTRA_S, _LEAST_SHARE * step_s))
 
 

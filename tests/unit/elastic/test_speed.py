@@ -208,6 +208,20 @@ def test_short_slowness_and_noise_are_no_events_and_no_sentence():
     assert group.monitor.report().sentence == ""
 
 
+def test_a_second_phase_can_become_slow():
+    group = Group()
+    for slow in ({}, {"data": 60.0}, {"data": 60.0, "other": 70.0}, {"other": 70.0}, {}):
+        for _ in range(60):
+            group.train({**FAST, **slow}, {**FAST, **slow})
+    found = [(kind, ranks, cause.split()[0]) for kind, ranks, cause, _ in group.events]
+    assert found == [
+        ("slow", [0, 1], "data"),
+        ("slow", [0, 1], "other"),
+        ("recovered", [0, 1], "data"),
+        ("recovered", [0, 1], "other"),
+    ]
+
+
 def test_a_few_fast_seconds_at_the_start_are_not_the_usual_speed():
     group = Group()
     for _ in range(5):
