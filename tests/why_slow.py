@@ -82,7 +82,7 @@ class Planted(TrainingOperator):
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(int(thread), {core})
             if is_slow:
-                for _ in range(2):
+                for _ in range(4):
                     command = [sys.executable, "-c", "while True: pass"]
                     process = subprocess.Popen(command)
                     os.sched_setaffinity(process.pid, {core})
