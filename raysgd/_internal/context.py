@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raysgd._internal.step_timing import Totals
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
@@ -58,6 +60,8 @@ class Progress:
     partial: bool = False  # whether an optimizer raised within a step
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
     terminated: bool = False
+    timing: Totals | None = None  # where the time of training went on this worker
+    links: Mapping[str, float] = field(default_factory=dict)  # bytes/s to the hosts of others
     collective: int | None = None  # number of the collective that the worker waits for
 
 

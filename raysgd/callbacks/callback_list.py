@@ -47,6 +47,8 @@ class CallbackList:
         self._failure: CallbackError | None = None
         self._inside: list[str] = []
         self._depth = 0
+        self.saving: Callable[[], contextlib.AbstractContextManager[None]]
+        self.saving = contextlib.nullcontext  # surrounds the hooks of callbacks that save
         self._loaded: dict[str, Any] = {}
         """States that wait for their callbacks."""
         self._detached: dict[str, Any] = {}
@@ -153,8 +155,10 @@ class CallbackList:
     def _call_one(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""
         self._inside.append(hook)
+        around = self.saving if entry.callback.saves_state else contextlib.nullcontext
         try:
-            getattr(entry.callback, hook)(*arguments)
+            with around():
+                getattr(entry.callback, hook)(*arguments)
         except Exception as error:
             self._fail(entry, hook, error)
             return False

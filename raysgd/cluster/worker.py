@@ -268,6 +268,8 @@ class Worker:
         progress = self.runner.progress()
         if self._terminated:
             progress = replace(progress, terminated=True)
+        if self._backend is not None and progress.timing is not None:
+            progress = replace(progress, links=self._backend.links())
         collective = None if self._backend is None else self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
 

@@ -137,6 +137,7 @@ class CallRunner:
             self._context.preemption.poll(progress)
             self._context.shares.poll(progress)
             self._journal.record_repair(next(iter(progress.values())))
+            self._context.speed.poll(progress)
         self._split = self._new_split(attempt)
         if attempt.lost:
             self._journal.lost = attempt.lost

@@ -77,6 +77,7 @@ class Controller:
             group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
         )
         self.journal, self.snapshots = context.journal, context.snapshots
+        self.speed = context.speed
         self._scale_up = context.scale_up
         self.forming = forming = GroupForming(context)
         self._calls = CallRunner(context)

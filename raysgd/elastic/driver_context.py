@@ -18,6 +18,7 @@ from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import Replacement, ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.speed_monitor import SpeedMonitor
 
 
 class Feature(Protocol):
@@ -48,7 +49,8 @@ class DriverContext:
         self.preemption = PreemptionWatch(group, journal, policy.can_join)
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
-        features = (self.snapshots, self.preemption, self.scale_up, self.shares)
+        self.speed = SpeedMonitor(group, journal)
+        features = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.features: Sequence[Feature] = features
         self.call = Call()
         self.leaving: list[WorkerHandle] = []

@@ -23,6 +23,8 @@ EventKind = Literal[
     "moved",
     "rebalanced",
     "repaired",
+    "slow",
+    "recovered",
 ]
 
 

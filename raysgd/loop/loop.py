@@ -151,6 +151,7 @@ class Loop:
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
+        train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
         while (left := self._steps_left(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:

@@ -168,6 +168,7 @@ class OperatorBase:
         if not micro_batch.weight:  # the samples are repeated
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
+        self._train_state.timing.num_samples += float(weight)
         if tx.is_last:
             meters.settle()
 

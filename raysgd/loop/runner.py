@@ -177,6 +177,7 @@ class OperatorRunner(ABC):
             lacks_shards=any(feature.lacks_shards for feature in sharded),
             partial=train_state.transaction.is_partial,
             repaired=max(feature.repaired for feature in train_state.features),
+            timing=train_state.timing.totals,
         )
 
     def request_stop(self, requested: bool) -> None:
@@ -200,7 +201,8 @@ class OperatorRunner(ABC):
         with self.signal.deferring_ctrl_c():
             match request:
                 case requests.TrainRequest():
-                    return self._running.train(request)
+                    with self._train_state.timing.running():
+                        return self._running.train(request)
                 case requests.ValidateRequest():
                     return self._running.evaluation.validate(request)
                 case requests.PredictRequest():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._internal.nested import map_leaves
+from raysgd._internal.step_timing import SAVE
 from raysgd.errors import CheckpointError
 from raysgd.loop.train_state import TrainState
 
@@ -85,7 +86,8 @@ class Snapshots:
             due = bool(train_state.minimum(int(due)))
         is_sent = self._copy is not None and now - self._asked_at < _SEND_S
         if due and (is_sharded or not is_sent):
-            self._take(state)
+            with train_state.timing.within(SAVE):
+                self._take(state)
 
     def _is_due(self, state: Callable[[], dict[str, Any]]) -> bool:
         epoch, step = self._held or (-1, 0)

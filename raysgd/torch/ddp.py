@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from raysgd._internal import step_timing
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.state import version_of
 
@@ -86,7 +87,9 @@ class ReplicatedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
+        phase = step_timing.enter(step_timing.FORWARD)
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        step_timing.resume(phase)
         if self.require_backward_grad_sync:
             self._awaits_pass, self._pass = True, -1
             for tensor in _find_tensors(output):
@@ -104,14 +107,22 @@ class ReplicatedModel(DistributedDataParallel):
             self._before = list(map(gradient_of, self._reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_pass))
+            phase = step_timing.enter(step_timing.BACKWARD, any_thread=True)
 
-    def _end_pass(self) -> None:
+            def complete() -> None:
+                # DistributedDataParallel now waits for the averages.
+                computing = step_timing.enter(step_timing.WAIT, any_thread=True)
+                queue(lambda: self._end_pass(computing if phase is None else phase))
+
+            queue(complete)
+
+    def _end_pass(self, phase: int | None) -> None:
         """Average what the backward pass that ends has not averaged.
 
         DistributedDataParallel averages only the first backward pass after a forward pass. The mean
         of averaged and local gradients is right too, because a mean is linear.
         """
+        step_timing.resume(phase)
         before, number, self._pass = self._before, self._pass, -1
         if list(map(gradient_of, self._reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty

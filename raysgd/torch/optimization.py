@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import StepTransaction
 from raysgd.torch import ddp
@@ -226,6 +227,7 @@ class Optimization(StepFeature):
         tx.check_warm_up()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not tx.in_helper:
+            self._state.timing.enter(OPTIMIZER)
             self._check_step(optimizer)
             if closure is None:
                 self.average(optimizer)
@@ -249,6 +251,8 @@ class Optimization(StepFeature):
             self._transaction.end_update(optimizer)
             for feature in self._state.features:
                 feature.after_update(self._transaction, optimizer)
+            if not self._transaction.in_helper:
+                self._state.timing.enter(OTHER)
 
     # ---- checks
 

@@ -12,10 +12,12 @@ import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from raysgd._internal.nested import unchanged
+from raysgd._internal.step_timing import new_timing
 from raysgd.loop.feature import ShardedFeature
 from raysgd.loop.settings import Settings
 from raysgd.loop.train_state import TrainState
 from raysgd.torch import collectives
+from raysgd.torch.device_timing import DeviceTiming
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.loading import TorchSources
 from raysgd.torch.options import TorchOptions
@@ -38,6 +40,8 @@ class RegisteredState(TrainState):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.data = TorchSources(settings, self.seed)
+        if settings.device.type == "cuda":
+            self.timing = new_timing(DeviceTiming)
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
         self.buffers = BufferCopies()

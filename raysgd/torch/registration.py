@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_int, checked_dict
+from raysgd._internal.step_timing import OTHER
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
 from raysgd.torch.features.gradient_norms import GradientNorms
@@ -186,6 +187,7 @@ def _replicate(
             for index, model in enumerate(state.models)
         ]
         state.optimization.average = lambda optimizer: ddp.average(optimizer, state.models)
+        state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
     return Replication(state, wraps)
 
 

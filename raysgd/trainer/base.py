@@ -69,6 +69,7 @@ class OperatorTrainer(TrainerInfo):
             options.elastic,
         )
         self._callback_list = CallbackList(attached)
+        self._callback_list.saving = controller.speed.saving
         self._calls = calls = Calls(controller, self._callback_list, options.trainer)
         self._fit_loop = FitLoop(options, calls)
         self._state = self._state_cls(options, calls, self._fit_loop)

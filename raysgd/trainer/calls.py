@@ -215,7 +215,8 @@ class Calls:
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
         merged = merge_workers(results)
-        return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
+        last_call = LastCall("train", ended, call.seconds, controller.speed.lap("train"))
+        return CallResult(results, merged, completed, last_call)
 
     def _log(self, trainer: Trainer, call: TrainCall) -> None:
         """Pass the metrics since the last logged step to callbacks, if logging is due.
@@ -233,7 +234,8 @@ class Calls:
         found = self.make(Call(request=request, max_losses=3))
         merged = merge_workers([each for each in found if each is not None])
         metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
-        point = LastCall("step", time.time(), call.seconds - call.logged_s)
+        speed = self.controller.speed.lap("step")
+        point = LastCall("step", time.time(), call.seconds - call.logged_s, speed)
         call.logged_s = call.seconds
         self.callback_list.call("on_log", trainer, point, metrics)
 

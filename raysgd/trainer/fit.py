@@ -109,7 +109,10 @@ class FitLoop:
             try:
                 if every and self._num_completed < options.num_epochs:
                     self._check_validation(options.info)
-                return self._train_epochs(trainer, options)
+                history = self._train_epochs(trainer, options)
+                if sentence := self.calls.controller.speed.report().sentence:
+                    logger.warning("%s", sentence)
+                return history
             finally:
                 self.note_owed(self.lacks_validation)
                 self.num_epochs = self._every = None

@@ -10,6 +10,7 @@ from raysgd._internal.config import BATCH_SIZE
 from raysgd.callbacks.base import LastCall
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
+from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
@@ -107,6 +108,13 @@ class TrainerInfo:
     def last_call(self) -> LastCall | None:
         """Kind, end time, and duration of the newest call of `train` or `validate`."""
         return self._calls.last_call
+
+    def speed(self) -> SpeedReport:
+        """Return where the time of training goes: a table, and a sentence if something is slow.
+
+        The measurement begins again when the group of workers or its speed changes.
+        """
+        return self._controller.speed.report()
 
     @property
     def logdir(self) -> Path | None:

@@ -65,8 +65,9 @@ class TrainerState:
     # ---- collection from the workers
 
     def collect(self) -> dict[str, Any]:
-        of_driver = self._of_driver()
-        return {**self._collect_from_workers(), **of_driver}
+        with self.calls.controller.speed.saving():
+            of_driver = self._of_driver()
+            return {**self._collect_from_workers(), **of_driver}
 
     def _of_driver(self) -> dict[str, Any]:
         callbacks = self.calls.callback_list.state_dict()
@@ -112,6 +113,10 @@ class TrainerState:
     # ---- files
 
     def save(self, path: str | os.PathLike[str]) -> str:
+        with self.calls.controller.speed.saving():
+            return self._save(path)
+
+    def _save(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
         target, controller = Location(path), self.calls.controller
         manifest = checkpoint.Manifest(

@@ -25,6 +25,7 @@ SURFACE = {
     "raysgd.data": "Dataset",
     "raysgd.elastic.config": "ElasticConfig",
     "raysgd.elastic.events": "Event EventKind",
+    "raysgd.elastic.speed": "SpeedReport WorkerSpeed",
     "raysgd.errors": """
         CallbackError CheckpointError CollectiveError InsufficientResourcesError RaySGDError
         RemoteError RemoteTraceback ReplicasDifferError WorkerLostError WorkerTimeoutError
