@@ -120,7 +120,7 @@ class TorchRendezvous:
     tcp_store_port: int | None = None
 
 
-class TorchBackend(Backend):
+class TorchProcessGroup(Backend):
     """One torch.distributed process group per generation, over a new store on the driver."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
