@@ -116,6 +116,8 @@ class TrainState(ABC):
             position["split"] = self.parts.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
+        if stream := self.data.position(self.epoch, self.offset):
+            position["stream"] = stream
         return position
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
@@ -125,6 +127,7 @@ class TrainState(ABC):
         self.parts.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
+        self.data.move_to(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.seed = seed

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import importlib
 import itertools
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +30,7 @@ from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import IGNORED
 from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
+from raysgd.torch.stream_loading import StreamSource
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -47,7 +46,7 @@ class TorchSources(DataSources):
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
-        has_shares = source.sharded and source.loader.batch_size is not None
+        has_shares = source.sharded and getattr(source.loader, "batch_size", None) is not None
         if options.elastic.shares != "even" and not has_shares:
             raise ValueError(
                 f"register_data(train_loader=...): ElasticConfig(shares=...) needs a DataLoader "
@@ -75,6 +74,7 @@ class TorchSources(DataSources):
             shard=settings.options.add_dist_sampler,
             seed=self._state.seed,
             batch_share=settings.batch_share,
+            order_batch=settings.global_batch,
             **settings.placing,
         )
 
@@ -289,36 +289,6 @@ class ShardedLoader(PartitionedSource):
         return f"{sizes}, {_content_of(self.loader.dataset)}"
 
 
-class HuggingFaceSource(BatchSource):
-    """A streamed Hugging Face data set, alone or in a DataLoader, split by node in each epoch.
-
-    If a worker is lost, the others keep their parts for the rest of the epoch.
-    """
-
-    partitioned_by = "Hugging Face datasets"
-
-    def __init__(self, loader: Any, world_size: int, rank: int) -> None:
-        super().__init__(loader, has_length=False)
-        self.reshard(world_size, rank, None)
-        self._order = _digest(_shuffle_state(loader))
-
-    def fingerprint(self) -> str:
-        return f"a stream whose shuffle has the state {self._order}"
-
-    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._world_size, self._rank = world_size, rank
-
-    def _part(self, epoch: int | None) -> Any:
-        in_loader = isinstance(self.loader, DataLoader)
-        data = self.loader.dataset if in_loader else self.loader
-        if self._world_size > 1:
-            module = importlib.import_module("datasets.distributed")
-            data = module.split_dataset_by_node(data, self._rank, self._world_size)
-        if epoch is not None:
-            data.set_epoch(epoch)
-        return changed(self.loader, dataset=data) if in_loader else data
-
-
 class _Indices:
     """A sampler of this worker's part of an epoch, which `begin` sets."""
 
@@ -341,12 +311,14 @@ def wrap_loader(
     world_size: int,
     rank: int,
     seed: int,
+    order_batch: int | None = None,
     **sizes: int | None,
 ) -> BatchSource:
     """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
 
     `shard` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler are
-    partitioned even if `shard` is False. `sizes` are arguments of `ShardedLoader`.
+    partitioned even if `shard` is False. `order_batch` is the argument of `StreamSource`, and
+    `sizes` are arguments of both sources.
     """
     members = loader.values() if isinstance(loader, Mapping) else loader
     is_collection = isinstance(loader, Mapping | list | tuple)
@@ -370,8 +342,16 @@ def wrap_loader(
         return ShardedLoader(
             whole, training=training, world_size=world_size, rank=rank, seed=seed, **sizes
         )
-    if may_split and _is_hugging_face(loader):
-        return HuggingFaceSource(loader, world_size, rank)
+    if may_split and not isinstance(loader, Iterator):
+        return StreamSource(
+            loader,
+            training=training,
+            world_size=world_size,
+            rank=rank,
+            seed=seed,
+            order_batch=order_batch,
+            **sizes,
+        )
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
@@ -416,23 +396,9 @@ def _is_distributed(loader: Any) -> bool:
     )
 
 
-def _shuffle_state(loader: Any) -> str:
-    """Return the generators of ``shuffle(seed=...)`` in a Hugging Face stream."""
-    # Generators have no public name. Each iterable of examples holds the iterable it reads from.
-    examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
-    while examples is not None:
-        if (generator := getattr(examples, "generator", None)) is not None:
-            states += repr(generator.bit_generator.state)
-        examples = getattr(examples, "ex_iterable", None)
-    return states
-
-
-def _is_hugging_face(loader: Any) -> bool:
-    kind = getattr(sys.modules.get("datasets.iterable_dataset"), "IterableDataset", ())
-    return isinstance(loader, kind) or isinstance(getattr(loader, "dataset", None), kind)
-
-
 def _why_whole(loader: Any) -> str:
+    if isinstance(loader, Iterator):
+        return "an iterator can be read only once"
     if not isinstance(loader, DataLoader):
         return "it is not a torch.utils.data.DataLoader"
     if isinstance(loader.dataset, IterableDataset):
