@@ -27,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
+from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import IGNORED
 from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
@@ -53,7 +54,8 @@ class TorchSources(DataSources):
                 "with a batch_size that raysgd partitions. raysgd cannot change the batch size of "
                 f'{source.describe()}. Pass such a loader, or shares="even".'
             )
-        keeps_order = source.sharded and type(source.order_sampler) is SequentialSampler
+        keeps_order = type(source) is ShardedLoader and not source.shuffles
+        keeps_order = keeps_order and type(source.order_sampler) is SequentialSampler
         if keeps_order and self._state.context.generation <= 1:
             self._state.say(
                 "order",
@@ -140,9 +142,18 @@ class ShardedLoader(PartitionedSource):
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
         sampler = self.order_sampler
+        if self._numbered is not None:
+            return self._numbered.shuffles
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
         return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
+
+    @property
+    def _numbered(self) -> NumberedSamples | None:
+        """The data set, if it has its own order of each epoch."""
+        data: Any = self.loader.dataset
+        keeps_order = type(self.order_sampler) is SequentialSampler
+        return data if keeps_order and isinstance(data, NumberedSamples) else None
 
     def __iter__(self) -> Iterator[Any]:
         # Use a copy, so that a running iteration keeps its worker processes.
@@ -216,6 +227,8 @@ class ShardedLoader(PartitionedSource):
 
     def _order_of(self, epoch: int) -> Order:
         sampler = self.order_sampler
+        if self._numbered is not None:
+            return self._numbered.keys(epoch)
         if not self._has_order(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -270,6 +283,12 @@ class ShardedLoader(PartitionedSource):
         self._orders_agreed = True
 
     # ---- for messages and comparisons
+
+    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+        return file_stamps(self.loader.dataset) if offset else {}
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        check_files(self.loader.dataset, position)
 
     @functools.cached_property
     def ignores_targets(self) -> bool:
@@ -328,7 +347,8 @@ def wrap_loader(
             "one loader, and join data sets with torch.utils.data.ConcatDataset. To validate on "
             "several data sets, call trainer.test(loader) for each."
         )
-    if isinstance(loader, torch.Tensor | Dataset) and not isinstance(loader, IterableDataset):
+    has_samples = isinstance(loader, torch.Tensor | Dataset | NumberedSamples)
+    if has_samples and not isinstance(loader, IterableDataset):
         raise TypeError(
             f"A {type(loader).__name__} yields samples, not batches. Pass a loader: "
             "torch.utils.data.DataLoader(data, batch_size=...)."
@@ -366,7 +386,7 @@ def _content_of(dataset: Any) -> str:
     if type(dataset) is TensorDataset:
         ends = [(tensor[0], tensor[-1]) for tensor in dataset.tensors if len(tensor)]
         return f"tensors {_digest(ends)}"
-    return type(dataset).__name__
+    return repr(dataset) if isinstance(dataset, NumberedSamples) else type(dataset).__name__
 
 
 def _digest(content: Any) -> str:

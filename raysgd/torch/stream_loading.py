@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of
 from raysgd.data.source import PartitionedSource
+from raysgd.data.stream import check_files, file_stamps
 from raysgd.torch.batches import map_batch
 from raysgd.torch.orders import seeded
 
@@ -215,9 +216,13 @@ class StreamSource(PartitionedSource):
             return {}
         if self._reading != (epoch, self._seed) or not self._holds(offset):
             return self._saved if self._saved.get("at") == [epoch, offset] else {}
+        files = file_stamps(self._dataset)
         marks = [mark for mark in self._marks if mark["offset"] <= offset]
         mark = {"mark": marks[-1]} if marks else {}
-        return {"at": [epoch, offset], "digest": self._digest_at(offset), **mark}
+        return {"at": [epoch, offset], "digest": self._digest_at(offset), **mark, **files}
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        check_files(self._dataset, position)
 
     def move_to(self, position: Mapping[str, Any]) -> None:
         self._saved = position
