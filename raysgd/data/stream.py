@@ -65,17 +65,16 @@ class NumberedSamples(ABC):
         """Return the keys of the samples of an epoch."""
         return Keys(epoch)
 
-    def __getitems__(self, keys: Sequence[int | Key]) -> list[Any]:
-        pairs = [key if isinstance(key, tuple) else (self.epoch, key) for key in keys]
-        (epoch,) = {epoch for epoch, _ in pairs} or {self.epoch}
-        return self.read(epoch, [number for _, number in pairs])
+    def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
+        if keys and isinstance(keys[0], tuple):
+            epochs, numbers = zip(*keys, strict=True)
+            return self.read(epochs[0], numbers)
+        return self.read(self.epoch, keys)
 
     def __getitem__(self, key: int | Key) -> Any:
-        if not isinstance(key, tuple) and not -len(self) <= key < len(self):
-            raise IndexError(f"Sample {key} of {len(self)}.")
-        if not isinstance(key, tuple):
-            key %= len(self)
-        return self.__getitems__([key])[0]
+        if isinstance(key, tuple):
+            return self.read(key[0], [key[1]])[0]
+        return self.read(self.epoch, [range(len(self))[key]])[0]  # also raises IndexError
 
     def __iter__(self) -> Iterator[Any]:
         for start in range(0, len(self), _READ_SIZE):
