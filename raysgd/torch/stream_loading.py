@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of
+from raysgd.data.partition import EpochPartition, UpdatePlan, plan_update
 from raysgd.data.source import PartitionedSource
 from raysgd.data.stream import check_files, file_stamps
 from raysgd.torch.batches import map_batch
@@ -179,22 +179,22 @@ class StreamSource(PartitionedSource):
             )
         return batch
 
-    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
+    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
         self._trim(offset)
         shard = self._shard
         starts = range(offset, offset + num_steps * shard.stride, shard.stride)
         sizes = [self._available(start, shard.stride) for start in starts]
         least = shard.stride if shard.drop_last else 1
-        return micro_batches_of(
+        return plan_update(
             tuple(size for size in sizes if size >= least),
             shard.world_size,
             shard.rank,
-            shard.at_once,
+            shard.max_rows,
             in_parts,
-            shard.shares,
+            shard.weights,
         )
 
-    def places_of_batches(self) -> Iterator[int]:
+    def batch_positions(self) -> Iterator[int]:
         return itertools.count(self._shard.rank, self._shard.world_size)
 
     def steps_left(self, offset: int) -> int | None:  # type: ignore[override]

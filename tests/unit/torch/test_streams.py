@@ -54,12 +54,12 @@ def read(source, offset, num_steps, group, in_parts=False):
     for _ in range(0, num_steps, group):
         if (batch := next(batches, None)) is None:
             break
-        places = source.places(offset, group, in_parts)
-        for place in places:
-            if place.position:
+        plan = source.plan(offset, group, in_parts)
+        for index, micro_batch in enumerate(plan.micro_batches):
+            if index:
                 batch = next(batches)
-            found.append((numbers_of(batch), place))
-        offset = source.offset_after(offset, places[-1].step + 1)
+            found.append((numbers_of(batch), micro_batch, plan))
+        offset = source.offset_after(offset, plan.num_steps)
     return found, offset
 
 
@@ -93,8 +93,8 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         expected = []
         batches, at = known.batches(0, start, None, in_parts), start
         while left := known.steps_left(at):
-            places = known.places(at, min(group, left), in_parts)
-            expected += [(numbers_of(next(batches)), place) for place in places]
+            plan = known.plan(at, min(group, left), in_parts)
+            expected += [(numbers_of(next(batches)), each, plan) for each in plan.micro_batches]
             at = known.offset_after(at, min(group, left))
         assert found == expected
         assert end == at or drop_last
@@ -106,7 +106,7 @@ def test_validation_reads_each_sample_once(size, batch_size, world_size):
     for rank in range(world_size):
         loader = DataLoader(Numbers(size), batch_size=batch_size)
         source = wrap(loader, training=False, world_size=world_size, rank=rank)
-        keys = source.places_of_batches()
+        keys = source.batch_positions()
         parts += [(next(keys), numbers_of(batch)) for batch in source.batches(0, 0)]
         assert source.steps_taken(0) == math.ceil(math.ceil(size / batch_size) / world_size)
     assert [n for _, batch in sorted(parts) for n in batch] == list(range(size))
@@ -201,15 +201,15 @@ class Group:
         if any(batch is None for batch in batches):
             assert all(batch is None for batch in batches)
             return False
-        places = [source.places(self.offset, 1, False)[0] for source in self.sources]
+        plans = [source.plan(self.offset, 1, False) for source in self.sources]
         if not commit:
             return True
         self.steps.append(
             sorted(
                 (number, value)
-                for batch, place in zip(batches, places, strict=True)
+                for batch, plan in zip(batches, plans, strict=True)
                 for number, value in zip(batch[0].tolist(), batch[-1].tolist(), strict=True)
-                if place.size
+                if plan.samples
             )
         )
         (self.offset,) = {source.offset_after(self.offset, 1) for source in self.sources}
@@ -265,7 +265,7 @@ def test_loader_processes_continue_where_a_checkpoint_ends():
     resumed = Group(make)
     source = wrap(make(), world_size=2)
     list(itertools.islice(source.batches(0, 0), 5))
-    source.places(30, 1, False)
+    source.plan(30, 1, False)
     saved = source.position(0, 30)
     assert saved["mark"]["offset"] == 30
     resumed.offset, resumed.position = 30, saved
@@ -314,7 +314,7 @@ def test_hugging_face_stream_continues_at_any_position(kind, num_workers):
     whole = [batch["n"].tolist() for batch in complete.batches(0, 0)]
     batches = source.batches(0, 0)
     assert [next(batches)["n"].tolist() for _ in range(3)] == whole[:3]
-    source.places(24, 1, False)
+    source.plan(24, 1, False)
     saved = source.position(0, 24)
     assert ("mark" in saved) == jumps
     resumed = wrap(loader, world_size=2)
@@ -342,7 +342,7 @@ def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
     loader = DataLoader(Unseeded(1000), batch_size=3)
     source = wrap(loader)
     next(source.batches(0, 0))
-    source.places(3, 1, False)
+    source.plan(3, 1, False)
     resumed = wrap(loader)
     resumed.move_to(source.position(0, 3))
     with pytest.raises(RuntimeError, match="Unseeded, now gives other samples"):
