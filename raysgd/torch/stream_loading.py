@@ -319,6 +319,8 @@ class StreamSource(PartitionedSource):
         try:
             chunk = next(self._chunks, None)
         except BaseException:
+            if self._reading is not None:
+                self._saved = self.position(self._reading[0], self._first)
             self.close_workers()  # a generator that has raised looks like one that has ended
             raise
         if chunk is None:
