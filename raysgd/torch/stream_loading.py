@@ -107,7 +107,7 @@ class StreamSource(PartitionedSource):
         self._joins = has_samples(loader)
         size = loader.batch_size if self._joins else 1
         follows_share = self._joins and batch_share is not None and size == batch_share
-        self._chunk_size = order_batch if follows_share and order_batch else size
+        self._order_batch = order_batch
         if follows_share and full_size is not None and global_batch is not None:
             size = global_batch // full_size
         shard = EpochPartition(
@@ -126,6 +126,10 @@ class StreamSource(PartitionedSource):
         self._seed = seed
         self.close_workers()
 
+    def set_batch_size(self, size: int, follows_share: bool) -> None:
+        super().set_batch_size(size, follows_share)
+        self._chunk_size = self._order_batch if follows_share and self._order_batch else size
+
     @property
     def _dataset(self) -> Any:
         return self.loader.dataset if self._joins else self.loader
@@ -138,7 +142,9 @@ class StreamSource(PartitionedSource):
     def __iter__(self) -> Iterator[Any]:
         apart = copy.copy(self)
         apart.close_workers()
-        return apart.batches(self.current_epoch or 0, 0)
+        for batch in apart.batches(self.current_epoch or 0, 0):
+            yield batch
+            apart._trim(apart._unit[0])
 
     # ---- batches
 
@@ -235,7 +241,7 @@ class StreamSource(PartitionedSource):
         self._seed = seed
 
     def fingerprint(self) -> str:
-        return f"a stream, {type(self._dataset).__name__}, in chunks of {self._chunk_size}"
+        return f"a stream, {type(self._dataset).__name__}"
 
     def describe(self) -> str:
         what = f"{self.batch_size} samples" if self._joins else "one batch"

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -259,20 +260,19 @@ def test_loader_processes_continue_where_a_checkpoint_ends():
         return DataLoader(Stateful(50), batch_size=3, num_workers=2)
 
     whole = Group(make)
-    whole.resize([], 2)
+    whole.resize([], 1)
     while whole.step():
         pass
+    source = wrap(make())
+    list(itertools.islice(source.batches(0, 0), 9))
+    source.plan(27, 1, False)
     resumed = Group(make)
-    source = wrap(make(), world_size=2)
-    list(itertools.islice(source.batches(0, 0), 5))
-    source.plan(30, 1, False)
-    saved = source.position(0, 30)
-    assert saved["mark"]["offset"] == 30
-    resumed.offset, resumed.position = 30, saved
-    resumed.resize([], 2)
+    resumed.offset, resumed.position = 27, source.position(0, 27)
+    assert resumed.position["mark"]["offset"] == 27
+    resumed.resize([], 1)
     while resumed.step():
         pass
-    assert resumed.steps == whole.steps[5:]
+    assert resumed.steps == whole.steps[9:]
 
 
 # ---- Hugging Face
@@ -381,3 +381,35 @@ def test_digest_depends_on_the_content_only(make):
 
 def test_digest_of_an_object_has_its_class_only():
     assert digest([object()]) == digest([object()]) != digest([Numbers(1)])
+
+
+def test_loop_over_the_source_releases_samples():
+    alive = weakref.WeakSet()
+
+    class Tracked(Numbers):
+        def __iter__(self):
+            for number in range(self.size):
+                alive.add(sample := torch.tensor(number))
+                yield sample
+
+    source, most = wrap(DataLoader(Tracked(300), batch_size=3), world_size=2), 0
+    for _ in source:
+        most = max(most, len(alive))
+    assert 0 < most < 20
+
+
+def test_order_of_loader_processes_does_not_depend_on_the_number_of_workers():
+    """With ``config[BATCH_SIZE]``, the batch size of a loader depends on it."""
+    whole = None
+    for world_size in (1, 2, 4):
+        loader = DataLoader(Numbers(50), batch_size=8 // world_size, num_workers=2)
+        arguments = {"batch_share": 8 // world_size, "order_batch": 8}
+        ranks = [
+            wrap(loader, world_size=world_size, rank=rank, **arguments).batches(0, 0)
+            for rank in range(world_size)
+        ]
+        steps = [
+            [n for batch in step for n in numbers_of(batch)] for step in zip(*ranks, strict=True)
+        ]
+        whole = whole or steps
+        assert steps[:6] == whole[:6]
