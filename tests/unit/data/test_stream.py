@@ -6,6 +6,8 @@ import gzip
 import io
 import itertools
 import json
+import multiprocessing
+import os
 import pickle
 import random
 import tarfile
@@ -317,3 +319,22 @@ def test_cache_folder_is_that_of_the_user(tmp_path, monkeypatch):
     write_text(tmp_path / "data.txt", range(3))
     text(tmp_path / "data.txt")
     assert [path.suffix for path in (tmp_path / "home" / "raysgd").iterdir()] == [".npy"]
+
+
+def test_index_of_a_file_of_several_blocks(make, monkeypatch):
+    monkeypatch.setattr(formats, "_BLOCK_BYTES", 16)
+    records, number = make("jsonl")
+    assert [number(each) for each in records.read(range(100))] == list(range(100))
+
+
+def test_forked_process_opens_files_again(make):
+    """Forked processes would share the position in a file."""
+    records, _ = make("text", sizes=(100,))
+    records.read([50])
+    (file,) = records._files.values()
+    before = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+    process = multiprocessing.get_context("fork").Process(target=records.read, args=([3],))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == before
