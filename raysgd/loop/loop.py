@@ -264,6 +264,8 @@ class Loop:
                 left = self._least(min(left, 2**40))  # the product must fit into 64 bits
             else:
                 go_on = self._least
+        elif source.step_digest() is not None and train_state.context.world_size > 1:
+            go_on = partial(self._check_samples, source)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         on_commit = None
@@ -289,6 +291,18 @@ class Loop:
         smallest = self.train_state.minimum(number * context.world_size + context.world_rank)
         least, self._shortest = divmod(int(smallest), context.world_size)
         return least
+
+    def _check_samples(self, source: BatchSource, has_batch: int) -> int:
+        """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
+        train_state, digest = self.train_state, source.step_digest() or 0
+        if train_state.minimum(digest) != -train_state.minimum(-digest):
+            raise RuntimeError(
+                f"The workers read different samples from {source.describe()}. Every worker must "
+                "read the same stream, and raysgd selects its part. Seed its shuffles equally on "
+                "all workers. If it selects the samples of its worker itself, pass "
+                "add_dist_sampler=False to the trainer, or give it an attribute num_replicas."
+            )
+        return has_batch
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""

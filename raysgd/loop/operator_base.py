@@ -118,6 +118,10 @@ class OperatorBase:
         collectives. (`setup` of a replacement worker runs alone, in a group of one.)
         """
 
+    def describe_data(self) -> dict[str, str]:
+        """Return how the workers read each registered loader, and where a resumed run begins."""
+        return self._train_state.data.describe()
+
     # ---- for subclasses
 
     def _new_meters(self) -> AverageMeterCollection:

@@ -306,6 +306,7 @@ class OperatorRunner(ABC):
             state, places = train_state.places_of(state, incoming.addresses)
             incoming.fill(places, before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
+        train_state.data.check_position(position.get("stream", {}))
         context = train_state.context
         generators = self.generators.checked(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:

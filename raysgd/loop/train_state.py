@@ -81,6 +81,8 @@ class TrainState(SavedState):
             position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
+        if stream := self.data.position(self.epoch, self.offset):
+            position["stream"] = stream
         return position
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
@@ -90,6 +92,7 @@ class TrainState(SavedState):
         self.micro_batching.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
+        self.data.move_to(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.seed = seed

@@ -326,7 +326,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     ) -> None:
         """Register the loaders, in `setup`. A later call replaces the loaders that you pass.
 
-        raysgd partitions map-style DataLoaders and Hugging Face streams. If it cannot partition a
+        raysgd partitions map-style DataLoaders and streams. If it cannot partition a
         loader, select a part by ``self.world_rank`` and ``self.world_size``. Then pass
         ``add_dist_sampler=False`` to the trainer, or give it an attribute ``num_replicas``.
 

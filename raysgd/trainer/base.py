@@ -352,6 +352,11 @@ class OperatorTrainer(TrainerInfo):
         _check_callable("apply_all_operators", fn)
         return self._calls.make(Call(request=ApplyOperatorRequest(function=fn)))
 
+    def describe_data(self) -> dict[str, str]:
+        """Return how the workers read each registered loader, and where a resumed run begins."""
+        description: dict[str, str] = self.apply_all_operators(_describe_data)[0]
+        return description
+
     def drain(
         self,
         *,
@@ -486,6 +491,10 @@ def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]
             alive._callback_list.tell_events(alive)
 
     return notify
+
+
+def _describe_data(operator: Any) -> Any:
+    return operator.describe_data()
 
 
 def _check_callable(method: str, function: Any) -> None:

@@ -22,7 +22,7 @@ SURFACE = {
     "raysgd.checkpoint": """
         CheckpointStore Manifest Restored read_file read_manifest save_model write_file
     """,
-    "raysgd.data": "Dataset",
+    "raysgd.data": "Dataset Stream jsonl mix parquet tar text",
     "raysgd.elastic.config": "ElasticConfig",
     "raysgd.elastic.events": "Event EventKind",
     "raysgd.elastic.speed": "SpeedReport WorkerSpeed",
