@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
@@ -313,6 +314,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         context=WorkerContext(world_rank=1, distributed=True),
         sharded_features=["feature"],
         ranks_in_sync=True,
+        timing=StepTiming(),
         epoch=0,
         global_step=7,
         minimum=lambda value: min(value, answers.pop()),
