@@ -329,11 +329,11 @@ def test_index_of_a_file_of_several_blocks(make, monkeypatch):
 
 def test_forked_process_opens_files_again(make):
     """Forked processes would share the position in a file."""
-    records, _ = make("text", sizes=(100,))
+    records, _ = make("text", sizes=(20_000,))  # more than a buffer
     records.read([50])
     (file,) = records._files.values()
     before = os.lseek(file.fileno(), 0, os.SEEK_CUR)
-    process = multiprocessing.get_context("fork").Process(target=records.read, args=([3],))
+    process = multiprocessing.get_context("fork").Process(target=records.read, args=([19_000],))
     process.start()
     process.join()
     assert process.exitcode == 0
