@@ -19,6 +19,8 @@ class Call:
     """
 
     request: Request = field(default_factory=Request)
+    method: str = ""
+    """The method that the user called, for messages. By default, the name of the request."""
     rank: int | None = None
     max_losses: float = 0
     """Maximum number of lost workers. ``math.inf`` means no limit."""
@@ -42,6 +44,15 @@ class Call:
     num_losses: int = 0
     causes: list[str] = field(default_factory=list)
     departed_results: list[Any] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.method or self.request.name
+
+    @property
+    def replaces_state(self) -> bool:
+        """Whether the call needs workers, but not their state."""
+        return isinstance(self.request, LoadRequest)
 
     def begin(self, progress: Progress) -> None:
         """Prepare the first attempt. A call of ``train`` computes its absolute goal here."""

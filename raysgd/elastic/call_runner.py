@@ -61,7 +61,7 @@ class CallRunner:
     def rescue_state(self) -> None:
         """Fetch the newest state of the remaining workers as the snapshot."""
         if (progress := self._context.snapshots.rescue(self._commands)) is not None:
-            self._journal.progress, self._context.has_state = progress, True
+            self._journal.progress = progress
 
     def begin(self, call: Call) -> None:
         self._context.call, self._redo, self._split = call, None, 0
@@ -84,13 +84,13 @@ class CallRunner:
                     "Steps %d to %d were lost with all workers. They run again before %s().",
                     step + 1,
                     reached.global_step,
-                    call.request.name,
+                    call.name,
                 )
         return self._redo is not None
 
     def run(self, action: RunCall) -> Event:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        self.sent, self._attempt, self._context.has_state = None, None, False
+        self.sent = self._attempt = None
         if self._context.pause_step is not None:  # the last attempt ended early
             self._commands.pause_at(None)
             self._context.pause_step = None
@@ -108,7 +108,7 @@ class CallRunner:
         if self._split:
             packed = packed.with_split(self._split)
         if not group.options.inline:
-            packed = sendable(f"the arguments of {call.request.name}", packed)
+            packed = sendable(f"the arguments of {call.name}", packed)
         self._context.check_open()
         with contextlib.ExitStack() as stack:
             arguments, inbox = [packed], None

@@ -194,17 +194,23 @@ class Controller:
             min_workers=min_workers,
             max_losses=call.max_losses,
             num_losses=call.num_losses,
+            replaces_state=call.replaces_state,
         )
         with self.alone():
+            before = self.progress
             self._calls.begin(call)
             try:
                 with self._supervised():
                     if len(self.members) < min_workers:
                         self._scale_up.try_again()  # once per call, to limit the attempts
                     self._react(machine.CallRequested(budget=budget))
+                    self._context.lacks_state = False
                     return self._calls.outcomes
             finally:
                 self._calls.end()
+                if self._context.lacks_state:  # a load failed: the next call restarts the workers
+                    self._context.lacks_state, self.journal.progress = False, before
+                    self._context.discard_members()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -227,12 +233,15 @@ class Controller:
             num_leaving=len(self._context.leaving),
             must_save=self._context.preemption.must_save and self._context.call.can_pause,
             is_behind=self._calls.is_behind(),
-            can_restart=self._can_restart(),
+            can_restart=self.can_restart(),
         )
 
-    def _can_restart(self) -> bool:
-        is_new = self.progress.global_step == 0
-        return self.policy.keeps_snapshots or is_new or self._context.has_state
+    def can_restart(self) -> bool:
+        """Whether new workers can have the newest state, or the state of a kept snapshot."""
+        if self.policy.keeps_snapshots or self._context.call.replaces_state:
+            return True
+        step = (self.snapshots.state() or {}).get("global_step", 0)
+        return bool(step == self.progress.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.
@@ -262,7 +271,7 @@ class Controller:
         member, error = next(iter(self.journal.lost.items()), (None, None))
         if member is not None:
             self._scale_up.poll({})
-        raise self.journal.failure(why, self._context.call.causes, member, error)
+        raise self.journal.failure(self._context.call, why, member, error)
 
     def _raise_error(self) -> None:
         error, self.journal.error = self.journal.error, None  # else its frames stay alive
@@ -271,7 +280,7 @@ class Controller:
 
     def _rescue_state(self) -> Event:
         self._calls.rescue_state()
-        return machine.StateRescued(can_restart=self._can_restart() or bool(self._context.leaving))
+        return machine.StateRescued(can_restart=self.can_restart())
 
     # ---- methods for trainers
 

@@ -53,8 +53,8 @@ class DriverContext:
         self.call = Call()
         self.leaving: list[WorkerHandle] = []
         """Members that leave the group at the next restart."""
-        self.has_state = False
-        """Whether the snapshot is the newest state of the workers."""
+        self.lacks_state = False
+        """Whether the members have the state of their setup, because a load follows."""
         self.pause_step: int | None = None
         """Step at which all workers of the generation will pause."""
 

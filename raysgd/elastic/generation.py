@@ -156,7 +156,6 @@ class GroupForming:
     def restart(self) -> None:
         self._began, self._num_before = self._clock.monotonic(), len(self._group.members)
         self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
-        self._context.has_state |= bool(self._context.leaving)
         self._context.discard_members()
         if not self._context.policy.joins:
             self._scale_up.stop()  # these replacements only waited for resources
@@ -164,7 +163,7 @@ class GroupForming:
 
     def await_workers(self, min_workers: int) -> Event:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        config, causes = self._context.elastic, self._context.call.causes
+        config, call = self._context.elastic, self._context.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = too_few(num_members, min_workers)
         deadline, number = 0.0, 0
@@ -175,8 +174,8 @@ class GroupForming:
             else:
                 self._scale_up.poll({})
             if starting and (error := self._scale_up.error) is not None:
-                if isinstance(error, WorkerLostError) and causes:
-                    raise self._journal.failure(str(error), causes, cause=error)
+                if isinstance(error, WorkerLostError) and call.causes:
+                    raise self._journal.failure(call, str(error), cause=error)
                 raise error
             if self._scale_up.are_enough(min_workers):
                 return WorkersReady()
@@ -186,7 +185,7 @@ class GroupForming:
                 room = self._group.room()
                 if number == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._journal.failure(why, causes)
+                    raise self._journal.failure(call, why)
                 wait_s = backoff_s(number, config)
                 said = f"{missing}, and {room}"
                 self._journal.record("waiting", [], cause=said, seconds=wait_s)
@@ -238,6 +237,9 @@ class GroupForming:
             self._load_snapshot(members)
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
+        self._context.lacks_state = self._context.call.replaces_state
+        if self._context.lacks_state:
+            return
         state = self._context.snapshots.state()
         self._journal.progress = Progress()
         if state is None:

@@ -10,6 +10,7 @@ from raysgd._internal.context import Progress
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
 from raysgd.errors import WorkerLostError
 
@@ -101,14 +102,15 @@ class Journal:
 
     def failure(
         self,
+        call: Call,
         why: str,
-        causes: Sequence[str],
         member: WorkerHandle | None = None,
         cause: BaseException | None = None,
     ) -> WorkerLostError:
         """Return the error that ends a call, with the causes of its losses."""
+        what = f"The call of {call.name}() failed" if call.name else "The workers did not start"
         error = WorkerLostError(
-            "\n".join([f"Training run failed: {why.rstrip('.')}.", *causes]),
+            "\n".join([f"{what}: {why.rstrip('.')}.", *call.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
             node_id="" if member is None else member.info.node_id,
             cause="" if cause is None else cause_of(member, cause),

@@ -15,7 +15,10 @@ from raysgd.elastic.policies import Policy, choose_leader
 
 _MAX_FAILED_REJOINS = 2
 """Maximum number of consecutive failures to form a process group while all workers are alive."""
-_NO_SNAPSHOT = "and there is no snapshot to restart from (snapshot_every=None)"
+_NO_SNAPSHOT = (
+    "and there is no snapshot to restart from (snapshot_every=None). To continue, load a "
+    "checkpoint: trainer.load(path)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,8 @@ class Budget:
     in_call: bool = False
     min_workers: int = 1
     max_losses: float = 0
+    replaces_state: bool = False
+    """Whether the call loads another state, so that a restart needs no snapshot."""
     num_losses: int = 0
     num_early_losses: int = 0
     """Losses before the call reached the workers. They do not count as retries."""
@@ -304,7 +309,7 @@ def _restart(state: State) -> Next:
 
 
 def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
-    if not can_restart:
+    if not (can_restart or state.budget.replaces_state):
         return _broken(state), (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
     return _restart(state)
 
@@ -335,7 +340,8 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
 def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:
     progress = event.progress
     leader = choose_leader(progress)
-    if progress[leader].partial and event.can_restart and policy.keeps_snapshots:
+    may_restart = event.can_restart and policy.keeps_snapshots and not state.budget.replaces_state
+    if progress[leader].partial and may_restart:
         why = "a failed step has changed the parameters of all workers"
         return _after_state_loss(state, why, policy)
     ranks = range(len(progress))
@@ -351,7 +357,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
 
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
-    if not policy.keeps_snapshots:
+    if not (policy.keeps_snapshots or state.budget.replaces_state):
         return state, (Do.STOP_REPLACEMENTS, Fail(f"{why}, {_NO_SNAPSHOT}"))
     return state, (Do.STOP_REPLACEMENTS, GiveUpState(why), Do.SURVEY)
 

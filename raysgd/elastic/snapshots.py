@@ -16,6 +16,7 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
+from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,13 @@ class SnapshotKeeper:
 
     def state(self) -> Mapping[str, Any] | None:
         self._receive()
-        return with_shares([read() for read in self._shards]) if self._shards else None
+        try:
+            return with_shares([read() for read in self._shards]) if self._shards else None
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"All workers are lost, and the driver cannot read its snapshot: {error} To "
+                "continue, load another checkpoint: trainer.load(path)."
+            ) from error
 
     def _receive(self) -> None:
         if self._coming is None or not all(future.done() for future in self._coming[1]):

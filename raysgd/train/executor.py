@@ -230,7 +230,7 @@ class BackendExecutor(OldNames):
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
         self._earlier, self._checkpoints = self._saved, checkpoints
-        call = Call(max_losses=self._max_losses)
+        call = Call(method="run", max_losses=self._max_losses)
         self._run = FunctionRun(controller, plan, checkpoints, datasets, call)
         with self._aborting():
             self._run.start(self._elastic.max_attempts)

@@ -127,7 +127,7 @@ def repair(controller: Controller, max_attempts: int) -> None:
 
     These losses do not count against the retries of a run.
     """
-    controller.run(Call(request=EndRunRequest(), max_losses=max_attempts))
+    controller.run(Call(request=EndRunRequest(), method="run", max_losses=max_attempts))
 
 
 def _uneven(turns: list[Turn]) -> str:

@@ -259,7 +259,7 @@ class OperatorTrainer(TrainerInfo):
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
         request = UpdateSchedulersRequest(call=self._calls.next_number(), metric=metric)
-        self._calls.make(Call(request=request, max_losses=3))
+        self._calls.make(Call(request=request, method="update_scheduler", max_losses=3))
 
     # ---- state
 
@@ -340,7 +340,8 @@ class OperatorTrainer(TrainerInfo):
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         _check_callable("apply_all_workers", fn)
-        return self._calls.make(Call(request=ApplyRequest(function=fn)))
+        request = ApplyRequest(function=fn)
+        return self._calls.make(Call(request=request, method="apply_all_workers"))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` on every worker. See `apply_all_workers`.
@@ -349,7 +350,8 @@ class OperatorTrainer(TrainerInfo):
         sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
         _check_callable("apply_all_operators", fn)
-        return self._calls.make(Call(request=ApplyOperatorRequest(function=fn)))
+        request = ApplyOperatorRequest(function=fn)
+        return self._calls.make(Call(request=request, method="apply_all_operators"))
 
     def drain(
         self,

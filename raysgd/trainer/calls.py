@@ -230,7 +230,7 @@ class Calls:
             return
         call.request = replace(call.request, logged=step)
         request = MeasuredRequest(call=call.request.call, since=since)
-        found = self.make(Call(request=request, max_losses=3))
+        found = self.make(Call(request=request, method="train", max_losses=3))
         merged = merge_workers([each for each in found if each is not None])
         metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
         point = LastCall("step", time.time(), call.seconds - call.logged_s)
@@ -274,6 +274,7 @@ class Calls:
         )
         call = Call(
             request=request,
+            method="validate" if loader is None else "test",
             max_losses=3,
             has_batches=True,
             on_wait=self.callback_list.watcher(trainer, "validate") if loader is None else None,

@@ -196,14 +196,14 @@ class FitLoop:
 
     def _can_validate(self) -> bool:
         request = ApplyOperatorRequest(function=_has_validation_loader)
-        return any(self.calls.make(Call(request=request, max_losses=3)))
+        return any(self.calls.make(Call(request=request, method="fit", max_losses=3)))
 
     def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
         if self._has_validated or self.lacks_validation or self.stop_reason is not None:
             return
         request = RehearseRequest(num_steps=_SANITY_STEPS, info=dict(info or {}))
-        call = Call(request=request, max_losses=3, has_batches=True)
+        call = Call(request=request, method="fit", max_losses=3, has_batches=True)
         try:
             # A worker without a batch has no metrics.
             parts = [each for each in self.calls.make(call) if each]

@@ -20,7 +20,7 @@ from raysgd.checkpoint.manifest import HashingFile
 from raysgd.cluster.streams import Content, ReceivedFile, ReceivedValue, StorageError
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
-from raysgd.errors import CheckpointError, WorkerLostError
+from raysgd.errors import CheckpointError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
 from raysgd.trainer.calls import Calls
@@ -59,14 +59,15 @@ class TrainerState:
         return dict(state)
 
     def weights(self) -> Any:
-        models = self.models()
+        models = self.models("save_model")
         return models[0] if len(models) == 1 else models
 
     # ---- collection from the workers
 
-    def collect(self) -> dict[str, Any]:
+    def collect(self, method: str = "state_dict") -> dict[str, Any]:
+        """Return the state. Errors name the `method` that the user called."""
         of_driver = self._of_driver()
-        return {**self._collect_from_workers(), **of_driver}
+        return {**self._collect_from_workers(method), **of_driver}
 
     def _of_driver(self) -> dict[str, Any]:
         callbacks = self.calls.callback_list.state_dict()
@@ -77,36 +78,36 @@ class TrainerState:
             parts["validation_due"] = scalars(self.calls.metrics)
         return parts
 
-    def _collect_from_workers(self) -> dict[str, Any]:
-        controller = self.calls.controller
+    def _collect_from_workers(self, method: str) -> dict[str, Any]:
+        controller, snapshot = self.calls.controller, None
         with controller.alone():  # no other thread restarts the workers now
-            snapshot = None if controller.members else controller.snapshots.state()
+            if not controller.members and controller.can_restart():
+                snapshot = controller.snapshots.state()
         if snapshot:
-            at, now = snapshot.get("global_step", 0), controller.progress.global_step
-            if at < now and not controller.policy.keeps_snapshots:
-                raise WorkerLostError(
-                    f"All workers are lost, and with them steps {at + 1} to {now}. There is no "
-                    "snapshot of them (snapshot_every=None). Load a checkpoint to continue."
-                )
             # Copy the state, because it may be one that the user loaded.
             state = self.assemble(snapshot)
             return copy.deepcopy(
                 {key: value for key, value in state.items() if key not in _OF_CALL}
             )
-        generators = self._generators()
-        state = self.assemble(with_shares(self._fetch(StateRequest())))
+        generators = self._generators(method)
+        state = self.assemble(with_shares(self._fetch(StateRequest(), method)))
         state["data"]["rng"] = generators
         return state
 
-    def models(self) -> Any:
-        return self._fetch(ModelsRequest())[0]
+    def models(self, method: str = "get_model") -> Any:
+        return self._fetch(ModelsRequest(), method)[0]
 
-    def _generators(self) -> list[Any]:
-        return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
+    def _generators(self, method: str) -> list[Any]:
+        request = RngStateRequest()
+        return self.calls.make(Call(request=request, method=method, max_losses=3, any_size=True))
 
-    def _fetch(self, request: Request, kind: Callable[..., Any] = ReceivedValue) -> list[Any]:
+    def _fetch(
+        self, request: Request, method: str, kind: Callable[..., Any] = ReceivedValue
+    ) -> list[Any]:
         rank = None if self.calls.controller.progress.divided else 0
-        call = Call(request=request, rank=rank, receives=kind, max_losses=3, any_size=True)
+        call = Call(
+            request=request, method=method, rank=rank, receives=kind, max_losses=3, any_size=True
+        )
         return self.calls.make(call)
 
     # ---- files
@@ -119,16 +120,17 @@ class TrainerState:
             operator=self.options.training_operator_cls.__qualname__,
         )
         if controller.progress.divided or not controller.members or _allows_own_types():
-            return checkpoint.write_file(self.collect(), target.name, manifest)
+            return checkpoint.write_file(self.collect("save"), target.name, manifest)
         of_driver, errors = self._of_driver(), []
         request = SaveRequest(
-            of_driver=of_driver, generators=self._generators(), shown=target.shown
+            of_driver=of_driver, generators=self._generators("save"), shown=target.shown
         )
 
         def fill(file: IO[bytes]) -> None:
             hashing: Any = HashingFile(file)
             try:
-                (answer,) = self._fetch(request, functools.partial(ReceivedFile, hashing))
+                kind = functools.partial(ReceivedFile, hashing)
+                (answer,) = self._fetch(request, "save", kind)
             except StorageError as error:
                 raise error.args[0] from None
             except Exception as error:

@@ -385,7 +385,7 @@ class SimMember(WorkerHandle):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step
-        return pack({"step": self.snapshot_step})
+        return pack({"global_step": self.snapshot_step})
 
     def _stacks(self):
         return "in user code"
@@ -454,11 +454,12 @@ class SimMember(WorkerHandle):
             elif self.is_at("restart_state"):
                 self._world.kept_by_driver = self.step
                 shares = {"shares": self.home.pid} if self.divided else {}
-                self.end("ok", {"step": self.step, **shares})
+                self.end("ok", {"global_step": self.step, **shares})
             elif self.is_at("load"):
-                self.step = task.request.state["step"]
+                self.step = task.request.state["global_step"]
                 self.weights = [self.step] * 2
-                self.end("ok")
+                error = task.request.state.get("error")
+                self.end("ok" if error is None else "user", error)
             else:
                 if self.is_at("train"):
                     self._begin_training()

@@ -139,7 +139,7 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     ((_, _, _), (step, at_once, state), *_) = begun
     assert at_once
     assert step < 50
-    assert state == {"step": step, **({"shares": [0, 1]} if is_divided else {})}
+    assert state == {"global_step": step, **({"shares": [0, 1]} if is_divided else {})}
 
 
 @pytest.mark.parametrize(("left_s", "saves"), [(1.0, True), (60.0, False)])
