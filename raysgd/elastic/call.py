@@ -38,7 +38,7 @@ class Call:
     """Returns the call that repeats steps lost with all workers, or None."""
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    at_once: bool = False
+    immediately: bool = False
     """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     num_losses: int = 0

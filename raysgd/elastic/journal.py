@@ -37,16 +37,9 @@ class Journal:
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
         self.progress = Progress()
-        self.seen_step = 0
-        """The newest committed step that workers have reported during a call."""
-        self.lost: dict[WorkerHandle, BaseException] = {}
-        self.error: BaseException | None = None
-        """Why the newest attempt failed, if no member is lost."""
+        """The newest known progress. Only the controller sets it, from the payload of events."""
         self.events: list[Event] = []
         self.on_event: Callable[[], None] | None = None
-
-    def number(self, members: Sequence[WorkerHandle]) -> None:
-        self.ranks = {member: rank for rank, member in enumerate(members)}
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:
         return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))

@@ -21,6 +21,9 @@ from raysgd.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
+_CHANGE_S = 10.0
+"""Seconds that a call waits for the snapshot of a change. Large states arrive later."""
+
 Read = Callable[[], Any]
 """Returns a stored state."""
 
@@ -63,7 +66,7 @@ class SnapshotKeeper:
         self._step = -1
         self._coming: tuple[int, list[Future[Read | None]]] | None = None
         self._has_warned = False
-        self._num_changes = 0
+        self._num_changes = self._num_settled = 0
 
     def keep(self, *shards: Read, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
@@ -107,9 +110,16 @@ class SnapshotKeeper:
             elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
                 self._coming = (step, [fetch(m, step, p.num_changes) for m, p in progress.items()])
 
-    @property
-    def coming(self) -> Sequence[Future[Any]]:
-        return () if self._coming is None else self._coming[1]
+    def settle(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Fetch a newer snapshot at the end of a call.
+
+        Wait for it if a restart could not repeat the call, which has changed the state.
+        """
+        self.poll(progress)
+        before = self._num_settled
+        self._num_settled = next((p.num_changes for p in progress.values()), before)
+        if self._num_settled != before and self._coming is not None:
+            self._group.clock.wait(self._coming[1], _CHANGE_S)
 
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""

@@ -40,7 +40,7 @@ class TrainCall(Call):
     num_steps: int | None
     """Number of steps to train. None means the rest of the epoch."""
     next_pause: Callable[[int, bool], int | None]
-    """Function of the number of committed steps and `at_once` that returns the next pause step."""
+    """Returns the next pause step. Arguments: the committed steps, and `immediately`."""
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
@@ -62,8 +62,8 @@ class TrainCall(Call):
                 request = replace(request, until_epoch=progress.epoch + 1)
             else:
                 request = replace(request, until_step=step + self.num_steps)
-        self.request = replace(request, callback_pause=self.next_pause(step, self.at_once))
-        self.at_once = False
+        self.request = replace(request, callback_pause=self.next_pause(step, self.immediately))
+        self.immediately = False
 
 
 @dataclass(eq=False)
@@ -237,9 +237,9 @@ class Calls:
         call.logged_s = call.seconds
         self.callback_list.call("on_log", trainer, point, metrics)
 
-    def _next_pause(self, global_step: int, at_once: bool) -> int | None:
+    def _next_pause(self, global_step: int, immediately: bool) -> int | None:
         steps = (
-            self.callback_list.next_pause(global_step, at_once),
+            self.callback_list.next_pause(global_step, immediately),
             None if self._log_every is None else _next_multiple(self._log_every, global_step),
         )
         return min((step for step in steps if step is not None), default=None)

@@ -119,7 +119,7 @@ class Driver:
         call = TrainCall(
             request=TrainRequest(call=0),
             num_steps=num_steps,
-            next_pause=lambda step, at_once: None,
+            next_pause=lambda step, immediately: None,
         )
         outcomes = self.controller.run(call)
         return [outcome.progress.global_step for outcome in outcomes]

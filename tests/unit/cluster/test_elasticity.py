@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from raysgd.elastic.machine import Broken
+from raysgd.elastic.supervision import Supervision
 from raysgd.errors import CheckpointError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import World
@@ -70,14 +71,14 @@ def test_no_other_thread_can_call_while_the_group_forms(world):
 
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
     controller = world.drive(2).controller
-    calls, group = controller._calls, controller._calls._group
-    watch = calls._watch
+    watch = Supervision._watch
 
     def taken(*arguments):
-        watch(*arguments)
-        monkeypatch.setattr(group, "members", [])
+        polled = watch(*arguments)
+        monkeypatch.setattr(controller._group, "members", [])
+        return polled
 
-    monkeypatch.setattr(calls, "_watch", taken)
+    monkeypatch.setattr(Supervision, "_watch", taken)
     assert len(run(controller, "train", until_step=3)) == 2
 
 
