@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,15 +60,10 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest(Request):
-    """Load a state. Its models and optimizers are the last items."""
+    """Load a state. Its optimizers and models must be the last items."""
 
     state: dict[str, Any]
     incoming: Incoming | None = None  # receives the content of large arrays
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> LoadRequest:
-        last = {key: state[key] for key in ("optimizers", "models") if key in state}
-        return cls(state={key: state[key] for key in state if key not in last} | last)
 
 
 @dataclass(frozen=True, kw_only=True)

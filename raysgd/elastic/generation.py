@@ -239,7 +239,7 @@ class GroupForming:
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Progress:
         if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
             return Progress()
-        packed = sendable("the snapshot", LoadRequest.of(state))
+        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
         with offered(packed, [member.info.node_ip for member in members]) as given:
             attempt = self._step("call", [(given,)] * len(members), "load", members)
         self._raise_failure(attempt)

@@ -23,7 +23,8 @@ from raysgd.loop import requests
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import Generators, check_position
+from raysgd.loop.state import Generators
+from raysgd.loop.state_schema import check_state
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -84,7 +85,7 @@ class OperatorRunner(ABC):
     def _follow(self, leader: int) -> dict[str, Any] | None:
         """Load the state of rank `leader`, and return it. Every rank must call this."""
         train_state, rank = self._train_state, self._train_state.context.world_rank
-        state = train_state.from_rank(self._shared_state, leader)
+        state = train_state.from_rank(lambda: self._running.state_for("replacement"), leader)
         if rank != leader:
             train_state.data.set_batch_size(state["batching"])
             train_state.parts.why_not = train_state.parts.why_not or state["indivisible"]
@@ -96,7 +97,7 @@ class OperatorRunner(ABC):
             train_state.step.is_partial = state["partial"]
             train_state.set_flags(state["flags"])
         if rank != leader:
-            train_state.move_to(state["position"], state["global_step"])
+            train_state.move_to(state["data"], state["global_step"])
             self._running.join_call(state["call"])
         return state if rank != leader else None
 
@@ -271,7 +272,7 @@ class OperatorRunner(ABC):
             if self._settable() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:
-                    loop.snapshots.maybe_take(loop.state_with_call)
+                    loop.snapshots.maybe_take(loop.snapshot_state)
 
     def _settable(self) -> tuple[Any, ...]:
         train_state = self._train_state
@@ -288,7 +289,7 @@ class OperatorRunner(ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state: dict[str, Any] = self._train_state.to_cpu(self._running.state())
+        state: dict[str, Any] = self._train_state.to_cpu(self._running.state_for("file"))
         return state
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
@@ -297,7 +298,7 @@ class OperatorRunner(ABC):
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = copy.deepcopy(state)
-        check_position(state)
+        check_state(state)
         train_state.check_training_state(state)
         places: dict[int, Any] = {}
         if incoming is not None:
@@ -338,22 +339,8 @@ class OperatorRunner(ABC):
         has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers
         if train_state.sharded and not has_all:
             return None
-        state: dict[str, Any] = train_state.to_cpu(self._loop.state_with_call())
+        state: dict[str, Any] = train_state.to_cpu(self._loop.snapshot_state())
         return state
-
-    def _shared_state(self) -> dict[str, Any]:
-        train_state = self._train_state
-        return {
-            "operator": self.operator.state_dict(),
-            "position": train_state.position(),
-            "global_step": train_state.global_step,
-            "call": self._running.call_state(),
-            "fingerprint": train_state.data.fingerprint(),
-            "batching": train_state.data.batching(),
-            "flags": train_state.flags(),
-            "indivisible": train_state.parts.why_not,
-            "partial": train_state.step.is_partial,
-        }
 
 
 def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:

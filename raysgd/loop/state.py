@@ -1,4 +1,4 @@
-"""A worker's state: snapshots for the driver, random numbers, and checks of a state to load."""
+"""A worker's snapshots for the driver, and its random numbers."""
 
 from __future__ import annotations
 
@@ -193,43 +193,3 @@ class Generators:
             yield
         finally:
             self.set(own)
-
-
-def check_position(state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the epochs, steps, or offsets of a state are not counts."""
-    counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
-    try:
-        if data := state.get("data"):
-            optional = ("validation_offset", "seed", "split")
-            known = ["epoch", "offset", *(key for key in optional if key in data)]
-            counts |= {f"data[{key!r}]": data.get(key) for key in known}
-            seeds = data.get("loader_seeds", {})
-            counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
-    except (AttributeError, TypeError) as error:
-        raise CheckpointError(f"The state's data cannot be loaded: {error!r}.") from error
-    for key, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-            raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
-    if counts.get("data['split']") == 0:
-        raise CheckpointError("The state's data['split'] must be at least 1.")
-
-
-def check_parts(
-    name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
-) -> None:
-    """Raise CheckpointError if saved states of models, optimizers, or schedulers do not fit.
-
-    `problem_of` returns why an object cannot load a state, or an empty string.
-    """
-    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
-        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
-    if len(saved) != len(objects):
-        raise CheckpointError(
-            f"The state has {len(saved)} {name}, but the operator registered {len(objects)}."
-        )
-    for index, (own, state) in enumerate(zip(objects, saved, strict=True)):
-        if problem := problem_of(own, state):
-            raise CheckpointError(
-                f"The state's {name}[{index}] does not fit the registered {type(own).__name__}: "
-                f"{problem}."
-            )

@@ -12,7 +12,7 @@ import torch
 
 from raysgd._internal.nested import loading
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.state import check_parts
+from raysgd.loop.state_schema import check_parts
 from raysgd.loop.train_state import Settings, TrainState
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.micro_batches import TorchMicroBatches

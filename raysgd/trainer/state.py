@@ -20,22 +20,13 @@ from raysgd.checkpoint.manifest import HashingFile
 from raysgd.cluster.streams import Content, ReceivedFile, ReceivedValue, StorageError
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
-from raysgd.errors import CheckpointError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
+from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
-
-_OF_DRIVER = ("callbacks", "config", "validation_due")
-_OF_CALL = ("call", "batching", "flags")
-"""Keys of a snapshot that a state lacks: the unfinished call, and changes to loaders and models."""
-
-
-def _of_workers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state for the workers, without the unfinished call of a snapshot."""
-    return {key: value for key, value in state.items() if key not in (*_OF_DRIVER, *_OF_CALL)}
 
 
 def _allows_own_types() -> bool:
@@ -85,10 +76,7 @@ class TrainerState:
                 snapshot = controller.snapshots.state()
         if snapshot:
             # Copy the state, because it may be one that the user loaded.
-            state = self.assemble(snapshot)
-            return copy.deepcopy(
-                {key: value for key, value in state.items() if key not in _OF_CALL}
-            )
+            return copy.deepcopy(without_call(self.assemble(snapshot)))
         generators = self._generators(method)
         state = self.assemble(with_shares(self._fetch(StateRequest(), method)))
         state["data"]["rng"] = generators
@@ -158,24 +146,15 @@ class TrainerState:
     def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
         """Load a state. `again` reads it from a file, so that it need not be kept."""
         self.calls.check_open(moves=True)
-        missing = [
-            key
-            for key in ("models", "optimizers", "epoch")
-            if not isinstance(state, Mapping) or key not in state
-        ]
-        if missing:
-            raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-        of_driver = {key: state.get(key, {}) for key in _OF_DRIVER}
-        for key, value in of_driver.items():
-            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-                raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
-        of_workers = _of_workers(state)
+        check_state(state, of_driver=True)
+        of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
+        of_workers = for_workers(state)
         with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
-            call = Call(request=LoadRequest.of(of_workers), max_losses=3)
+            call = Call(request=LoadRequest(state=of_workers), max_losses=3)
             self.calls.make(call, moves=True)
         snapshots = self.calls.controller.snapshots
         if again is not None:
-            snapshots.keep(lambda: _of_workers(again()))
+            snapshots.keep(lambda: for_workers(again()))
         elif any(member.remote for member in self.calls.controller.members):
             snapshots.store(of_workers)
         else:  # packing needs Ray

@@ -647,7 +647,7 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1)
     joining, _ = loop_of(Streaming)
-    joining.join_call(loop.call_state())
+    joining.join_call(vars(loop.call))
     assert joining.call == loop.call
     assert joining.call.more_epochs == 1
 
