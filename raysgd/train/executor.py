@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import check_hook, check_int
-from raysgd.cluster import function_calls
+from raysgd.cluster import functions
 from raysgd.cluster import worker_group as core
 from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.call import Call
@@ -145,7 +145,7 @@ class BackendExecutor(OldNames):
                 graceful_termination
                 and self._run is None
                 and isinstance(controller.state, Ready)
-                and function_calls.are_idle(controller.members, patience_s)
+                and functions.are_idle(controller.members, patience_s)
             )
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)

@@ -18,7 +18,7 @@ from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
 from raysgd.metrics import merge_workers
-from raysgd.trainer.calls import CallResult, Calls
+from raysgd.trainer.dispatcher import Dispatcher, WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class FitLoop:
     """
 
     options: Options
-    calls: Calls
+    dispatcher: Dispatcher
     stop_reason: str | None = None
     num_epochs: int | None = None
     """Number of epochs at which the running ``fit()`` ends."""
@@ -84,12 +84,12 @@ class FitLoop:
         verbose: bool,
     ) -> History:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
-        callback_list = self.calls.callback_list
+        callback_list = self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         own = checked_callbacks(where, callbacks, trainer.logdir)
         if verbose and not any(isinstance(c, EpochLines) for c in (*own, *callback_list)):
             own.insert(0, ProgressBar() if is_interactive() else EpochLines())
-        self.calls.check_open(moves=True)
+        self.dispatcher.check_open(moves=True)
         if callback_list.inside:
             raise RuntimeError(
                 f"A callback cannot call fit() in {callback_list.inside[-1]}. "
@@ -97,7 +97,7 @@ class FitLoop:
             )
         self.stop_reason = None
         every = options.validate_every
-        of_fit = self.calls.of_fit(options.max_steps, options.log_every)
+        of_fit = self.dispatcher.of_fit(options.max_steps, options.log_every)
         with callback_list.attached(trainer, own), of_fit:
             if every and not self._can_validate():
                 logger.info("fit() does not validate: there is no validation loader.")
@@ -155,21 +155,21 @@ class FitLoop:
         num_steps: int | None = None,
         profile: bool = False,
         from_start: bool = False,
-    ) -> CallResult:
+    ) -> WorkerMetrics:
         """Run a validation of ``fit()``, or of ``validate()``."""
-        self.calls.check_open(moves=True)
-        with self.calls.callback_list.calling(trainer):
-            result = self.calls.validate(
+        self.dispatcher.check_open(moves=True)
+        with self.dispatcher.callback_list.calling(trainer):
+            result = self.dispatcher.validate(
                 trainer, num_steps, profile=profile, info=info, from_start=from_start
             )
             self._has_validated = True
             self._owed_at, self._num_settled = None, self._num_completed
-            self.calls.show("on_validation_end", trainer, result.merged, result.call)
+            self.dispatcher.show("on_validation_end", trainer, result.merged, result.call)
         return result
 
     @property
     def _num_completed(self) -> int:
-        return self.calls.controller.progress.epoch
+        return self.dispatcher.controller.progress.epoch
 
     @property
     def _is_due(self) -> bool:
@@ -181,7 +181,7 @@ class FitLoop:
     @property
     def _is_owed(self) -> bool:
         """Whether an earlier ``fit()`` skipped a validation, and no training followed."""
-        return self._owed_at == self.calls.controller.progress.global_step
+        return self._owed_at == self.dispatcher.controller.progress.global_step
 
     @property
     def lacks_validation(self) -> bool:
@@ -190,13 +190,13 @@ class FitLoop:
 
     def note_owed(self, owed: bool) -> None:
         """Record whether a validation is missing at the end of a ``fit()`` or after a load."""
-        self._owed_at = self.calls.controller.progress.global_step if owed else None
+        self._owed_at = self.dispatcher.controller.progress.global_step if owed else None
 
     # ---- checks
 
     def _can_validate(self) -> bool:
         request = ApplyOperatorRequest(function=_has_validation_loader)
-        return any(self.calls.make(Call(request=request, method="fit", max_losses=3)))
+        return any(self.dispatcher.make(Call(request=request, method="fit", max_losses=3)))
 
     def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
@@ -206,7 +206,7 @@ class FitLoop:
         call = Call(request=request, method="fit", max_losses=3, has_batches=True)
         try:
             # A worker without a batch has no metrics.
-            parts = [each for each in self.calls.make(call) if each]
+            parts = [each for each in self.dispatcher.make(call) if each]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 parts.append(merge_workers(parts))
@@ -220,7 +220,7 @@ class FitLoop:
 
     def _monitored(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
-        callbacks = list(self.calls.callback_list)
+        callbacks = list(self.dispatcher.callback_list)
         own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
         is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
         if not is_ours or any(adds_metrics(each) for each in callbacks):

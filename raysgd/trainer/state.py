@@ -23,7 +23,7 @@ from raysgd.elastic.snapshots import with_shares
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
 from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
-from raysgd.trainer.calls import Calls
+from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def _allows_own_types() -> bool:
 @dataclass(eq=False)
 class TrainerState:
     options: Options
-    calls: Calls
+    dispatcher: Dispatcher
     fit_loop: FitLoop
 
     # ---- methods of each framework
@@ -61,16 +61,16 @@ class TrainerState:
         return {**self._collect_from_workers(method), **of_driver}
 
     def _of_driver(self) -> dict[str, Any]:
-        callbacks = self.calls.callback_list.state_dict()
+        callbacks = self.dispatcher.callback_list.state_dict()
         parts = {"callbacks": callbacks} if callbacks else {}
         parts["config"] = scalars(shown_config(self.options.config))
         if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
-            parts["validation_due"] = scalars(self.calls.metrics)
+            parts["validation_due"] = scalars(self.dispatcher.metrics)
         return parts
 
     def _collect_from_workers(self, method: str) -> dict[str, Any]:
-        controller, snapshot = self.calls.controller, None
+        controller, snapshot = self.dispatcher.controller, None
         with controller.alone():  # no other thread restarts the workers now
             if not controller.members and controller.can_restart():
                 snapshot = controller.snapshots.state()
@@ -87,22 +87,24 @@ class TrainerState:
 
     def _generators(self, method: str) -> list[Any]:
         request = RngStateRequest()
-        return self.calls.make(Call(request=request, method=method, max_losses=3, any_size=True))
+        return self.dispatcher.make(
+            Call(request=request, method=method, max_losses=3, any_size=True)
+        )
 
     def _fetch(
         self, request: Request, method: str, kind: Callable[..., Any] = ReceivedValue
     ) -> list[Any]:
-        rank = None if self.calls.controller.progress.divided else 0
+        rank = None if self.dispatcher.controller.progress.divided else 0
         call = Call(
             request=request, method=method, rank=rank, receives=kind, max_losses=3, any_size=True
         )
-        return self.calls.make(call)
+        return self.dispatcher.make(call)
 
     # ---- files
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        self.calls.check_open()
-        target, controller = Location(path), self.calls.controller
+        self.dispatcher.check_open()
+        target, controller = Location(path), self.dispatcher.controller
         manifest = checkpoint.Manifest(
             world_size=len(controller.members),
             operator=self.options.training_operator_cls.__qualname__,
@@ -133,33 +135,33 @@ class TrainerState:
         return target.write(fill, unchanged=errors)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
-        self.calls.check_open()
+        self.dispatcher.check_open()
         return checkpoint.save_model(self.weights(), path)
 
     # ---- loading
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
-        self.calls.check_open(moves=True)
+        self.dispatcher.check_open(moves=True)
         file = OpenFile(path)
         self.load(file.read(), again=file.read)
 
     def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
         """Load a state. `again` reads it from a file, so that it need not be kept."""
-        self.calls.check_open(moves=True)
+        self.dispatcher.check_open(moves=True)
         check_state(state, of_driver=True)
         of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
         of_workers = for_workers(state)
-        with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
+        with self.dispatcher.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
-            self.calls.make(call, moves=True)
-        snapshots = self.calls.controller.snapshots
+            self.dispatcher.make(call, moves=True)
+        snapshots = self.dispatcher.controller.snapshots
         if again is not None:
             snapshots.keep(lambda: for_workers(again()))
-        elif any(member.remote for member in self.calls.controller.members):
+        elif any(member.remote for member in self.dispatcher.controller.members):
             snapshots.store(of_workers)
         else:  # packing needs Ray
             snapshots.keep(lambda: of_workers)
-        self.calls.latest.update(of_driver["validation_due"])
+        self.dispatcher.latest.update(of_driver["validation_due"])
         # An empty dict counts too: the state was saved before any metric.
         self.fit_loop.note_owed("validation_due" in state)
         self._warn_of_changes(of_driver["config"])

@@ -23,7 +23,7 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.step import Step
-from raysgd.trainer.calls import TrainCall
+from raysgd.trainer.dispatcher import TrainCall
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
 

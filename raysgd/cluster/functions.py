@@ -1,4 +1,4 @@
-"""Runs training functions on workers by plain actor calls."""
+"""Runs functions on workers by plain actor calls."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from raysgd.metrics import merge_workers
 logger = logging.getLogger(__name__)
 
 
-class CallResult(NamedTuple):
+class WorkerMetrics(NamedTuple):
     """The result of a call of train or validate."""
 
     by_worker: list[dict[str, Any]]
@@ -67,7 +67,7 @@ class TrainCall(Call):
 
 
 @dataclass(eq=False)
-class Calls:
+class Dispatcher:
     """Runs the calls of one trainer.
 
     Methods take the trainer as an argument, because a reference would keep it alive.
@@ -182,7 +182,7 @@ class Calls:
         profile: bool,
         info: Mapping[str, Any] | None,
         dataset: Dataset | None,
-    ) -> CallResult:
+    ) -> WorkerMetrics:
         request = TrainRequest(
             call=self.next_number(),
             until_step=self._max_steps,
@@ -215,7 +215,7 @@ class Calls:
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
         merged = merge_workers(results)
-        return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
+        return WorkerMetrics(results, merged, completed, LastCall("train", ended, call.seconds))
 
     def _log(self, trainer: Trainer, call: TrainCall) -> None:
         """Pass the metrics since the last logged step to callbacks, if logging is due.
@@ -253,7 +253,7 @@ class Calls:
         info: Mapping[str, Any] | None,
         from_start: bool = False,
         loader: Any = None,
-    ) -> CallResult:
+    ) -> WorkerMetrics:
         """Run a call of ``validate``, or of ``test`` if a loader is given.
 
         After a failed call, the next call begins at the same batch. With `from_start`, begin with
@@ -285,7 +285,7 @@ class Calls:
         if loader is None:
             self._failed_validation = None
         merged = merge_workers(results)
-        return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
+        return WorkerMetrics(results, merged, False, LastCall("validate", time.time(), seconds))
 
 
 def _has_same_input(first: TrainRequest, second: TrainRequest) -> bool:
