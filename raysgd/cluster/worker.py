@@ -233,8 +233,8 @@ class Worker:
         """
         try:
             if isinstance(request, Address):
-                with incoming(request) as found:
-                    return self._success(self._hosted.handle(replace(found.value, incoming=found)))
+                with incoming(request) as large:
+                    return self._success(self._hosted.handle(replace(large.value, incoming=large)))
             return self._success(self._hosted.handle(_unpacked(request)), inbox)
         except BaseException as error:
             return self._failure(error)

@@ -84,4 +84,4 @@ class ExportReplicaRequest(Request):
 class ImportReplicaRequest(Request):
     """Store the shards of a worker that is about to leave."""
 
-    held: Sequence[Any]
+    shards: Sequence[Any]

@@ -216,8 +216,8 @@ class Commands:
 
         Return an empty list if any answer is missing or None.
         """
-        given = [value_of(outcome) for outcome in self.ask(members, request)]
-        return given if len(given) == len(members) and None not in given else []
+        values = [value_of(outcome) for outcome in self.ask(members, request)]
+        return values if len(values) == len(members) and None not in values else []
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.

@@ -100,8 +100,8 @@ class GroupForming:
         leader = before[action.leader]
         if action.progress.divided:
             leaving = [member for member in before if member not in staying]
-            for held in self._commands.ask_all(leaving, ExportReplicaRequest()):
-                self._commands.ask_all([staying[0]], ImportReplicaRequest(held=held))
+            for shards in self._commands.ask_all(leaving, ExportReplicaRequest()):
+                self._commands.ask_all([staying[0]], ImportReplicaRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
@@ -145,8 +145,8 @@ class GroupForming:
         call = self._context.call
         if call.farewell is None or not members:
             return
-        given = self._commands.ask(members, call.farewell, ANSWER_S)
-        call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
+        outcomes = self._commands.ask(members, call.farewell, ANSWER_S)
+        call.departed_results += [each for each in outcomes if value_of(each) is not None]
 
     # ---- starts
 
@@ -240,8 +240,8 @@ class GroupForming:
         if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
             return Progress()
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
-        with offered(packed, [member.info.node_ip for member in members]) as given:
-            attempt = self._step("call", [(given,)] * len(members), "load", members)
+        with offered(packed, [member.info.node_ip for member in members]) as offer:
+            attempt = self._step("call", [(offer,)] * len(members), "load", members)
         self._raise_failure(attempt)
         return next(iter(attempt.outcomes.values())).progress
 

@@ -35,12 +35,12 @@ def fetch(member: WorkerHandle, step: int | None, num_changes: int) -> Future[Re
     def begin(answer: Future[Packed | Ticket | None]) -> None:
         if (error := answer.exception()) is not None:
             fetched.set_exception(error)
-        elif isinstance(found := answer.result(), Ticket):
+        elif isinstance(snapshot := answer.result(), Ticket):
             name = "raysgd-snapshot"
-            threading.Thread(target=receive, args=(found,), name=name, daemon=True).start()
+            threading.Thread(target=receive, args=(snapshot,), name=name, daemon=True).start()
         else:
             # Copy the snapshot, because Ray's object store has the buffers.
-            fetched.set_result(None if found is None else found.copy().value)
+            fetched.set_result(None if snapshot is None else snapshot.copy().value)
 
     def receive(ticket: Ticket) -> None:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE, worker_config
-from raysgd._internal.context import Progress, Request, WorkerContext
+from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
 from raysgd.checkpoint.file import write_state
@@ -34,7 +34,7 @@ _LOSS_WAIT_S = 0.02
 """Seconds to wait for a loss from a GPU before reporting the previous loss."""
 
 
-class OperatorRunner(ABC):
+class OperatorRunner(Runner, ABC):
     """Runs one operator. `Runner` documents which thread calls each method."""
 
     def __init__(self, options: Options) -> None:
@@ -45,12 +45,6 @@ class OperatorRunner(ABC):
         self._loss = LossReader()
 
     # ---- lifecycle
-
-    @abstractmethod
-    def prepare(self, context: WorkerContext) -> None: ...
-
-    @abstractmethod
-    def setup(self, context: WorkerContext) -> None: ...
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         train_state, position = self._train_state, self._train_state.position()
@@ -233,7 +227,9 @@ class OperatorRunner(ABC):
                     replicas = [each.export_replica() for each in self._train_state.features]
                     return self._train_state.to_cpu(replicas)
                 case call.ImportReplicaRequest():
-                    for each, replica in zip(self._train_state.features, request.held, strict=True):
+                    for each, replica in zip(
+                        self._train_state.features, request.shards, strict=True
+                    ):
                         each.import_replica(replica)
                     return None
         raise NotImplementedError(f"Operators do not support {request.name}.")

@@ -230,8 +230,8 @@ class Dispatcher:
             return
         call.request = replace(call.request, logged=step)
         request = MeasuredRequest(call=call.request.call, since=since)
-        found = self.make(Call(request=request, method="train", max_losses=3))
-        merged = merge_workers([each for each in found if each is not None])
+        parts = self.make(Call(request=request, method="train", max_losses=3))
+        merged = merge_workers([each for each in parts if each is not None])
         metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
         point = LastCall("step", time.time(), call.seconds - call.logged_s)
         call.logged_s = call.seconds

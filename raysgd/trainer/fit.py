@@ -134,12 +134,12 @@ class FitLoop:
             epoch = self._num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and self._every is None:
-                for given, name in self._monitored().items():
+                for argument, name in self._monitored().items():
                     if name not in history[0]:
-                        logger.warning("%s: the first epoch has no such metric.", given)
+                        logger.warning("%s: the first epoch has no such metric.", argument)
             if self._num_completed > epoch and self._is_due:
-                found = self.validate(trainer, options.info, from_start=True).merged
-                history[-1] = {**found, **history[-1]}
+                validated = self.validate(trainer, options.info, from_start=True).merged
+                history[-1] = {**validated, **history[-1]}
         if (reason := end()) is not None and self._num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
@@ -225,8 +225,8 @@ class FitLoop:
         is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
         if not is_ours or any(adds_metrics(each) for each in callbacks):
             return {}
-        found = [(type(each).__name__, each.monitor) for each in callbacks]
-        return {f"{who}(monitor={name!r})": name for who, name in found if isinstance(name, str)}
+        named = [(type(each).__name__, each.monitor) for each in callbacks]
+        return {f"{who}(monitor={name!r})": name for who, name in named if isinstance(name, str)}
 
 
 def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
@@ -234,15 +234,14 @@ def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> No
     there_is = "fit() does not validate"
     if metrics:
         there_is = f"a validation has: {', '.join(metrics)}"
-    for given, name in monitored.items():
+    for argument, name in monitored.items():
         if name in metrics:
             continue
         if name.startswith(_OF_VALIDATION):
-            raise ValueError(f"{given}: there is no such metric, because {there_is}.")
+            raise ValueError(f"{argument}: there is no such metric, because {there_is}.")
         if f"val_{name}" in metrics:
-            logger.warning("%s: validation has 'val_%s', but not this metric.", given, name)
+            logger.warning("%s: validation has 'val_%s', but not this metric.", argument, name)
 
 
 def _has_validation_loader(operator: Any) -> bool:
-    found: bool = operator._train_state.data.has("validation")
-    return found
+    return bool(operator._train_state.data.has("validation"))

@@ -449,7 +449,7 @@ class SimMember(WorkerHandle):
             elif self.is_at("export_replica"):
                 self.end("ok", self.home.pid)
             elif self.is_at("import_replica"):
-                self.held.append(task.request.held)
+                self.held.append(task.request.shards)
                 self.end("ok")
             elif self.is_at("restart_state"):
                 self._world.kept_by_driver = self.step
