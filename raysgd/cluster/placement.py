@@ -20,9 +20,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysgd.cluster import process
 from raysgd.cluster.group_options import WAIT_LONGER, workers_that_fit
 from raysgd.cluster.ray_session import is_own_cluster
-from raysgd.cluster.worker import is_worker_process
 from raysgd.errors import InsufficientResourcesError
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ def reserve(
     this process has started the cluster, and the cluster is too small.
     """
     current = get_current_placement_group()
-    if current is not None and not is_worker_process():
+    if current is not None and not process.is_worker:
         context: Any = ray.get_runtime_context()
         if context.should_capture_child_tasks_in_placement_group:
             return _reserve_within(current, bundle, num_workers, min_workers)
