@@ -268,7 +268,7 @@ class Controller:
             leaving=leaving,
             must_save=self._context.preemption.must_save and self._context.call.can_pause,
             is_behind=self._supervision.is_behind(),
-            can_restart=self.can_restart(),
+            can_restart=bool(self.members) or self.can_restart(),  # may read a large file
         )
 
     def can_restart(self) -> bool:

@@ -514,6 +514,12 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
     assert steps_of(run_until(controller, 30)) == [30] * 3
 
 
+def test_a_call_reads_the_snapshot_only_if_all_workers_are_lost(world):
+    controller = world.drive(3, snapshot_every=None).controller
+    controller.snapshots.keep(read_damaged_file)  # reading a large file takes long
+    assert steps_of(run_until(controller, 5)) == [5] * 3
+
+
 def test_after_a_failed_load_all_restart_from_the_snapshot(world):
     controller = world.drive(3).controller
     run_until(controller, 25)
