@@ -82,10 +82,10 @@ def _epoch(worker: _Worker) -> int:
 
 def _shards(worker: _Worker) -> list[Any]:
     """Return this worker's shards of each optimizer, and then of each sharded model."""
-    state = worker.train_state
-    parts = {id(feature.optimizer): feature.shards() for feature in state.sharded}
-    of_optimizers = [parts.get(id(optimizer), []) for optimizer in state.optimizers]
-    return [*of_optimizers, *(s for feature in state.sharded for s in feature.model_shards())]
+    features, optimizers = worker.train_state.sharded_features, worker.train_state.optimizers
+    by_optimizer = {id(feature.optimizer): feature.shards() for feature in features}
+    of_optimizers = [by_optimizer.get(id(optimizer), []) for optimizer in optimizers]
+    return [*of_optimizers, *(shard for f in features for shard in f.model_shards())]
 
 
 def _batching(worker: _Worker) -> dict[str, tuple[int, bool]]:
@@ -109,8 +109,8 @@ SCHEMA = (
     Part("batching", _CALL, _batching),
     Part("flags", _CALL, lambda w: w.train_state.flags()),
     Part("fingerprint", _REPLACEMENT, lambda w: w.train_state.data.fingerprint()),
-    Part("indivisible", _REPLACEMENT, lambda w: w.train_state.parts.why_not),
-    Part("partial", _REPLACEMENT, lambda w: w.train_state.step.is_partial),
+    Part("indivisible", _REPLACEMENT, lambda w: w.train_state.micro_batching.why_not),
+    Part("partial", _REPLACEMENT, lambda w: w.train_state.transaction.is_partial),
     # `TrainState.training_state` has these, and more keys of features. They travel last, because
     # workers receive them in the memory of the models and optimizers that they have.
     Part("optimizers", _SAVED),
@@ -128,7 +128,7 @@ def state_for(receiver: Receiver, operator: Any, call: Mapping[str, Any]) -> dic
     """
     train_state: TrainState = operator._train_state
     worker = _Worker(operator, train_state, call, receiver)
-    is_sharded = bool(train_state.sharded)
+    is_sharded = bool(train_state.sharded_features)
     has_rest = not is_sharded or train_state.context.world_rank == 0
     if receiver == "replacement" or has_rest:
         keys = {part.key for part in SCHEMA if is_sharded or part.key != "shares"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -13,22 +12,14 @@ import tensorflow as tf
 
 from raysgd._internal.nested import deep_copied, map_leaves
 from raysgd.loop.state_schema import check_parts
-from raysgd.loop.train_state import Settings, TrainState
+from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
-from raysgd.tf.features import Averages, Optimization, Replication
 from raysgd.tf.keras import named_arrays, overrides, set_arrays
 from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchMetrics, kept_metrics, losses_of_outputs, mergeable
-from raysgd.tf.options import TFOptions
-
-
-@dataclass
-class TFSettings(Settings):
-    """The trainer's arguments, and the rank and resources of this worker."""
-
-    options: TFOptions = field(default_factory=TFOptions)
+from raysgd.tf.options import TFSettings
 
 
 class KerasTrainState(TrainState):
@@ -39,15 +30,15 @@ class KerasTrainState(TrainState):
 
     def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
         super().__init__(settings, seed)
-        self.data = KerasSources(self)
+        self.data = KerasSources(settings, seed)
         self.communication = communication
         self.engine = Engine()
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
+        self.update: Callable[[Any, list[Any], list[Any]], None]
+        """Updates variables with the gradients of a micro-batch, by an optimizer."""
         self.class_weight: Mapping[int, float] | None = None
-        self.optimization = Optimization(self)
-        self.features = [Replication(self), self.optimization, self.parts, Averages(self)]
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
         pairs = len(self.models) == len(self.optimizers)
@@ -83,9 +74,9 @@ class KerasTrainState(TrainState):
     ) -> Any:
         """Return the mean loss of a batch, including losses of layers."""
         if self._model_computes_loss:
-            given = (features, target, output, weights)
+            arguments = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
-            loss = model.compute_loss(*given, **({"training": training} if takes else {}))
+            loss = model.compute_loss(*arguments, **({"training": training} if takes else {}))
             return tf.reduce_mean(tf.cast(loss, tf.float32))
         losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
         if target is not None:
@@ -100,12 +91,12 @@ class KerasTrainState(TrainState):
             self._losses = losses_of_outputs(
                 self.models[0] if computes else self.criterion.compiled
             )
-        found: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
+        values: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
         for each in self._losses:
             each.reset_state()
-        found |= {each.name: mergeable(each, ((), {})) for each in kept_metrics(self.models[0])}
-        found |= self.metrics.measure(target, output, weights)
-        return {f"{prefix}_{name}": value for name, value in found.items()}
+        values |= {each.name: mergeable(each, ((), {})) for each in kept_metrics(self.models[0])}
+        values |= self.metrics.measure(target, output, weights)
+        return {f"{prefix}_{name}": value for name, value in values.items()}
 
     def check_masks(self, masks: Any) -> None:
         if any(mask is not None for mask in tf.nest.flatten(masks)):
@@ -115,7 +106,7 @@ class KerasTrainState(TrainState):
         """Warn once if training on several workers differs from training on one."""
         size = self.communication.size
         if size > 1:
-            self.say(
+            self.settings.warn_once(
                 "loss",
                 "%s %d workers weight their losses by samples, so updates can differ from updates "
                 "of one worker. Use a loss that is a mean over samples.",
@@ -126,7 +117,7 @@ class KerasTrainState(TrainState):
     # ---- the other workers
 
     def minimum(self, value: int) -> int:
-        return self.communication.minimum(value)
+        return -self.communication.largest([-value])[0]
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
@@ -144,7 +135,7 @@ class KerasTrainState(TrainState):
     def to_cpu(self, state: Any) -> Any:
         return map_leaves(state, copy_leaf_to_arrays)
 
-    def settable(self) -> Any:
+    def user_settings(self) -> Any:
         return [str(optimizer.get_config()) for optimizer in self.optimizers]
 
     def training_state(self) -> dict[str, Any]:
@@ -172,7 +163,7 @@ class KerasTrainState(TrainState):
             set_arrays(model.weights, arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
-        self.step.is_partial = False
+        self.transaction.is_partial = False
 
 
 def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_weight: Any) -> Any:
@@ -186,8 +177,8 @@ def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_we
     if classes.ndim > 1:
         one_hot = classes.shape[-1] > 1
         classes = classes.argmax(axis=-1) if one_hot else classes[..., 0]
-    found = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
-    weights = np.asarray(found, np.float32).reshape(classes.shape)
+    factors = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
+    weights = np.asarray(factors, np.float32).reshape(classes.shape)
     if sample_weight is None:
         return weights
     sample_weight = np.asarray(sample_weight, np.float32)
@@ -198,9 +189,9 @@ def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     if len(arrays) != len(variables):
         return f"it has {len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):
-        found, expected = np.shape(array), tuple(variable.shape)
-        if found != expected:
-            return f"{name} has the shape {found}, not {expected}"
+        shape, expected = np.shape(array), tuple(variable.shape)
+        if shape != expected:
+            return f"{name} has the shape {shape}, not {expected}"
     return ""
 
 

@@ -308,6 +308,7 @@ class OperatorTrainer(TrainerInfo):
 
         Raises:
             CheckpointError: if the file cannot be written there.
+            WorkerLostError: if all workers are lost, and there is no snapshot.
         """
         return self._state.save(path)
 
@@ -324,6 +325,8 @@ class OperatorTrainer(TrainerInfo):
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a file that `save` wrote, from a path or a URL. Loading runs no code from the file.
+
+        If all workers are lost, new ones start. They need no snapshot.
 
         Raises:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer.

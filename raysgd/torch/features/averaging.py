@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import ddp
+from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.state import copy_all, is_like
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
 
 
 class Averaging(StepFeature):
@@ -24,14 +23,14 @@ class Averaging(StepFeature):
     Each worker has the averages on its device, and all workers make the same updates.
     """
 
-    def __init__(self, state: TorchTrainState) -> None:
+    def __init__(self, state: RegisteredState) -> None:
         self._state = state
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
         self._start_epoch = self._count = 0
 
-    def begin(self, decay: float | None, start_epoch: int) -> None:
+    def start(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or continue with averages of the same kind.
 
         Args:
@@ -39,7 +38,7 @@ class Averaging(StepFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if any(feature.is_fully_sharded for feature in self._state.sharded):
+        if self._state.fully_sharded is not None:
             raise ValueError(
                 'register(sharding="full") does not support averages of the weights. Leave out the '
                 "callback, or the sharding."
@@ -75,7 +74,7 @@ class Averaging(StepFeature):
             update(averages, parameters, self._count)
         self._count += 1
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         if self.averages is not None and self._decay is not None:
             self._add()
 
@@ -87,16 +86,16 @@ class Averaging(StepFeature):
     def evaluating(self) -> Iterator[None]:
         """Replace the weights with the averages within the context, if averages exist."""
         pairs = self._pairs() if self.averages and self._count else []
-        held = [parameter.clone() for parameter, _ in pairs]
+        weights = [parameter.clone() for parameter, _ in pairs]
         try:
             for parameter, average in pairs:
                 parameter.copy_(average)
             yield
         finally:
-            for (parameter, _), value in zip(pairs, held, strict=True):
+            for (parameter, _), value in zip(pairs, weights, strict=True):
                 parameter.copy_(value)
 
-    def settable(self) -> Any:
+    def user_settings(self) -> Any:
         return None if self.averages is None else (id(self.averages), self._decay)
 
     # ---- state
@@ -104,8 +103,8 @@ class Averaging(StepFeature):
     def state_dict(self) -> dict[str, Any]:
         if self.averages is None:
             return {}
-        held = {"decay": self._decay, "start_epoch": self._start_epoch, "count": self._count}
-        return {"averages": {**held, "models": self.averages}}
+        settings = {"decay": self._decay, "start_epoch": self._start_epoch, "count": self._count}
+        return {"averages": {**settings, "models": self.averages}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         if "averages" in state and not self._fits(state["averages"]):
@@ -116,17 +115,17 @@ class Averaging(StepFeature):
     def _fits(self, state: Any) -> bool:
         try:
             decay, counts = state["decay"], (state["count"], state["start_epoch"])
-            held, models = self._parameters(), state["models"]
+            parameters, models = self._parameters(), state["models"]
             return (
                 (decay is None or 0 < decay < 1)
                 and all(type(count) is int and count >= 0 for count in counts)
-                and len(held) == len(models)
+                and len(parameters) == len(models)
                 and all(
-                    own.keys() == given.keys()
+                    own.keys() == saved.keys()
                     and all(
-                        is_like(given[n], p) and given[n].shape == p.shape for n, p in own.items()
+                        is_like(saved[n], p) and saved[n].shape == p.shape for n, p in own.items()
                     )
-                    for own, given in zip(held, models, strict=True)
+                    for own, saved in zip(parameters, models, strict=True)
                 )
             )
         except (AttributeError, KeyError, TypeError):
@@ -134,12 +133,12 @@ class Averaging(StepFeature):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "averages" in state:
-            given = state["averages"]
-            self._decay, self._start_epoch = given["decay"], given["start_epoch"]
-            self._count = given["count"]
+            loaded = state["averages"]
+            self._decay, self._start_epoch = loaded["decay"], loaded["start_epoch"]
+            self._count = loaded["count"]
             self.averages = [
                 {name: saved[name].to(own.detach(), copy=True) for name, own in named.items()}
-                for named, saved in zip(self._parameters(), given["models"], strict=True)
+                for named, saved in zip(self._parameters(), loaded["models"], strict=True)
             ]
         elif self.averages is not None:
             self._count = 0  # start again from the loaded weights

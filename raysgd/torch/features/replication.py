@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.register_checks import check_same_parameters
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.registered_state import RegisteredState
 
 
 class Replication(StepFeature):
     """Tracks the wrappers of models. `wraps` means that raysgd has wrapped the models."""
 
-    def __init__(self, state: TorchTrainState, wraps: bool) -> None:
+    def __init__(self, state: RegisteredState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps
         self._dtypes = {p: p.dtype for model in state.models for p in model.parameters()}
         self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
@@ -39,16 +36,16 @@ class Replication(StepFeature):
 
     def start_together(self) -> None:
         models = self._state.models if self._state.settings.options.wrap_ddp else []
-        held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
+        tensors = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
         # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-        digest = collectives.fingerprint(held)
+        digest = collectives.fingerprint(tensors)
         differs = digest != self._state.from_rank(lambda: digest, 0)
         if models and self._state.minimum(-int(differs)) < 0:
-            given = self._state.from_rank(lambda: held, 0)
-            for own, value in zip(held, given, strict=False):
+            received = self._state.from_rank(lambda: tensors, 0)
+            for own, value in zip(tensors, received, strict=False):
                 if own.shape == value.shape:  # a buffer of another shape is a cache
                     own.copy_(value)
-            self._state.buffers.commit()
+            self._state.buffers.update()
 
     def enter(self) -> None:
         for model, names in zip(self._state.models, self._averaged, strict=True):
@@ -56,22 +53,21 @@ class Replication(StepFeature):
                 ddp.rebuild(model, names)
 
     def sync_buffers(self) -> None:
-        found: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
         for model in self._state.models:
             if ddp.replicated(model):
-                found += model.buffers()
+                buffers += model.buffers()
             elif self._state.settings.options.wrap_ddp:
-                found += ddp.running_statistics(model)
-        self._state.broadcast_buffers(found)
+                buffers += ddp.running_statistics(model)
+        self._state.broadcast_buffers(buffers)
 
     def check_trained(self) -> None:
         models = [ddp.unwrap(model) for model in self._state.models]
         if self._wraps:
             check_same_parameters(models, self._dtypes)
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        if self._state.accumulation_steps > 1 or place.is_part:
-            self._exchange(place.is_last)
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
+        self._exchange(tx.is_last)
 
     def _exchange(self, wanted: bool) -> None:
         """Set whether the next backward passes average gradients."""
@@ -82,12 +78,11 @@ class Replication(StepFeature):
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return ddp.no_forward_sync(self._state.models)
 
-    def before_commit(self) -> None:
-        state = self._state
-        if not any(map(state.step.num_updates, state.optimizers)):
-            ddp.check_skipped(state.models)
+    def before_commit(self, tx: StepTransaction) -> None:
+        if not tx.has_updates:
+            ddp.check_skipped(self._state.models)
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         ddp.forget_gradients(self._state.models)
         self._exchange(True)
 
