@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner
@@ -181,8 +181,8 @@ class Controller:
                 return forming.start_group()
             case machine.FormGroup():
                 return forming.form_group(action)
-            case machine.RescueState(leaving):
-                return self._rescue_state(leaving)
+            case Do.RESCUE_STATE:
+                return self._rescue_state()
             case Do.SAVE_STATE:
                 self._supervision.sent, context.preemption.must_save = None, False
                 context.call.immediately = True
@@ -193,8 +193,8 @@ class Controller:
                 forming.collect_departing(self.members)
             case machine.RemoveLost(lost):
                 self._remove_lost(lost)
-            case machine.Restart(leaving):
-                forming.restart(leaving)
+            case Do.RESTART:
+                forming.restart()
             case Do.STOP_REPLACEMENTS:
                 self._scale_up.stop()
             case Do.DISCARD_WORKERS:
@@ -265,7 +265,7 @@ class Controller:
         return machine.Surveyed(
             num_workers=len(self.members),
             num_joining=len(joining),
-            leaving=leaving,
+            num_leaving=len(leaving),
             must_save=self._context.preemption.must_save and self._context.call.can_pause,
             is_behind=self._supervision.is_behind(),
             can_restart=bool(self.members) or self.can_restart(),  # may read a large file
@@ -300,11 +300,11 @@ class Controller:
         self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()
 
-    def _rescue_state(self, leaving: Sequence[WorkerHandle] = ()) -> GroupEvent:
+    def _rescue_state(self) -> GroupEvent:
         """Fetch the newest state of the remaining workers as the snapshot."""
         progress = self.snapshots.rescue(self._context.commands)
         self.journal.progress = progress or self.progress
-        return machine.StateRescued(leaving=leaving, can_restart=self.can_restart())
+        return machine.StateRescued(can_restart=self.can_restart())
 
     # ---- methods for trainers
 
@@ -316,15 +316,14 @@ class Controller:
         with self._supervised():
             if self._group.drains.is_ray_silent:
                 return False  # no worker could be started
-            leaving = list(self._group.leaving())
-            if leaving:
-                num_staying = len(self.members) - len(leaving)
+            if num_leaving := len(self._group.leaving()):
+                num_staying = len(self.members) - num_leaving
                 num_vacant = sum(slot.is_ready for slot in self._group.vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False
             elif not self._scale_up.has_room():
                 return False
-            self._react(machine.StartRequested(min_workers=self.min_workers, leaving=leaving))
+            self._react(machine.StartRequested(min_workers=self.min_workers))
         return True
 
     # ---- what trainers read

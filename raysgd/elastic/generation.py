@@ -98,7 +98,7 @@ class GroupForming:
         before, joining = list(self._group.members), action.joining
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
-        if action.progress.divided:
+        if self._journal.progress.divided:
             leaving = [member for member in before if member not in staying]
             for shards in self._commands.ask_all(leaving, ExportReplicaRequest()):
                 self._commands.ask_all([staying[0]], ImportReplicaRequest(shards=shards))
@@ -120,7 +120,7 @@ class GroupForming:
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
         concerned = list(joining) or entering
         self._journal.record(kind, concerned, cause=left, seconds=seconds)
-        return GroupFormed(progress=action.progress)
+        return GroupFormed()
 
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
@@ -150,9 +150,9 @@ class GroupForming:
 
     # ---- starts
 
-    def restart(self, leaving: Sequence[WorkerHandle]) -> None:
+    def restart(self) -> None:
         self._began, self._num_before = self._clock.monotonic(), len(self._group.members)
-        self._left = "; ".join(f"left {member.name}" for member in leaving)
+        self._left = "; ".join(f"left {member.name}" for member in self._group.leaving())
         self._context.discard_members()
         if not self._context.policy.joins:
             self._scale_up.stop()  # these replacements only waited for resources

@@ -95,8 +95,6 @@ class StartRequested(GroupEvent):
     """`start` was called, or `grow` found free resources."""
 
     min_workers: int
-    leaving: Sequence[WorkerHandle] = ()
-    """Members that will be preempted, and do not start again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +108,7 @@ class Surveyed(GroupEvent):
 
     num_workers: int
     num_joining: int = 0
-    leaving: Sequence[WorkerHandle] = ()
+    num_leaving: int = 0
     must_save: bool = False
     """Whether to save, because workers leave before others can replace them."""
     is_behind: bool = False
@@ -155,7 +153,6 @@ class StateLost(GroupEvent):
 class StateRescued(GroupEvent):
     """The snapshot is as new as the remaining workers allow."""
 
-    leaving: Sequence[WorkerHandle] = ()
     can_restart: bool
 
 
@@ -215,6 +212,8 @@ class Do(Enum):
     START_GROUP = "form a group of the started workers, and load the snapshot"
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
     ABANDON_CALL = "interrupt the workers after an exception on the driver"
+    RESCUE_STATE = "replace the snapshot with the state of the workers"
+    RESTART = "stop the members, and begin a restart from the snapshot"
     COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
     DISCARD_WORKERS = "stop all members"
     STOP_REPLACEMENTS = "stop all replacement workers"
@@ -227,26 +226,11 @@ class RemoveLost:
     lost: Losses
 
 
-@dataclass(frozen=True)
-class RescueState:
-    """Replace the snapshot with the state of the workers."""
-
-    leaving: Sequence[WorkerHandle] = ()
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Stop the members, and begin a restart from the snapshot."""
-
-    leaving: Sequence[WorkerHandle] = ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class FormGroup:
     """Form the next generation with the state of the rank `leader`."""
 
     leader: int
-    progress: Progress
     staying: Sequence[int]
     joining: Mapping[WorkerHandle, Replacement]
 
@@ -284,9 +268,7 @@ class Fail:
     lost: Losses = field(default_factory=dict)
 
 
-Action = (
-    Do | RemoveLost | RescueState | Restart | FormGroup | RunCall | GiveUpState | EndCall | Fail
-)
+Action = Do | RemoveLost | FormGroup | RunCall | GiveUpState | EndCall | Fail
 Next = tuple[State, tuple[Action, ...]]
 
 
@@ -314,8 +296,8 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
             return Broken(budget), (Do.DISCARD_WORKERS, Do.STOP_REPLACEMENTS)
         case New() | Ready() | Broken(), Aborted():
             return state, ()
-        case New() | Ready() | Broken(), StartRequested(min_workers=min_workers, leaving=leaving):
-            return _restart(Starting(Budget(min_workers=min_workers)), leaving)
+        case New() | Ready() | Broken(), StartRequested(min_workers=min_workers):
+            return _restart(Starting(Budget(min_workers=min_workers)))
         case Ready() | Broken(), CallRequested(budget=budget):
             return replace(state, budget=budget), (Do.SURVEY,)
         case Ready() | Broken(), Surveyed():
@@ -340,8 +322,8 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
             return Broken(budget, number + 1), (Do.SURVEY,)
         case Broken(), StateLost(why=why):
             return _after_state_loss(state, why, policy)
-        case Broken(), StateRescued(can_restart=can_restart, leaving=leaving):
-            return _restart_from_snapshot(state, can_restart, leaving)
+        case Broken(), StateRescued(can_restart=can_restart):
+            return _restart_from_snapshot(state, can_restart)
         case Broken() | Running(), WorkersLost(lost=lost):
             return _after_loss(_broken(state), lost, policy)
         case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
@@ -357,16 +339,14 @@ def _broken(state: State) -> Broken:
     return state if isinstance(state, Broken) else Broken(state.budget)
 
 
-def _restart(state: State, leaving: Sequence[WorkerHandle] = ()) -> Next:
-    return Starting(state.budget), (Restart(leaving), Do.AWAIT_WORKERS)
+def _restart(state: State) -> Next:
+    return Starting(state.budget), (Do.RESTART, Do.AWAIT_WORKERS)
 
 
-def _restart_from_snapshot(
-    state: State, can_restart: bool, leaving: Sequence[WorkerHandle] = ()
-) -> Next:
+def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
     if not (can_restart or state.budget.replaces_state):
         return _broken(state), (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
-    return _restart(state, leaving)
+    return _restart(state)
 
 
 def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
@@ -378,12 +358,12 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
             return state, (Do.AWAIT_WORKERS,)
         number = too_few(event.num_workers, budget.min_workers)
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
-    if isinstance(state, Broken) or event.num_joining or event.leaving:
-        if policy.rejoins and len(event.leaving) < event.num_workers:
+    if isinstance(state, Broken) or event.num_joining or event.num_leaving:
+        if policy.rejoins and event.num_leaving < event.num_workers:
             return _broken(state), (Do.ASK_PROGRESS,)
-        collect = [Do.COLLECT_DEPARTING] if event.leaving else []
-        if event.leaving or policy.rescues_state:
-            return _broken(state), (*collect, RescueState(event.leaving))
+        collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
+        if event.num_leaving or policy.rescues_state:
+            return _broken(state), (*collect, Do.RESCUE_STATE)
         return _restart_from_snapshot(state, event.can_restart)
     save = [Do.SAVE_STATE] if event.must_save else []
     begins = not event.is_behind and (event.must_save or not budget.has_begun)
@@ -409,9 +389,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
             staying, joining = list(ranks), {}  # only a leaving worker has the state
         else:
             leader = first
-    return state, (
-        FormGroup(leader=leader, progress=progress[leader], staying=staying, joining=joining),
-    )
+    return state, (FormGroup(leader=leader, staying=staying, joining=joining),)
 
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
@@ -424,7 +402,7 @@ def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
     budget = state.budget
     actions: list[Action] = [RemoveLost(lost)]
     if not policy.joins:
-        actions += [RescueState()] if policy.rescues_state else []
+        actions += [Do.RESCUE_STATE] if policy.rescues_state else []
         actions += [Do.DISCARD_WORKERS]
     last: Action = Do.SURVEY
     if budget.has_begun:

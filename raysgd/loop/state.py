@@ -41,7 +41,7 @@ class Snapshots:
         self.clock = time.monotonic
         self._state = state
         self._every = state.settings.options.elastic.snapshot_every
-        self._held: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
+        self._newest: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
         self._copy: dict[str, Any] | None = None  # until it is sent
         self._asked_at = -_SEND_S  # when the driver last asked for the copy
         self._is_needed = self._every != "auto"  # whether a snapshot is due in any case
@@ -57,8 +57,7 @@ class Snapshots:
 
     @property
     def step(self) -> int | None:
-        held = self._held
-        return None if held is None else held[1]
+        return None if self._newest is None else self._newest[1]
 
     def maybe_take(self, state: Callable[[], dict[str, Any]], begins: bool = False) -> None:
         """Copy the result of `state` if a snapshot is due.
@@ -88,7 +87,7 @@ class Snapshots:
             self._take(state)
 
     def _is_due(self, state: Callable[[], dict[str, Any]]) -> bool:
-        epoch, step = self._held or (-1, 0)
+        epoch, step = self._newest or (-1, 0)
         if isinstance(self._every, int):
             return self._state.global_step - step >= self._every
         is_new_epoch = epoch != self._state.epoch
@@ -121,14 +120,14 @@ class Snapshots:
             return
         self._looked_at = self.clock()
         self._copy, self._copy_s = copy, self._looked_at - began
-        self._held = train_state.epoch, train_state.global_step
+        self._newest = train_state.epoch, train_state.global_step
 
     def clear(self, outdated: bool = False) -> None:
         """Discard the copy, because the state was replaced or resharded.
 
         If it is `outdated`, the next snapshot is due immediately: the driver has no newer state.
         """
-        self._held = self._copy = None
+        self._newest = self._copy = None
         self._is_needed = outdated or self._every != "auto"
         self.num_changes += outdated
 

@@ -259,7 +259,7 @@ class OperatorTrainer(TrainerInfo):
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
         request = UpdateSchedulersRequest(call=self._dispatcher.next_number(), metric=metric)
-        self._dispatcher.make(Call(request=request, method="update_scheduler", max_losses=3))
+        self._dispatcher.make(Call(request=request, max_losses=3))
 
     # ---- state
 
@@ -343,8 +343,7 @@ class OperatorTrainer(TrainerInfo):
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         _check_callable("apply_all_workers", fn)
-        request = ApplyRequest(function=fn)
-        return self._dispatcher.make(Call(request=request, method="apply_all_workers"))
+        return self._dispatcher.make(Call(request=ApplyRequest(function=fn)))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` on every worker. See `apply_all_workers`.
@@ -353,8 +352,7 @@ class OperatorTrainer(TrainerInfo):
         sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
         _check_callable("apply_all_operators", fn)
-        request = ApplyOperatorRequest(function=fn)
-        return self._dispatcher.make(Call(request=request, method="apply_all_operators"))
+        return self._dispatcher.make(Call(request=ApplyOperatorRequest(function=fn)))
 
     def drain(
         self,
