@@ -156,7 +156,7 @@ class Group:
                 0,
             )
         step, totals = self.seen_step, self.totals
-        self.monitor.poll({m: Progress(step, timing=totals[m]) for m in self.members})
+        self.monitor.poll({m: Progress(global_step=step, timing=totals[m]) for m in self.members})
 
 
 class SimpleNamespaceKey(SimpleNamespace):
