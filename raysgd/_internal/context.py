@@ -70,7 +70,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Name for messages: ``update_schedulers`` for `UpdateSchedulersRequest`."""
+        """Name for messages: ``train`` for `TrainRequest`."""
         words = type(self).__name__.removesuffix("Request")
         return re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
 

@@ -193,10 +193,10 @@ class CallbackList:
         tell([])
         return tell
 
-    def next_pause(self, global_step: int, at_once: bool = False) -> int | None:
+    def next_pause(self, global_step: int, immediately: bool = False) -> int | None:
         """Return the next step at which a callback wants training to pause.
 
-        With `at_once`, callbacks that save pause at the next step.
+        With `immediately`, callbacks that save pause at the next step.
         """
         for entry in self._entries:
             entry.pause = None
@@ -204,7 +204,7 @@ class CallbackList:
                 continue
             try:
                 step = entry.callback.next_pause(global_step)
-                if at_once and entry.callback.saves_state:
+                if immediately and entry.callback.saves_state:
                     step = global_step + 1
                 if step is not None and step <= global_step:
                     raise ValueError(f"{step!r} is not above the current step, {global_step}")

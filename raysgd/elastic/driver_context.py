@@ -53,12 +53,7 @@ class DriverContext:
         features = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.features: Sequence[Feature] = features
         self.call = Call()
-        self.leaving: list[WorkerHandle] = []
-        """Members that leave the group at the next restart."""
-        self.has_state = False
-        """Whether the snapshot is the newest state of the workers."""
-        self.pause_step: int | None = None
-        """Step at which all workers of the generation will pause."""
+        """The running call. Only the controller sets it."""
 
     def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""

@@ -10,6 +10,7 @@ from raysgd._internal.context import Progress
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
 from raysgd.errors import WorkerLostError
 
@@ -37,17 +38,10 @@ class Journal:
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
         self.progress = Progress()
-        self.seen_step = 0
-        """The newest committed step that workers have reported during a call."""
-        self.lost: dict[WorkerHandle, BaseException] = {}
+        """The newest known progress. Only the controller sets it, from the payload of events."""
         self._repaired: tuple[Any, ...] = ()
-        self.error: BaseException | None = None
-        """Why the newest attempt failed, if no member is lost."""
         self.events: list[Event] = []
         self.on_event: Callable[[], None] | None = None
-
-    def number(self, members: Sequence[WorkerHandle]) -> None:
-        self.ranks = {member: rank for rank, member in enumerate(members)}
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:
         return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))
@@ -111,14 +105,15 @@ class Journal:
 
     def failure(
         self,
+        call: Call,
         why: str,
-        causes: Sequence[str],
         member: WorkerHandle | None = None,
         cause: BaseException | None = None,
     ) -> WorkerLostError:
         """Return the error that ends a call, with the causes of its losses."""
+        what = f"The call of {call.name}() failed" if call.name else "The workers did not start"
         error = WorkerLostError(
-            "\n".join([f"Training run failed: {why.rstrip('.')}.", *causes]),
+            "\n".join([f"{what}: {why.rstrip('.')}.", *call.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
             node_id="" if member is None else member.info.node_id,
             cause="" if cause is None else cause_of(member, cause),

@@ -61,6 +61,7 @@ class SpeedMonitor:
     _laps: dict[str, dict[WorkerHandle, Totals]] = field(default_factory=dict)
     _slow: dict[int, Mapping[int, float]] = field(default_factory=dict)
     """The slow phases, with their usual seconds per step by rank."""
+    _step: int = 0  # the newest that workers have reported
     _saved_s: float = 0.0
     _is_saving: bool = False
 
@@ -80,6 +81,7 @@ class SpeedMonitor:
         found = {m: p.timing for m in members if (p := progress.get(m)) and p.timing is not None}
         if not members or len(found) < len(members):
             return
+        self._step = max(each.global_step for each in progress.values())
         self._links |= {m: p.links for m, p in progress.items() if p.links}
         if members != list(self._began):
             self._windows, self._slow, self._links = [], {}, {}
@@ -112,7 +114,7 @@ class SpeedMonitor:
     def _open_window(self) -> _Window:
         rows = [_difference(self._newest[m], began) for m, began in self._began.items()]
         num_steps = max((row.num_steps for row in rows), default=0)
-        return _Window(max(0, self.journal.seen_step - num_steps), rows)
+        return _Window(max(0, self._step - num_steps), rows)
 
     def _speeds(self, windows: Sequence[_Window]) -> list[WorkerSpeed]:
         return speeds_of(_summed(windows), [member.info.node_ip for member in self._began])

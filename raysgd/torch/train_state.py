@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import loading
-from raysgd.loop.state import check_parts
+from raysgd.loop.state_schema import check_parts
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.micro_batching import TorchMicroBatching

@@ -408,12 +408,27 @@ def test_index_of_a_file_of_several_blocks(make, monkeypatch):
 
 def test_forked_process_opens_files_again(make):
     """Forked processes would share the position in a file."""
-    records, _ = make("text", sizes=(100,))
+    records, _ = make("text", sizes=(20_000,))  # more than a buffer
     records.read([50])
     (file,) = records._files.values()
     before = os.lseek(file.fileno(), 0, os.SEEK_CUR)
-    process = multiprocessing.get_context("fork").Process(target=records.read, args=([3],))
+    process = multiprocessing.get_context("fork").Process(target=records.read, args=([19_000],))
     process.start()
     process.join()
     assert process.exitcode == 0
     assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == before
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_in_archives_of_any_kind(tmp_path, kind):
+    names = ["a/" + "b" * 90 + "/" + "c" * 20, "short", "gr\u00fc\u00dfe" * 9]
+    with tarfile.open(tmp_path / "data.tar", "w", format=kind) as archive:
+        for name in names:
+            for ending in ("x", "y"):
+                member = tarfile.TarInfo(f"{name}.{ending}")
+                member.size = 700
+                archive.addfile(member, io.BytesIO(ending.encode() * 700))
+    records = tar(tmp_path / "data.tar", cache_dir=tmp_path)
+    expected = [{"__key__": name, "x": b"x" * 700, "y": b"y" * 700} for name in names]
+    assert records.read([0, 1, 2]) == expected
+    assert records.read([2]) == expected[2:]

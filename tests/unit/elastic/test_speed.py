@@ -155,7 +155,8 @@ class Group:
                 old.num_samples + 32 * num_steps,
                 0,
             )
-        self.monitor.poll({m: Progress(timing=self.totals[m]) for m in self.members})
+        step, totals = self.seen_step, self.totals
+        self.monitor.poll({m: Progress(global_step=step, timing=totals[m]) for m in self.members})
 
 
 class SimpleNamespaceKey(SimpleNamespace):
