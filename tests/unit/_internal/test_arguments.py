@@ -101,6 +101,7 @@ def test_each_worker_unpacks_its_own_config(size):
     mine = {"rates": [0.1], "data": np.zeros(size)}
     given = options(training_operator_cls=Classifier, config=mine)
     sent = pickle.loads(pickle.dumps(given, protocol=5))
+    assert given.unpacked() == (Classifier, given.config)
     for _ in range(2):
         operator_cls, config = sent.unpacked()
         assert operator_cls is Classifier

@@ -12,7 +12,12 @@ from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, RestartStateRequest
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.requests import RehearseRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import (
+    MeasuredRequest,
+    RehearseRequest,
+    TrainRequest,
+    ValidateRequest,
+)
 from raysgd.loop.state import Generators
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -122,6 +127,7 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
     runner.handle(ValidateRequest(call=1, num_steps=2))
     before = copy.deepcopy(runner.state_dict())
     assert runner.handle(RehearseRequest(num_steps=1, info={}))["num_samples"] == 8
+    assert runner.handle(MeasuredRequest(call=1))["num_samples"] == 16
     torch.testing.assert_close(runner.state_dict(), before, rtol=0, atol=0)
     runner.handle(ValidateRequest(call=2))
     assert runner.operator.validated == EPOCH
