@@ -9,6 +9,7 @@ import torch
 
 from raysgd import ElasticConfig
 from raysgd._internal.context import WorkerContext
+from raysgd.data import Dataset
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, RestartStateRequest
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
@@ -121,6 +122,20 @@ def test_iterators_are_not_read_before_the_first_step():
     assert runner.operator.trained == runner.operator.validated == EPOCH
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_warning_about_a_loader_that_every_worker_trains_on(num_workers, caplog):
+    runner = make_runner(Once, num_workers=num_workers)
+    told = [record.message for record in caplog.records if "cannot partition" in record.message]
+    assert len(told) == (2 if num_workers == 2 else 0)
+    for text in told:
+        assert "raysgd cannot partition this list_iterator, because an iterator " in text
+    if num_workers == 2:
+        source = runner.operator.train_loader
+        runner.operator._train_state.settings.context = WorkerContext(world_size=2)
+        with pytest.raises(TypeError, match="raysgd cannot partition this list_iterator"):
+            runner.operator._train_state.data.source_of(source.loader)
+
+
 def test_rehearsal_returns_metrics_and_changes_nothing():
     runner = make_runner()
     runner.handle(TrainRequest(call=0, until_step=3))
@@ -153,6 +168,16 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
         runner.state_dict()
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
         runner.handle(TrainRequest(call=8, until_epoch=1))
+
+
+@pytest.mark.parametrize(("with_items", "first"), [(True, 104), (False, 0)])
+def test_state_within_a_data_set_continues_only_in_that_data_set(with_items, first):
+    data = Dataset(range(100, 110), 4, transform=lambda i: (torch.full((1, 1), float(i)),) * 2)
+    runner, other = make_runner(), make_runner()
+    runner.handle(TrainRequest(call=0, until_step=1, dataset=data))
+    other.load_state_dict(runner.state_dict())
+    other.handle(TrainRequest(call=1, until_step=2, dataset=data if with_items else None))
+    assert other.operator.trained[0] == first
 
 
 class Holding(StepFeature):
