@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -99,9 +98,7 @@ class ReplicaGuard(StepFeature):
             self._problem = ""
         self._is_due = True
 
-    @contextlib.contextmanager
-    def applying(self) -> Iterator[None]:
-        yield
+    def after_apply(self) -> None:
         self._is_due = True
 
     def sync_buffers(self) -> None:

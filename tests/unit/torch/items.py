@@ -162,6 +162,7 @@ def make_runner(case):
             num_workers=case.full_size,
             elastic=ElasticConfig(shares=shares),
             use_gpu=False,
+            add_dist_sampler=not case.by_hand,
             **(precision if case.scaled else {}),
         )
     )
