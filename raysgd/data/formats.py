@@ -344,6 +344,16 @@ class Parquet(Records):
             found += part.to_pylist()
         return found
 
+    def _row_group(self, opened: Any, group: int) -> Any:
+        file = _pyarrow().ParquetFile(opened)
+        names = file.schema_arrow.names
+        if missing := set(self._columns or ()) - set(names):
+            raise ValueError(
+                f"parquet(columns={self._columns!r}): a file has no {sorted(missing)}. Its columns "
+                f"are {names}."
+            )
+        return file.read_row_group(group, columns=self._columns, use_threads=False)
+
     def _table(self, file: int, group: int) -> Any:
         key = file, group
         if key not in self._tables:
@@ -351,11 +361,7 @@ class Parquet(Records):
             while held and sum(map(len, held)) > self.kept_rows:
                 self._tables.popitem(last=False)
                 held.pop(0)
-            settings = {"columns": self._columns, "use_threads": False}
-            self._tables[key] = self._with_file(
-                file,
-                lambda opened: _pyarrow().ParquetFile(opened).read_row_group(group, **settings),
-            )
+            self._tables[key] = self._with_file(file, lambda opened: self._row_group(opened, group))
         self._tables.move_to_end(key)
         return self._tables[key]
 

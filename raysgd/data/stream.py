@@ -57,6 +57,11 @@ class NumberedSamples(ABC):
     def stamps(self) -> list[int]:
         """Return a number for each of `paths` that changes with the file."""
 
+    @property
+    @abstractmethod
+    def settings(self) -> str:
+        """The arguments that decide the samples of an epoch and their order."""
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of samples that are read by their numbers."""
         self.epoch = epoch
@@ -160,6 +165,13 @@ class Stream(NumberedSamples):
     def stamps(self) -> list[int]:
         return self._records.stamps()
 
+    @property
+    def settings(self) -> str:
+        group = self._group if self._is_list else None
+        return (
+            f"shuffle={self._window}, seed={self._seed}, group={group}, skip_broken={self._skips}"
+        )
+
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         found = []
         for number, record in zip(numbers, self._read(epoch, numbers), strict=True):
@@ -251,7 +263,7 @@ class Mixed(NumberedSamples):
     """Several streams in one. `mix` describes it."""
 
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
-        self._streams, self._seed = list(streams), seed
+        self._streams, self._seed, self._weights = list(streams), seed, list(weights)
         self._starts: list[int] = []  # numbers of samples at which the set of streams changes
         self._parts: list[tuple[list[int], np.ndarray[Any, Any]]] = []
         self._plan(np.asarray(weights, float))
@@ -285,6 +297,11 @@ class Mixed(NumberedSamples):
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
         return any(stream.shuffles for stream in self._streams)
+
+    @property
+    def settings(self) -> str:
+        streams = "; ".join(stream.settings for stream in self._streams)
+        return f"weights={self._weights}, seed={self._seed}, of {streams}"
 
     def __repr__(self) -> str:
         return f"mix of {len(self._streams)} streams with {len(self)} records"
@@ -344,15 +361,24 @@ def mix(streams: Sequence[Stream], weights: Sequence[float], *, seed: int = 0) -
     return Mixed(streams, weights, seed)
 
 
-def file_stamps(dataset: Any) -> dict[str, list[int]]:
-    """Return what a checkpoint saves about the files of a data set."""
-    is_known = isinstance(dataset, NumberedSamples)
-    return {"files": dataset.stamps()} if is_known else {}
+def file_stamps(dataset: Any) -> dict[str, Any]:
+    """Return what a checkpoint saves about the files of a data set and their order."""
+    if not isinstance(dataset, NumberedSamples):
+        return {}
+    return {"files": dataset.stamps(), "settings": dataset.settings}
 
 
 def check_files(dataset: Any, position: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if files differ from those of a saved `position`."""
-    saved, own = position.get("files"), file_stamps(dataset).get("files")
+    """Raise CheckpointError if files or settings differ from those of a saved `position`."""
+    stamps = file_stamps(dataset)
+    settings = stamps.get("settings")
+    if settings != position.get("settings", settings):
+        raise CheckpointError(
+            f"The stream differs from that of the checkpoint, which was saved within an epoch: "
+            f"{position['settings']}, and now {settings}. Use the same arguments, or load a "
+            "checkpoint of the end of an epoch."
+        )
+    saved, own = position.get("files"), stamps.get("files")
     if saved is None or own is None or saved == own:
         return
     changed = [path for path, a, b in zip(dataset.paths, saved, own, strict=False) if a != b]

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from raysgd.data.partition import EpochPartition, UpdatePlan, plan_update
 from raysgd.data.source import PartitionedSource
-from raysgd.data.stream import check_files, file_stamps
+from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.torch.batches import map_batch
 from raysgd.torch.orders import seeded
 
@@ -121,6 +121,7 @@ class StreamSource(PartitionedSource):
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.counts_samples = self._joins
+        self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
         self._length = _length_of(loader)
         self._saved: Mapping[str, Any] = {}
         self._seed = seed

@@ -388,7 +388,10 @@ def test_order_of_a_mix_depends_on_seed_and_epoch(tmp_path):
     saved = file_stamps(mixed)
     check_files(mixed, saved)
     write_text(tmp_path / "b", range(21))
-    later = [Stream(text(tmp_path / name, cache_dir=tmp_path / "cache")) for name in "ab"]
+    later = [
+        Stream(text(tmp_path / name, cache_dir=tmp_path / "cache"), shuffle=shuffle)
+        for name, shuffle in (("a", 0), ("b", 5))
+    ]
     with pytest.raises(CheckpointError, match=rf"within an epoch: {tmp_path / 'b'}\."):
         check_files(mix(later, [2, 1]), saved)
 
@@ -432,3 +435,31 @@ def test_names_in_archives_of_any_kind(tmp_path, kind):
     expected = [{"__key__": name, "x": b"x" * 700, "y": b"y" * 700} for name in names]
     assert records.read([0, 1, 2]) == expected
     assert records.read([2]) == expected[2:]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"shuffle": 20}, {"seed": 2}, {"group": 5}, {"skip_broken": True}]
+)
+def test_other_arguments_within_an_epoch_are_an_error(tmp_path, changed):
+    path = tmp_path / "data.txt"
+    path.write_text("a\nb\n")
+    records = text(path, cache_dir=tmp_path / "cache")
+    saved = file_stamps(Stream(records, shuffle=10, seed=1))
+    check_files(Stream(records, shuffle=10, seed=1), saved)
+    with pytest.raises(CheckpointError, match=r"shuffle=10, seed=1.* and now"):
+        check_files(Stream(records, **{"shuffle": 10, "seed": 1, **changed}), saved)
+
+
+def test_other_weights_of_a_mix_within_an_epoch_are_an_error(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_text("a\nb\n")
+    streams = [Stream(text(path, cache_dir=tmp_path / "cache")) for _ in range(2)]
+    with pytest.raises(CheckpointError, match=r"weights=\[2, 1\].* and now weights=\[1, 2\]"):
+        check_files(mix(streams, [1, 2]), file_stamps(mix(streams, [2, 1])))
+
+
+def test_columns_that_a_file_lacks_are_an_error(tmp_path):
+    pq.write_table(pa.table({"x": [1], "y": [2]}), tmp_path / "data.parquet")
+    stream = Stream(parquet(tmp_path / "data.parquet", columns=["y", "z"]))
+    with pytest.raises(ValueError, match=r"has no \['z'\]. Its columns are \['x', 'y'\]"):
+        list(stream)
