@@ -14,6 +14,7 @@ from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
+from raysgd.torch.collectives import fingerprint
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
@@ -78,6 +79,16 @@ class Bounded(Net):
 
     def forward(self, x):
         return super().forward(x + self.rows((x[:, 0].abs() * 20).long().clamp(max=49)))
+
+
+class Broken(Net):
+    """Computes with an error of one unit in the last place on one worker."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        if dist.get_rank() == ODD:
+            output = output * (1 + torch.finfo(output.dtype).eps)
+        return output
 
 
 # ---- changes: `t` is an operator
@@ -326,7 +337,10 @@ def run(case, rank):
     runner = TorchRunner(options)
     torch.manual_seed(rank)
     context = WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True)
-    runner.setup(context)
+    try:
+        runner.setup(context)
+    except ValueError as error:
+        return {"problem": str(error)}
     if case.change == "flips_averages":
         runner.handle(ApplyOperatorRequest(function=averages))
     problem, error = "", None
@@ -348,6 +362,8 @@ def run(case, rank):
         "step": runner.operator.global_step,
         "repaired": runner.progress().repaired,
         "weight": runner.operator.model.head.weight.detach().clone(),
+        "state": fingerprint(runner.operator._train_state.training_state()),
+        "random": torch.rand(1).item(),
     }
     runner.teardown()
     return result

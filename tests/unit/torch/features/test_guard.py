@@ -185,3 +185,47 @@ def test_without_a_guard_a_difference_is_silent(workers):
     _, odd, other = workers(Case("adds_noise", guard=None))
     assert odd["problem"] == ""
     assert not torch.equal(odd["weight"], other["weight"])
+
+
+def test_cross_check_finds_a_worker_that_computes_other_gradients(workers):
+    case = Case(model="Broken", guard=Guard(crosscheck_every=4))
+    for result in workers(case):
+        assert f"After step 4, worker {ODD} computed other gradients" in result["problem"]
+        assert "than the majority, in: models[0].body.0.weight" in result["problem"]
+        assert f"{ODD} on 127.0.0.1" in result["problem"]
+        assert result["ranks"] == (ODD,)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(step="raw"),
+        Case(step="noisy"),
+        Case(model="Caching", settings=FLOAT16),
+        Case(model="Caching", register={"ddp_args": {"broadcast_buffers": False}}),
+        Case("averages", ranks=(0, 1, 2)),
+        Case(register={"gradient_accumulation_steps": 2}),
+    ],
+    ids=str,
+)
+def test_cross_check_does_not_change_the_result(workers, case):
+    checked = workers(replace(case, guard=Guard(crosscheck_every=1)))
+    assert [each["problem"] for each in checked] == [""] * NUM_WORKERS
+    for own, other in zip(checked, workers(case), strict=True):
+        assert own["state"] == other["state"]
+        assert own["random"] == other["random"]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(model="Bounded"), Case(register={"sharding": "optimizer"})], ids=str
+)
+def test_cross_check_refuses_what_it_cannot_compare(workers, case):
+    for result in workers(replace(case, guard=Guard(crosscheck_every=1))):
+        assert "Guard(crosscheck_every=" in result["problem"]
+
+
+def test_cross_check_compares_buffers_as_before(workers):
+    case = Case("flips_buffer", guard=Guard(every=1, crosscheck_every=1))
+    for result in workers(case):
+        assert "models[1].table" in result["problem"]
