@@ -231,6 +231,11 @@ def measure_peer(side, kind, folder, num_samples):
     found = [results.get(timeout=600) for _ in processes]
     for process in processes:
         process.join()
+    return span_of(found)
+
+
+def span_of(found):
+    """Return the seconds from the first start to the last end, and the other results."""
     return max(f[1] for f in found) - min(f[0] for f in found), [f[2:] for f in found]
 
 
@@ -256,17 +261,18 @@ def measure_raysgd(kind, folder, num_samples):
             self.register_data(train_loader=DataLoader(stream, batch_size=BATCH_SIZE))
 
         def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
-            began = time.perf_counter()
-            first = next(iterator)
-            self.first_batch_s = time.perf_counter() - began
-            self.found = read(_chain(first, iterator), num_samples)
-            return {"num_samples": self.found[0]}
+            began = time.time()
+            if num_steps is not None:
+                next(iterator)
+                self.first_batch_s = time.time() - began
+                return {"num_samples": BATCH_SIZE}
+            found = read(self.train_loader, num_samples)  # reads, and makes no steps
+            self.found = began, time.time(), *found
+            return {"num_samples": found[0]}
 
     with TorchTrainer(training_operator_cls=Reader, num_workers=NUM_WORKERS) as trainer:
         steps = int(0.9 * num_samples / (BATCH_SIZE * NUM_WORKERS))
-        started = time.perf_counter()
         trainer.train()
-        seconds = time.perf_counter() - started
         found = trainer.apply_all_operators(lambda operator: operator.found)
         saved = trainer.state_dict()
         saved["data"]["offset"] = steps * BATCH_SIZE * NUM_WORKERS
@@ -274,12 +280,7 @@ def measure_raysgd(kind, folder, num_samples):
         trainer.load_state_dict(saved)
         trainer.train(num_steps=1)
         resume = max(trainer.apply_all_operators(lambda operator: operator.first_batch_s))
-    return seconds, found, resume
-
-
-def _chain(first, iterator):
-    yield first
-    yield from iterator
+    return *span_of(found), resume
 
 
 # ---- the comparison
@@ -287,7 +288,10 @@ def _chain(first, iterator):
 
 def measure(side, kind, folder, num_samples):
     if side in CONVERTED and not (folder / side).exists():
-        convert(side, kind, folder, folder / side)
+        part = folder / f"{side}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        convert(side, kind, folder, part)
+        part.rename(folder / side)
     resume = None
     if side == "raysgd":
         seconds, found, resume = measure_raysgd(kind, folder, num_samples)
@@ -314,7 +318,10 @@ def main():
     parser.add_argument("--image-megabytes", type=float, default=60)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keep the data here")
+    parser.add_argument("--smoke-test", action="store_true", help="little data")
     args = parser.parse_args()
+    if args.smoke_test:
+        args.megabytes = args.image_megabytes = 1.0
     print(machine())
     print(f"{'format':8} {'side':13} {'samples/s':>10} {'resume':>8} {'memory':>16}")
     for kind in args.formats:

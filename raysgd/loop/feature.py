@@ -88,6 +88,9 @@ class StepFeature:
         """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
+    def after_apply(self) -> None:
+        """Handle the end of a function of ``apply_all_operators``."""
+
     def end_epoch(self, epoch: int) -> None:
         """Handle the end of an epoch, after which `epoch` epochs are complete."""
 

@@ -267,6 +267,8 @@ class OperatorRunner(Runner, ABC):
         try:
             return function(self.operator)
         finally:
+            for feature in train_state.features:
+                feature.after_apply()
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:

@@ -114,9 +114,7 @@ class ReplicaGuard(StepFeature):
             self._problem = ""
         self._is_due = True
 
-    @contextlib.contextmanager
-    def applying(self) -> Iterator[None]:
-        yield
+    def after_apply(self) -> None:
         self._is_due = True
 
     def sync_buffers(self) -> None:
