@@ -188,7 +188,7 @@ class ReplicatedModel(DistributedDataParallel):
 def _of_module(name: str) -> Callable[..., Any]:
     def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
         if name == "__bool__":  # a module that has no length has no such method
-            return bool(self.module)
+            return bool(plain(self))
         result = getattr(self.module, name)(*args, **kwargs)
         return self if result is self.module else result
 
