@@ -100,6 +100,9 @@ def _digests(
         stack.enter_context(TorchGenerators().unchanged())
         for model in state.models:
             if isinstance(model, DistributedDataParallel):
+                # Otherwise, the next forward pass would not broadcast buffers.
+                name = "require_forward_param_sync"
+                stack.callback(setattr, model, name, getattr(model, name))
                 stack.enter_context(model.no_sync())
         random.seed(state.global_step)
         np.random.seed(state.global_step % 2**32)

@@ -15,6 +15,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
 from raysgd.torch.collectives import fingerprint
+from raysgd.torch.ddp import plain
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
@@ -37,6 +38,7 @@ class Case:
     register: dict[str, Any] = field(default_factory=dict)
     step: str = "default"
     model: str = "Net"
+    wrap: str = ""
 
     def __str__(self):
         shown = (each for each in vars(self).values() if each not in ("check", "default", "Net"))
@@ -67,7 +69,7 @@ class Caching(Net):
         self.newest = x.clone()
         with torch.no_grad():
             self.total += x.sum(0)
-        return super().forward(x)
+        return super().forward(x + 0.001 * self.total)
 
 
 class Bounded(Net):
@@ -223,6 +225,18 @@ def tags(t):
     t.tag = t.world_rank
 
 
+def skips_update(t):
+    """Skip the update of one step, see `default`."""
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def replicated(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
 # ---- steps
 
 
@@ -231,7 +245,25 @@ def default(t, x, y):
     t.backward(loss)
     if t.is_changing and t.case.change == "changes_gradients":
         changes_gradients(t)
+    if not (t.is_changing and t.case.change == "skips_update"):
+        t.optimizer_step(t.optimizer)
+
+
+def adversarial(t, x, y):
+    """Train two models with an optimizer each."""
+    t.backward((t.teacher(x) - t.model(x).detach()).square().mean())
+    t.optimizer_step(t.other)
+    t.backward((t.model(x) - y).square().mean() - 0.1 * t.teacher(x).mean())
     t.optimizer_step(t.optimizer)
+
+
+def own_averages(t, x, y):
+    """Average the gradients without raysgd."""
+    (t.model(x) - y).square().mean().backward()
+    for parameter in t.model.parameters():
+        dist.all_reduce(parameter.grad)
+    t.optimizer.step()
+    t.optimizer.zero_grad()
 
 
 def raw(t, x, y):
@@ -282,18 +314,25 @@ class Trains(TrainingOperator):
         torch.manual_seed(0)
         model, self.teacher = globals()[case.model](), Net()
         self.teacher.register_buffer("table", torch.arange(4.0))
-        self.teacher.requires_grad_(False)
+        if case.step != "adversarial":
+            self.teacher.requires_grad_(False)
         if case.step == "closure":
             optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        (self.model, self.teacher), self.optimizer, _ = self.register(
+        optimizers = [optimizer]
+        if case.step == "adversarial":
+            optimizers.append(torch.optim.SGD(self.teacher.parameters(), lr=0.01))
+        if case.wrap:
+            model = globals()[case.wrap](model)
+        (self.model, self.teacher), (self.optimizer, *others), _ = self.register(
             models=[model, self.teacher],
-            optimizers=optimizer,
+            optimizers=optimizers,
             schedulers=self.scheduler,
             **case.register,
         )
+        self.other = others[0] if others else None
         x = torch.randn(BATCH * NUM_WORKERS * 8, 3)
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH)
         self.register_data(train_loader=loader, validation_loader=loader)
@@ -361,7 +400,7 @@ def run(case, rank):
         "ranks": getattr(error, "ranks", ()),
         "step": runner.operator.global_step,
         "repaired": runner.progress().repaired,
-        "weight": runner.operator.model.head.weight.detach().clone(),
+        "weight": plain(runner.operator.model).head.weight.detach().clone(),
         "state": fingerprint(runner.operator._train_state.training_state()),
         "random": torch.rand(1).item(),
     }

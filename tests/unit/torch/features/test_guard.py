@@ -79,6 +79,7 @@ def test_difference_is_an_error_before_the_next_step(workers, case, named):
     ("case", "named"),
     [
         (Case("changes_gradients", "in a step"), "models[0].body.0.weight"),
+        (Case("skips_update", "in a step"), "models[0].body.0.weight"),
         (Case("sets_data", "in a step"), "models[0].head.weight"),
         (Case("flips_state", "in a step"), "optimizers[0].state[4]['exp_avg']"),
         (Case("sets_rate", "in a step"), "optimizers[0].param_groups[0]['lr']"),
@@ -156,6 +157,10 @@ FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
         Case(register={"sharding": "optimizer"}),
         Case(register={"sharding": "full"}),
         Case("adds_noise", settings={"wrap_ddp": False}),
+        Case(step="own_averages", settings={"wrap_ddp": False}),
+        Case(step="adversarial"),
+        Case(wrap="replicated"),
+        Case(wrap="compiled"),
         Case("freezes", ranks=(0, 1, 2)),
         Case("sets_rate", ranks=(0, 1, 2)),
     ],
@@ -202,7 +207,8 @@ def test_cross_check_finds_a_worker_that_computes_other_gradients(workers):
         Case(),
         Case(step="raw"),
         Case(step="noisy"),
-        Case(model="Caching", settings=FLOAT16),
+        Case(settings=FLOAT16),
+        Case(model="Caching"),
         Case(model="Caching", register={"ddp_args": {"broadcast_buffers": False}}),
         Case("averages", ranks=(0, 1, 2)),
         Case(register={"gradient_accumulation_steps": 2}),
@@ -226,6 +232,7 @@ def test_cross_check_refuses_what_it_cannot_compare(workers, case):
 
 
 def test_cross_check_compares_buffers_as_before(workers):
-    case = Case("flips_buffer", guard=Guard(every=1, crosscheck_every=1))
+    case = Case("flips_buffer", "in a step", guard=Guard(every=1, crosscheck_every=1))
     for result in workers(case):
         assert "models[1].table" in result["problem"]
+        assert result["step"] == 4
