@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysgd import Guard
+from raysgd.torch.options import TorchOptions
 from tests.conftest import running_ranks
 from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
 
@@ -236,3 +237,12 @@ def test_cross_check_compares_buffers_as_before(workers):
     for result in workers(case):
         assert "models[1].table" in result["problem"]
         assert result["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_workers": 2, "wrap_ddp": False}, {"num_workers": 2, "backend": "horovod"}],
+)
+def test_cross_check_needs_several_workers_that_raysgd_keeps_equal(settings):
+    with pytest.raises(ValueError, match=r"crosscheck_every=3.*at least two workers"):
+        TorchOptions(training_operator_cls=object, guard=Guard(crosscheck_every=3), **settings)
