@@ -75,6 +75,12 @@ class StepFeature:
     def commit(self, tx: StepTransaction) -> None:
         """Keep the changes of a step. The step counts even if this raises."""
 
+    def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
+        """Handle the end of a committed step. All ranks call this together.
+
+        Within the context ``compute(batch)``, the models have the gradients of a batch.
+        """
+
     def roll_back(self, tx: StepTransaction) -> None:
         """Restore what a discarded step changed. The loop also calls this if no step is open."""
 

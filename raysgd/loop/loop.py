@@ -246,8 +246,20 @@ class Loop:
             on_commit = partial(self.snapshots.maybe_take, self.snapshot_state)
         batches = self._draw(source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state, source, batches, limit, left, go_on, self.signal, on_commit
+            train_state,
+            source,
+            batches,
+            limit,
+            left,
+            go_on,
+            self.signal,
+            on_commit,
+            self._after_step,
         )
+
+    def _after_step(self) -> None:
+        for feature in self.train_state.features:
+            feature.after_step(lambda batch: self._computing(lambda: iter([batch])))
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield the rest of an iteration over a loader."""
@@ -317,27 +329,35 @@ class Loop:
 
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, then restore the state."""
-        train_state, operator = self.train_state, self.operator
+        train_state = self.train_state
         source, settings = train_state.data.readable("train"), train_state.settings
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
         source.reshard(settings.options.num_workers, 0, settings.batch_share)
-        positional, named = epoch_arguments(operator, {}, 1, 0)
-        with (
-            unchanged(operator, [train_state]),
-            unchanged(train_state),
-            train_state.rehearsing(),
-            contextlib.suppress(WarmedUp),
+        batches = source.batches(0, 0, 1)
+        with self._computing(
+            lambda: StepIterator(train_state, source, batches, 1, 1, None, self.signal)
         ):
-            batches, train_state.transaction.is_warm_up = source.batches(0, 0, 1), True
-            segment = StepIterator(train_state, source, batches, 1, 1, None, self.signal)
-            train_state.segment = segment
-            try:
-                operator.train_epoch(segment, *positional, **named)
-            finally:
-                train_state.transaction.is_warm_up = False
+            pass
         source.close_workers()
         source.reshard(
             settings.context.world_size, settings.context.world_rank, settings.batch_share
         )
+
+    @contextlib.contextmanager
+    def _computing(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[None]:
+        """Compute the gradients of a batch. Restore the state at the end of the context."""
+        train_state, operator, tx = self.train_state, self.operator, self.train_state.transaction
+        positional, named = epoch_arguments(operator, {}, 1, train_state.epoch)
+        with (
+            unchanged(operator, [train_state]),
+            unchanged(train_state),
+            train_state.rehearsing(),
+            unchanged(tx),
+        ):
+            tx.is_warm_up, iterator = True, make_iterator()
+            train_state.segment = iterator if isinstance(iterator, StepIterator) else None
+            with contextlib.suppress(WarmedUp):
+                operator.train_epoch(iterator, *positional, **named)
+            yield

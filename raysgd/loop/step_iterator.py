@@ -22,7 +22,8 @@ class StepIterator:
     The request for the next batch shows that the previous step is done. Therefore loops of users
     need not count steps. With gradient accumulation, the batches of a group are committed together.
     A batch can be split into parts that share one update. `go_on` returns 0 if any rank has no
-    batch, and is None if all have one. `on_commit` is called after each committed step.
+    batch, and is None if all have one. `on_commit` is called after each committed step, and
+    `after_step` too, unless the loop has raised.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class StepIterator:
         go_on: Callable[[int], int] | None,
         signal: Signal,
         on_commit: Callable[[], None] | None = None,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._train_state = train_state
         self._source = source
@@ -44,7 +46,7 @@ class StepIterator:
         # Number of batches in this segment, or None if unknown.
         self.total_batches = min((n for n in (limit, steps_left) if n is not None), default=None)
         self._go_on = go_on
-        self._on_commit = on_commit
+        self._on_commit, self._after_step = on_commit, after_step
         self.start_step = train_state.global_step
         self._started = time.perf_counter()
         self._signal = signal
@@ -113,6 +115,7 @@ class StepIterator:
         self._train_state.timing.enter(OTHER)
         if self._tx.batches and self._tx.is_last:
             self._commit()
+            self._after_step()
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
@@ -155,7 +158,10 @@ class StepIterator:
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
                 f"groups of {self._train_state.accumulation_steps} batches from the iterator."
             )
+        has_step = bool(tx.batches)
         self._end()
+        if has_step:
+            self._after_step()
 
     def fail(self) -> list[Any]:
         """Commit or discard the step after the loop has raised. Return batches to train again."""

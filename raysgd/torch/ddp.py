@@ -102,7 +102,8 @@ class ReplicatedModel(DistributedDataParallel):
         return output
 
     def _begin_pass(self, _: torch.Tensor) -> None:
-        if self._pass == -1:  # else within a pass, such as one that recomputes a checkpoint
+        # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
+        if self._pass == -1 and self.require_backward_grad_sync:
             self._pass = torch._C._current_graph_task_id()
             self._before = list(map(gradient_of, self._reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
@@ -187,7 +188,7 @@ class ReplicatedModel(DistributedDataParallel):
 def _of_module(name: str) -> Callable[..., Any]:
     def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
         if name == "__bool__":  # a module that has no length has no such method
-            return bool(self.module)
+            return bool(plain(self))
         result = getattr(self.module, name)(*args, **kwargs)
         return self if result is self.module else result
 

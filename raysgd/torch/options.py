@@ -32,10 +32,16 @@ class Guard:
     on_difference: Literal["error", "repair"] = "error"
     """``"repair"``: a minority of the workers takes the state of the majority. Without a majority,
     and with sharding, a difference is an error."""
+    crosscheck_every: int | None = None
+    """Steps between two tests of the hardware. In a test, all workers compute the gradients of the
+    same batch, which takes about as long as a step. None: no tests."""
 
     def __post_init__(self) -> None:
         if self.every != "auto":
             set_fields(self, every=check_int("Guard", "every", self.every, 1))
+        if self.crosscheck_every is not None:
+            number = check_int("Guard", "crosscheck_every", self.crosscheck_every, 1)
+            set_fields(self, crosscheck_every=number)
         check_choice("Guard", "on_difference", self.on_difference, ("error", "repair"))
 
 
@@ -68,12 +74,22 @@ class TorchOptions(Options):
         frequencies = (None, "batch", "epoch", "manual")
         check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
         set_fields(self, guard=_checked_guard(self.trainer, self.guard))
+        self._check_crosscheck()
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
         if self.amp_dtype is not None and self.use_fp16 is not True:
             raise ValueError(
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
                 "is for native AMP. Also pass use_fp16=True."
+            )
+
+    def _check_crosscheck(self) -> None:
+        every = self.guard and self.guard.crosscheck_every
+        is_possible = self.wrap_ddp and not self.use_horovod and self.num_workers > 1
+        if every and not is_possible:
+            raise ValueError(
+                f"{self.trainer}(guard=Guard(crosscheck_every={every})): this needs at least two "
+                "workers, wrap_ddp=True, and no Horovod. Leave out crosscheck_every."
             )
 
     def backends(self) -> tuple[str, ...]:

@@ -61,6 +61,11 @@ def register(
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
     options = state.settings.options
+    if sharding and options.guard and options.guard.crosscheck_every:
+        raise ValueError(
+            f"register(sharding={sharding!r}): Guard(crosscheck_every=...) needs complete models "
+            "and gradients on each worker. Leave out one of the two."
+        )
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)

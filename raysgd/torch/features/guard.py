@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import itertools
 import math
 import numbers
 import time
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,15 @@ from raysgd.loop.feature import ShardedFeature, StepFeature
 from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.digests import digest_of
+from raysgd.torch.features.cross_check import cross_check
+from raysgd.torch.features.differences import (
+    differing,
+    hash_of,
+    kind_of,
+    majority_of,
+    named_workers,
+    shown,
+)
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.state import version_of
@@ -72,7 +81,14 @@ class ReplicaGuard(StepFeature):
         self._mark, self._cost_s = (0, 0.0), 0.0
         self._pending: tuple[torch.Tensor, Any, tuple[bool, bool]] | None = None
         self._buffers: dict[str, tuple[Any, int]] = {}
+        self._batch: Any = None  # of the step before a cross-check
         self._adopt()
+        if guard.crosscheck_every and self._renormalized:
+            raise ValueError(
+                f"Guard(crosscheck_every={guard.crosscheck_every}): each forward pass changes an "
+                "Embedding with max_norm, so workers compute other gradients. Leave out one of the "
+                "two."
+            )
 
     # ---- what changes the group or the state
 
@@ -135,8 +151,24 @@ class ReplicaGuard(StepFeature):
             if not self._on_gpu:
                 self._settle()
 
+    def before_commit(self, tx: StepTransaction) -> None:
+        if self._guard.crosscheck_every and self._state.segment is not None:
+            self._batch = self._state.segment.batch
+
     def commit(self, tx: StepTransaction) -> None:
         self._steps += 1
+
+    def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
+        batch, self._batch, every = self._batch, None, self._guard.crosscheck_every
+        if not (every and self._is_active) or self._steps % every:
+            return
+        state = self._state
+        equal = {place for n in range(len(state.models)) for place, _ in self._equal_buffers(n)}
+        source = self._steps // every % state.context.world_size
+        self._problem, ranks = cross_check(state, batch, source, compute)
+        self._note_buffers(equal)
+        if self._problem:
+            raise ReplicasDifferError(self._problem, ranks=ranks)
 
     # ---- what is added after `register`
 
@@ -199,10 +231,9 @@ class ReplicaGuard(StepFeature):
                 yield "options", place, flags
                 if not (is_sharded or name in ignored or parameter in self._renormalized):
                     yield "parameters", place, parameter
-            for place, buffer in self._buffers_of(index):
-                held, version = self._buffers.get(place, (lambda: None, 0))
-                is_same = held() is buffer and version_of(buffer) == version
-                yield f"buffers {index}", place, buffer if is_same else None
+            equal = dict(self._equal_buffers(index))
+            for place, _ in self._buffers_of(index):
+                yield f"buffers {index}", place, equal.get(place)
             if in_step:
                 modes = [module.training for module in model.modules()]
                 yield "options", f"the train or eval modes of models[{index}]", modes
@@ -228,12 +259,20 @@ class ReplicaGuard(StepFeature):
             if id(buffer) not in statistics and not buffer.is_inference():
                 yield f"models[{index}].{name}", buffer
 
-    def _note_buffers(self) -> None:
-        """Record the buffers, because all workers have the same now."""
+    def _equal_buffers(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the buffers that have not changed since all workers had the same."""
+        for place, buffer in self._buffers_of(index):
+            held, version = self._buffers.get(place, (lambda: None, 0))
+            if held() is buffer and version_of(buffer) == version:
+                yield place, buffer
+
+    def _note_buffers(self, places: Container[str] | None = None) -> None:
+        """Record all buffers, or those of `places`, because all workers have the same now."""
         self._buffers = {
             name: (weakref.ref(buffer), version_of(buffer))
             for index in range(len(self._state.models))
             for name, buffer in self._buffers_of(index)
+            if places is None or name in places
         }
 
     # ---- comparison
@@ -277,7 +316,7 @@ class ReplicaGuard(StepFeature):
                 tensors[kind][value.device].append(value)
             else:
                 values.append((name, value))
-        found = [torch.tensor(_hash(values)).to(device, non_blocking=True)]
+        found = [torch.tensor(hash_of(values)).to(device, non_blocking=True)]
         for kind in kinds:
             parts = [digest_of(held, at) for at, held in tensors[kind].items()]
             zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -312,18 +351,18 @@ class ReplicaGuard(StepFeature):
             else value
             for kind, name, value in self._contents(*flags)
         }
-        context, kind = state.context, _kind_of(state.settings.device)
+        context, kind = state.context, kind_of(state.settings.device)
         given = [
             collectives.broadcast_object((own, kind), rank) for rank in range(context.world_size)
         ]
         kinds = {kind for _, kind in given}
-        found = _differing([contents for contents, _ in given])
+        found = differing([contents for contents, _ in given])
         if not found:
             state.settings.warn_once(
                 "digests", "The replicas differed for a moment, and are equal again."
             )
             return
-        majority, minority = _majority(found, context.world_size)
+        majority, minority = majority_of(found, context.world_size)
         message = self._message(found, minority)
         if len(kinds) > 1 and not any(kind == "options" for kind, _ in found):
             state.settings.warn_once(
@@ -359,19 +398,19 @@ class ReplicaGuard(StepFeature):
         size = self._state.context.world_size
         who = "the workers"
         if minority and len(minority) < size:
-            who = f"{_workers(minority)} and the majority"
+            who = f"{named_workers(minority)} and the majority"
         names = [
-            f"{name} ({_shown(values)})" if kind == "options" else name
+            f"{name} ({shown(values)})" if kind == "options" else name
             for (kind, name), values in sorted(
                 found.items(), key=lambda each: each[0][0] != "options"
             )
         ]
-        shown = "; ".join(names[:_MOST_SHOWN])
+        text = "; ".join(names[:_MOST_SHOWN])
         if len(names) > _MOST_SHOWN:
-            shown += f"; and {len(names) - _MOST_SHOWN} more"
+            text += f"; and {len(names) - _MOST_SHOWN} more"
         causes = dict.fromkeys(_CAUSES[kind.split()[0]] for kind, _ in found)
         return (
-            f"After step {self._state.global_step}, {who} differ in: {shown}. They were equal "
+            f"After step {self._state.global_step}, {who} differ in: {text}. They were equal "
             f"after step {self._equal_at}. Common causes: {'; '.join(causes)}. Load a checkpoint "
             "from before the difference: trainer.load(path). Or continue with the state of "
             f"{'the majority' if minority else 'worker 0'}: "
@@ -421,46 +460,3 @@ def _hyperparameters(place: str, model: torch.nn.Module) -> Iterator[Content]:
                 is_option = isinstance(value, int | float | str | tuple) and key[0] != "_"
                 if is_option and key != "training":
                     yield "options", f"{name}.{key}", value
-
-
-def _kind_of(device: torch.device) -> str:
-    """Return what determines the rounding of a computation."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
-
-
-def _hash(values: Any) -> int:
-    content = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
-    return int.from_bytes(content, "little", signed=True)
-
-
-def _differing(given: list[dict[tuple[str, str], Any]]) -> dict[tuple[str, str], list[Any]]:
-    """Return the contents that differ, with their values by rank."""
-    found = {}
-    for key in dict.fromkeys(itertools.chain.from_iterable(given)):
-        values = [each.get(key, "absent") for each in given]
-        if len({repr(value) for value in values if value is not None}) > 1:
-            found[key] = values
-    return found
-
-
-def _majority(found: Mapping[Any, list[Any]], size: int) -> tuple[list[int], list[int]]:
-    """Return the ranks of the majority, and of the minority. Both are empty without a majority."""
-    of_rank = [repr([values[rank] for values in found.values()]) for rank in range(size)]
-    common, count = Counter(of_rank).most_common(1)[0]
-    if 2 * count <= size:
-        return [], []
-    ranks = range(size)
-    return [r for r in ranks if of_rank[r] == common], [r for r in ranks if of_rank[r] != common]
-
-
-def _workers(ranks: list[int]) -> str:
-    return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _shown(values: list[Any]) -> str:
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, value in enumerate(values):
-        ranks[repr(value)].append(rank)
-    return ", ".join(f"{value[:100]} on {_workers(held)}" for value, held in ranks.items())

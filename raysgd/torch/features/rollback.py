@@ -175,12 +175,15 @@ class BufferCopies(StepFeature):
         copy_all(copies, buffers)
 
     def roll_back(self, tx: StepTransaction) -> None:
-        for slot, copy in zip(self._slots, self._copies, strict=True):
-            _set_buffer(*slot, copy)
+        self.put(self._copies)
 
-    def set(self, values: Sequence[torch.Tensor | None]) -> None:
+    def put(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Set all buffers, until the next roll-back."""
         for slot, value in zip(self._slots, values, strict=True):
             _set_buffer(*slot, value)
+
+    def set(self, values: Sequence[torch.Tensor | None]) -> None:
+        self.put(values)
         self.update()
 
     def receive(self, leader: int) -> Callable[[], None]:

@@ -379,6 +379,20 @@ def test_loader_with_the_batch_share_follows_it():
     assert [len(batch[0]) for batch in follows.batches(0, 0)] == [8, 8, 4]
 
 
+def test_workers_read_by_their_shares_until_the_group_changes():
+    loader = DataLoader(torch.arange(40.0)[:, None], batch_size=8)
+    ranks = [wrap(loader, world_size=2, rank=rank) for rank in (0, 1)]
+    sizes = {None: [[8, 8, 4], [8, 8, 4]], (3.0, 1.0): [[12, 12, 6], [4, 4, 2]]}
+    for weights in (None, (3.0, 1.0), None, (3.0, 1.0)):
+        for rank, source in enumerate(ranks):
+            source.weigh(weights)
+            assert not source.weigh(weights)  # no change
+            assert [len(batch) for batch in source.batches(0, 0)] == sizes[weights][rank]
+            assert source.plan(0, 1, False).samples == sizes[weights][rank][0]
+    ranks[0].reshard(2, 0, None)
+    assert [len(batch) for batch in ranks[0].batches(0, 0)] == sizes[None][0]
+
+
 def test_smaller_group_keeps_the_batch_size_of_the_full_group():
     sizes = {"batch_share": 10, "full_size": 4, "global_batch": 20}
     source = wrap(DataLoader(tensors(), batch_size=10), training=False, world_size=2, **sizes)

@@ -14,6 +14,8 @@ from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
+from raysgd.torch.collectives import fingerprint
+from raysgd.torch.ddp import plain
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
@@ -36,6 +38,7 @@ class Case:
     register: dict[str, Any] = field(default_factory=dict)
     step: str = "default"
     model: str = "Net"
+    wrap: str = ""
 
     def __str__(self):
         shown = (each for each in vars(self).values() if each not in ("check", "default", "Net"))
@@ -66,7 +69,7 @@ class Caching(Net):
         self.newest = x.clone()
         with torch.no_grad():
             self.total += x.sum(0)
-        return super().forward(x)
+        return super().forward(x + 0.001 * self.total)
 
 
 class Bounded(Net):
@@ -78,6 +81,16 @@ class Bounded(Net):
 
     def forward(self, x):
         return super().forward(x + self.rows((x[:, 0].abs() * 20).long().clamp(max=49)))
+
+
+class Broken(Net):
+    """Computes with an error of one unit in the last place on one worker."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        if dist.get_rank() == ODD:
+            output = output * (1 + torch.finfo(output.dtype).eps)
+        return output
 
 
 # ---- changes: `t` is an operator
@@ -212,6 +225,18 @@ def tags(t):
     t.tag = t.world_rank
 
 
+def skips_update(t):
+    """Skip the update of one step, see `default`."""
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def replicated(model):
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
 # ---- steps
 
 
@@ -220,7 +245,25 @@ def default(t, x, y):
     t.backward(loss)
     if t.is_changing and t.case.change == "changes_gradients":
         changes_gradients(t)
+    if not (t.is_changing and t.case.change == "skips_update"):
+        t.optimizer_step(t.optimizer)
+
+
+def adversarial(t, x, y):
+    """Train two models with an optimizer each."""
+    t.backward((t.teacher(x) - t.model(x).detach()).square().mean())
+    t.optimizer_step(t.other)
+    t.backward((t.model(x) - y).square().mean() - 0.1 * t.teacher(x).mean())
     t.optimizer_step(t.optimizer)
+
+
+def own_averages(t, x, y):
+    """Average the gradients without raysgd."""
+    (t.model(x) - y).square().mean().backward()
+    for parameter in t.model.parameters():
+        dist.all_reduce(parameter.grad)
+    t.optimizer.step()
+    t.optimizer.zero_grad()
 
 
 def raw(t, x, y):
@@ -271,18 +314,25 @@ class Trains(TrainingOperator):
         torch.manual_seed(0)
         model, self.teacher = globals()[case.model](), Net()
         self.teacher.register_buffer("table", torch.arange(4.0))
-        self.teacher.requires_grad_(False)
+        if case.step != "adversarial":
+            self.teacher.requires_grad_(False)
         if case.step == "closure":
             optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        (self.model, self.teacher), self.optimizer, _ = self.register(
+        optimizers = [optimizer]
+        if case.step == "adversarial":
+            optimizers.append(torch.optim.SGD(self.teacher.parameters(), lr=0.01))
+        if case.wrap:
+            model = globals()[case.wrap](model)
+        (self.model, self.teacher), (self.optimizer, *others), _ = self.register(
             models=[model, self.teacher],
-            optimizers=optimizer,
+            optimizers=optimizers,
             schedulers=self.scheduler,
             **case.register,
         )
+        self.other = others[0] if others else None
         x = torch.randn(BATCH * NUM_WORKERS * 8, 3)
         loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH)
         self.register_data(train_loader=loader, validation_loader=loader)
@@ -326,7 +376,10 @@ def run(case, rank):
     runner = TorchRunner(options)
     torch.manual_seed(rank)
     context = WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True)
-    runner.setup(context)
+    try:
+        runner.setup(context)
+    except ValueError as error:
+        return {"problem": str(error)}
     if case.change == "flips_averages":
         runner.handle(ApplyOperatorRequest(function=averages))
     problem, error = "", None
@@ -347,7 +400,9 @@ def run(case, rank):
         "ranks": getattr(error, "ranks", ()),
         "step": runner.operator.global_step,
         "repaired": runner.progress().repaired,
-        "weight": runner.operator.model.head.weight.detach().clone(),
+        "weight": plain(runner.operator.model).head.weight.detach().clone(),
+        "state": fingerprint(runner.operator._train_state.training_state()),
+        "random": torch.rand(1).item(),
     }
     runner.teardown()
     return result

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysgd import Guard
+from raysgd.torch.options import TorchOptions
 from tests.conftest import running_ranks
 from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
 
@@ -79,6 +80,7 @@ def test_difference_is_an_error_before_the_next_step(workers, case, named):
     ("case", "named"),
     [
         (Case("changes_gradients", "in a step"), "models[0].body.0.weight"),
+        (Case("skips_update", "in a step"), "models[0].body.0.weight"),
         (Case("sets_data", "in a step"), "models[0].head.weight"),
         (Case("flips_state", "in a step"), "optimizers[0].state[4]['exp_avg']"),
         (Case("sets_rate", "in a step"), "optimizers[0].param_groups[0]['lr']"),
@@ -156,6 +158,10 @@ FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
         Case(register={"sharding": "optimizer"}),
         Case(register={"sharding": "full"}),
         Case("adds_noise", settings={"wrap_ddp": False}),
+        Case(step="own_averages", settings={"wrap_ddp": False}),
+        Case(step="adversarial"),
+        Case(wrap="replicated"),
+        Case(wrap="compiled"),
         Case("freezes", ranks=(0, 1, 2)),
         Case("sets_rate", ranks=(0, 1, 2)),
     ],
@@ -185,3 +191,58 @@ def test_without_a_guard_a_difference_is_silent(workers):
     _, odd, other = workers(Case("adds_noise", guard=None))
     assert odd["problem"] == ""
     assert not torch.equal(odd["weight"], other["weight"])
+
+
+def test_cross_check_finds_a_worker_that_computes_other_gradients(workers):
+    case = Case(model="Broken", guard=Guard(crosscheck_every=4))
+    for result in workers(case):
+        assert f"After step 4, worker {ODD} computed other gradients" in result["problem"]
+        assert "than the majority, in: models[0].body.0.weight" in result["problem"]
+        assert f"{ODD} on 127.0.0.1" in result["problem"]
+        assert result["ranks"] == (ODD,)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(step="raw"),
+        Case(step="noisy"),
+        Case(settings=FLOAT16),
+        Case(model="Caching"),
+        Case(model="Caching", register={"ddp_args": {"broadcast_buffers": False}}),
+        Case("averages", ranks=(0, 1, 2)),
+        Case(register={"gradient_accumulation_steps": 2}),
+    ],
+    ids=str,
+)
+def test_cross_check_does_not_change_the_result(workers, case):
+    checked = workers(replace(case, guard=Guard(crosscheck_every=1)))
+    assert [each["problem"] for each in checked] == [""] * NUM_WORKERS
+    for own, other in zip(checked, workers(case), strict=True):
+        assert own["state"] == other["state"]
+        assert own["random"] == other["random"]
+
+
+@pytest.mark.parametrize(
+    "case", [Case(model="Bounded"), Case(register={"sharding": "optimizer"})], ids=str
+)
+def test_cross_check_refuses_what_it_cannot_compare(workers, case):
+    for result in workers(replace(case, guard=Guard(crosscheck_every=1))):
+        assert "Guard(crosscheck_every=" in result["problem"]
+
+
+def test_cross_check_compares_buffers_as_before(workers):
+    case = Case("flips_buffer", "in a step", guard=Guard(every=1, crosscheck_every=1))
+    for result in workers(case):
+        assert "models[1].table" in result["problem"]
+        assert result["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_workers": 2, "wrap_ddp": False}, {"num_workers": 2, "backend": "horovod"}],
+)
+def test_cross_check_needs_several_workers_that_raysgd_keeps_equal(settings):
+    with pytest.raises(ValueError, match=r"crosscheck_every=3.*at least two workers"):
+        TorchOptions(training_operator_cls=object, guard=Guard(crosscheck_every=3), **settings)
