@@ -72,9 +72,7 @@ def sum_over_workers(tree: TreeSum, num_leaves: int) -> Sequence[torch.Tensor]:
     summed: list[torch.Tensor] = []
     shapes = tree.roots[0][2]
     for part in _messages(shapes):
-        rows = torch.stack(
-            [torch.cat([t[i].reshape(-1) for i in part]) for _, _, t in tree.roots]
-        )
+        rows = torch.stack([torch.cat([t[i].reshape(-1) for i in part]) for _, _, t in tree.roots])
         total = _exchange(rows, layout)
         pieces = total.split([shapes[i].numel() for i in part])
         summed += [piece.view(shapes[i].shape) for piece, i in zip(pieces, part, strict=True)]
