@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 
@@ -30,7 +30,7 @@ class EpochPartition:
     even: bool = True
     full_size: int | None = None  # workers that define the size of a step; None: the current ones
     global_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
-    shares: tuple[float, ...] | None = None  # relative shares of the workers, by rank
+    weights: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
 
     @property
     def stride(self) -> int:
@@ -38,7 +38,7 @@ class EpochPartition:
         return self.global_batch or self.batch_size * (self.full_size or self.world_size)
 
     @property
-    def at_once(self) -> int:
+    def max_rows(self) -> int:
         """Maximum number of samples that a worker processes at a time."""
         return -(-self.stride // (self.full_size or self.world_size))
 
@@ -69,7 +69,7 @@ class EpochPartition:
     ) -> Iterator[tuple[int, int]]:
         """Yield this worker's batches from `offset`, as (start, stop) in the order of the epoch.
 
-        `num_steps` limits the steps of the group. `in_parts` splits a batch of more than `at_once`
+        `num_steps` limits the steps of the group. `in_parts` splits a batch of more than `max_rows`
         samples.
         """
         if not self.even:
@@ -98,101 +98,88 @@ class EpochPartition:
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
     def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
-        at_once = self.at_once if in_parts else size
-        return _parts(size, self.world_size, self.rank, at_once, self.shares)
+        max_rows = self.max_rows if in_parts else size
+        return _parts(size, self.world_size, self.rank, max_rows, self.weights)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The role of a batch, or of a part of one, in the group of batches of one update."""
+    """What a worker trains at a time: a batch of its loader, or a part of a batch."""
 
-    position: int = 0  # number of earlier batches and parts in the group
-    planned: int = 1  # number of batches and parts in the group, or the maximum if unknown
-    is_last: bool = True  # the update follows directly
-    step: int = 0  # number of earlier steps in the group
-    ends_step: bool = True  # the last part of the worker's batch in the step
-    is_part: bool = False  # the batches of the group are split
-    is_large: bool = False  # an unsplit batch of more than `at_once` samples
-    # Samples, without repeated ones. None: unknown, and the sizes of the parts add up to 1.
-    size: float | None = None
-    total: int = 0  # samples of this worker in the group; 0: unknown, or none
-    share: float = 1.0  # weight of this worker's mean in the mean over the workers
-    weight: float = 1  # weight of a part within its batch; 0 for repeated samples
+    samples: float | None = None  # without repeated samples; None: unknown
+    weight: float = 1  # fraction of the worker's batch; 0 for repeated samples
+    step: int = 0  # number of earlier steps in the update
+    ends_step: bool = True  # the last part of the worker's batch
 
-    def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[MicroBatch]:
-        """Return the roles of the `number` parts of this batch, which has `rows` samples.
+    def split(self, number: int, rows: int, repeats: int = 0) -> list[MicroBatch]:
+        """Return the `number` parts of this batch, which has `rows` samples.
 
-        `planned` is the largest number of parts in the group. `repeats` parts of weight 0 follow.
+        `repeats` parts of weight 0 follow.
         """
-        sizes = [high - low for low, high in (part_of(rows, number, i) for i in range(number))]
-        weights = [size / rows if i < rows else 0.0 for i, size in enumerate(sizes)]
-        weights += [0.0] * repeats
-        whole = 1.0 if self.size is None else self.size
+        spans = [part_of(rows, number, i) if i < rows else (0, 0) for i in range(number)]
+        sizes = [stop - first for first, stop in spans] + [0] * repeats
         return [
             replace(
                 self,
-                position=self.position + index,
-                planned=self.planned * planned,
-                is_last=self.is_last and index == len(weights) - 1,
-                ends_step=self.ends_step and index == len(weights) - 1,
-                is_part=True,
-                size=whole * weight,
-                total=self.planned if self.size is None else self.total,
-                weight=self.weight * weight,
+                samples=None if self.samples is None else self.samples * size / rows,
+                weight=self.weight * size / rows,
+                ends_step=self.ends_step and index == len(sizes) - 1,
             )
-            for index, weight in enumerate(weights)
+            for index, size in enumerate(sizes)
         ]
 
 
+@dataclass(frozen=True)
+class UpdatePlan:
+    """A worker's micro-batches until the next update."""
+
+    micro_batches: tuple[MicroBatch, ...] = (MicroBatch(),)
+    total: int | None = None  # samples of all workers; None: unknown
+    is_large: bool = False  # has an unsplit batch of more than `max_rows` samples
+
+    @property
+    def num_steps(self) -> int:
+        return self.micro_batches[-1].step + 1
+
+    @property
+    def samples(self) -> float:
+        """Samples of this worker, without repeated ones."""
+        return sum(each.samples or 0 for each in self.micro_batches)
+
+
 @functools.lru_cache(maxsize=256)
-def micro_batches_of(
+def plan_update(
     sizes: tuple[int, ...],
     world_size: int,
     rank: int,
-    at_once: int,
+    max_rows: int,
     in_parts: bool,
-    shares: tuple[float, ...] | None = None,
-) -> tuple[MicroBatch, ...]:
-    """Return the roles of a worker's batches in a group, whose steps have `sizes` samples.
+    weights: tuple[float, ...] | None = None,
+) -> UpdatePlan:
+    """Return a worker's micro-batches in an update, whose steps have `sizes` samples.
 
-    With these weights, means over batches add up to the mean over all samples of the group.
-    `in_parts` splits batches of more than `at_once` samples, equally often on all workers.
+    `in_parts` splits batches of more than `max_rows` samples, equally often on all workers.
     """
-    found: list[tuple[int, int, bool, float]] = []
-    parts_of = [
-        _parts(size, world_size, rank, at_once if in_parts else size, shares) for size in sizes
-    ]
-    is_part = max(map(len, parts_of)) > 1
-    for step, parts in enumerate(parts_of):
-        own = [high - low if counts else 0 for low, high, counts in parts]
-        for i, count in enumerate(own):
-            weight = count / sum(own) if is_part and count else min(count, 1)
-            found.append((count, step, i == len(own) - 1, weight))
-    total = sum(count for count, *_ in found)
-    return tuple(
-        MicroBatch(
-            position=position,
-            planned=len(found),
-            is_last=position == len(found) - 1,
-            step=step,
-            ends_step=ends_step,
-            is_part=is_part,
-            is_large=not in_parts and _num_parts(sizes[step], world_size, at_once, shares) > 1,
-            size=count,
-            total=total,
-            share=total * world_size / sum(sizes),
-            weight=weight,
-        )
-        for position, (count, step, ends_step, weight) in enumerate(found)
+    planned: list[MicroBatch] = []
+    for step, size in enumerate(sizes):
+        parts = _parts(size, world_size, rank, max_rows if in_parts else size, weights)
+        counted = [stop - first if counts else 0 for first, stop, counts in parts]
+        total = sum(counted)
+        for index, count in enumerate(counted):
+            weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
+            planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
+    is_large = not in_parts and any(
+        _num_parts(size, world_size, max_rows, weights) > 1 for size in sizes
     )
+    return UpdatePlan(tuple(planned), sum(sizes), is_large)
 
 
 def _parts(
-    size: int, world_size: int, rank: int, at_once: int, shares: tuple[float, ...] | None
+    size: int, world_size: int, rank: int, max_rows: int, weights: tuple[float, ...] | None
 ) -> list[tuple[int, int, bool]]:
     """Return a worker's parts of a step as (start, stop, whether the samples count)."""
-    first, stop = part_of(size, world_size, rank, shares)
-    number, rows = _num_parts(size, world_size, at_once, shares), stop - first
+    first, stop = part_of(size, world_size, rank, weights)
+    number, rows = _num_parts(size, world_size, max_rows, weights), stop - first
     spans = [part_of(rows, number, part) for part in range(number)]
     return [
         (first + low, first + high, rank < size and part < rows)
@@ -201,21 +188,21 @@ def _parts(
 
 
 def _num_parts(
-    size: int, world_size: int, at_once: int, shares: tuple[float, ...] | None = None
+    size: int, world_size: int, max_rows: int, weights: tuple[float, ...] | None = None
 ) -> int:
     """Return the number of parts of each worker's batch in a step of `size` samples."""
-    number = -(-size // (world_size * at_once))
-    if at_once == 1:
+    number = -(-size // (world_size * max_rows))
+    if max_rows == 1:
         return number
     # Avoid parts of one sample, because batch normalization fails on them.
-    spans = [part_of(size, world_size, rank, shares) for rank in range(world_size)]
+    spans = [part_of(size, world_size, rank, weights) for rank in range(world_size)]
     return min(number, max(1, min(stop - first for first, stop in spans) // 2))
 
 
 def part_of(
-    total: int, world_size: int, rank: int, shares: tuple[float, ...] | None = None
+    total: int, world_size: int, rank: int, weights: tuple[float, ...] | None = None
 ) -> tuple[int, int]:
-    """Return one worker's part of `total` samples as (start, stop), in proportion to its share.
+    """Return one worker's part of `total` samples as (start, stop), in proportion to its weight.
 
     If there are fewer samples than workers, workers share samples.
 
@@ -223,14 +210,14 @@ def part_of(
     [(0, 2), (2, 4), (4, 5)]
     >>> [part_of(2, 3, rank) for rank in range(3)]
     [(0, 1), (1, 2), (0, 1)]
-    >>> [part_of(8, 2, rank, shares=(3.0, 1.0)) for rank in range(2)]
+    >>> [part_of(8, 2, rank, weights=(3.0, 1.0)) for rank in range(2)]
     [(0, 6), (6, 8)]
     """
     if total < world_size:
         first = rank % total
         return first, first + 1
-    if shares is not None:
-        bounds = _bounds(total, shares)
+    if weights is not None:
+        bounds = _bounds(total, weights)
         return bounds[rank], bounds[rank + 1]
     share, extra = divmod(total, world_size)
     first = rank * share + min(rank, extra)
@@ -238,10 +225,10 @@ def part_of(
 
 
 @functools.lru_cache(maxsize=256)
-def _bounds(total: int, shares: tuple[float, ...]) -> list[int]:
-    bounds, sum_of_shares = [0], sum(shares)
-    for rank, sum_so_far in enumerate(itertools.accumulate(shares), start=1):
-        num_later = len(shares) - rank
-        ideal = round(total * sum_so_far / sum_of_shares)
+def _bounds(total: int, weights: tuple[float, ...]) -> list[int]:
+    bounds, sum_of_weights = [0], sum(weights)
+    for rank, sum_so_far in enumerate(itertools.accumulate(weights), start=1):
+        num_later = len(weights) - rank
+        ideal = round(total * sum_so_far / sum_of_weights)
         bounds.append(min(max(ideal, bounds[-1] + 1), total - num_later))
     return bounds

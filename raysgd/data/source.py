@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of
+from raysgd.data.partition import EpochPartition, MicroBatch, UpdatePlan, plan_update
 
 
 def own_split(loader: Any) -> tuple[Any, Any] | None:
@@ -32,7 +32,7 @@ class BatchSource:
     ``tf.data.Dataset``.
     """
 
-    sharded = False
+    is_partitioned = False
     counts_samples = False  # batches and offsets consist of samples
     keeps_step = False  # the samples of a step do not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
@@ -87,14 +87,14 @@ class BatchSource:
             pass
         return iterator if num_steps is None else itertools.islice(iterator, num_steps)
 
-    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch] | None:
-        """Return the roles of this worker's batches, or their parts, in a group of steps.
+    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+        """Return this worker's micro-batches in an update of `num_steps` steps.
 
-        Call this after reading the first batch. Return None if the batch sizes are unknown.
+        Call this after reading the first batch.
         """
-        return None
+        return UpdatePlan(tuple(MicroBatch(step=step) for step in range(num_steps)))
 
-    def places_of_batches(self) -> Iterator[int]:
+    def batch_positions(self) -> Iterator[int]:
         """Yield a sort key for each batch of this worker. The keys sort all workers' batches."""
         return itertools.count()
 
@@ -119,8 +119,11 @@ class BatchSource:
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
-    def weigh(self, shares: tuple[float, ...] | None) -> bool:
-        """Set the shares of the workers until the next `reshard`. Return whether they changed."""
+    def weigh(self, weights: tuple[float, ...] | None) -> bool:
+        """Set the relative sizes of the workers' parts, and return whether they changed.
+
+        They are valid until the next `reshard`.
+        """
         return False
 
     def batching(self) -> tuple[int, bool] | None:
@@ -153,7 +156,7 @@ class PartitionedSource(BatchSource):
     `follows_share`: whether the batch size is this worker's share of a global batch.
     """
 
-    sharded = True
+    is_partitioned = True
     counts_samples = True
     partitioned_by = "raysgd"
 
@@ -193,14 +196,14 @@ class PartitionedSource(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         return self.batches(self.current_epoch or 0, 0)
 
-    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
+    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
         shard = self.shard
         sizes = tuple(shard.sizes(offset, num_steps))
-        return micro_batches_of(
-            sizes, shard.world_size, shard.rank, shard.at_once, in_parts, shard.shares
+        return plan_update(
+            sizes, shard.world_size, shard.rank, shard.max_rows, in_parts, shard.weights
         )
 
-    def places_of_batches(self) -> Iterator[int]:
+    def batch_positions(self) -> Iterator[int]:
         return (start for start, _ in self.shard.batches())
 
     def steps_left(self, offset: int) -> int:
@@ -210,13 +213,13 @@ class PartitionedSource(BatchSource):
         return self.shard.offset_after(offset, num_steps)
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._shard = replace(self._shard, world_size=world_size, rank=rank, shares=None)
+        self._shard = replace(self._shard, world_size=world_size, rank=rank, weights=None)
         if self._follows_share and batch_share is not None and not self.keeps_step:
             self.set_batch_size(batch_share, follows_share=True)
 
-    def weigh(self, shares: tuple[float, ...] | None) -> bool:
-        changed = shares != self._shard.shares
-        self._shard = replace(self._shard, shares=shares)
+    def weigh(self, weights: tuple[float, ...] | None) -> bool:
+        changed = weights != self._shard.weights
+        self._shard = replace(self._shard, weights=weights)
         return changed
 
     def batching(self) -> tuple[int, bool]:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd._internal.nested import check_rows, unchanged
 from raysgd.data.source import BatchSource
+from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
 from raysgd.loop.signal import Signal
+from raysgd.loop.train_state import TrainState
 from raysgd.metrics import weighted
-
-if TYPE_CHECKING:
-    from raysgd.loop.loop import Loop
 
 
 class Evaluation:
-    """Runs ``validate`` and ``predict`` for a `Loop`, and adds metrics to its results."""
+    """Runs ``validate`` and ``predict``, and adds metrics to the results of the call."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self, operator: Any, signal: Signal, progress: CallProgress) -> None:
+        self._operator, self._signal, self._progress = operator, signal, progress
+        self._train_state: TrainState = operator._train_state
         self.batches: _Counted | None = None
         self.total: int | None = None
 
@@ -29,14 +29,14 @@ class Evaluation:
 
         A repeated call begins at the same offset. A loader in the request is read from the start.
         """
-        loop, call, loader = self._loop, request.call, request.loader
-        loop.begin(call)
-        train_state = loop.train_state
+        progress, call, loader = self._progress, request.call, request.loader
+        progress.begin(call)
+        train_state = self._train_state
         train_state.timers.enabled = request.profile
-        start = loop.call.validation
+        start = progress.state.validation
         if start is None or start[0] != call:
             start = call, 0 if request.from_start else train_state.validation_offset
-            loop.call.validation = start
+            progress.state.validation = start
         source = (
             train_state.data.readable("validation") if loader is None else self._source_of(loader)
         )
@@ -47,16 +47,16 @@ class Evaluation:
         else:
             source.close_workers()
         self.batches = self.total = None
-        return loop.result()
+        return progress.result()
 
     def _evaluate(self, source: BatchSource, offset: int, left: int | None, info: Any) -> int:
         """Evaluate up to `left` steps of a loader, or all if None. Return the next offset."""
-        operator, train_state = self._loop.operator, self._loop.train_state
+        operator, train_state = self._operator, self._train_state
         source.agree_on_order(0, offset, train_state)
         while left is None or left > 0:
             num_left = source.steps_left(offset)
             limit = min((n for n in (left, num_left) if n is not None), default=None)
-            batches = _Counted(source, source.batches(0, offset, limit), self._loop.signal)
+            batches = _Counted(source, source.batches(0, offset, limit), self._signal)
             self.batches, self.total, train_state.meters = batches, limit, None
             try:
                 with train_state.timers.record("validation"):
@@ -67,7 +67,7 @@ class Evaluation:
             metrics = checked_result(operator.validate, metrics)
             # The metrics of a worker without a batch have no weight.
             metrics = weighted(metrics, batches.count or not batches.exhausted)
-            self._loop.results.append((train_state.global_step, metrics))
+            self._progress.results.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = batches.count if num_left is None or limit is None else limit
             if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
@@ -84,22 +84,22 @@ class Evaluation:
 
     def _source_of(self, loader: Any) -> BatchSource:
         if callable(loader) and not isinstance(loader, Iterable):
-            loader = loader(self._loop.operator.config)
-        return self._loop.train_state.data.source_of(loader)
+            loader = loader(self._operator.config)
+        return self._train_state.data.source_of(loader)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
         """Return a sort key and the predictions, on the CPU, for each batch of this worker.
 
         The keys sort the batches of all workers into the order of the loader.
         """
-        train_state, operator = self._loop.train_state, self._loop.operator
+        train_state, operator = self._train_state, self._operator
         source = self._source_of(loader)
         if source.shuffles:
             raise ValueError(
                 "predict(): the loader shuffles, so results would have no order. Pass a loader "
                 "with shuffle=False, and without a sampler that draws random numbers."
             )
-        if not source.sharded and train_state.context.world_size > 1:
+        if not source.is_partitioned and train_state.context.world_size > 1:
             raise TypeError(
                 f"predict(): {source.partitioned_by} partitions the loader, so results would have "
                 "no order. Pass a loader of a data set that can be indexed."
@@ -107,13 +107,13 @@ class Evaluation:
         if source.steps_left(0) == 0:
             raise no_batch("given", source)
         source.agree_on_order(0, 0, train_state)
-        places, found = source.places_of_batches(), []
+        positions, found = source.batch_positions(), []
         with train_state.evaluating():
-            batches = self.batches = _Counted(source, source.batches(0, 0), self._loop.signal)
+            batches = self.batches = _Counted(source, source.batches(0, 0), self._signal)
             try:
                 for output in operator._predictions(batches):
                     check_rows(output, batches.num_drawn)
-                    found.append((next(places), train_state.to_cpu(output)))
+                    found.append((next(positions), train_state.to_cpu(output)))
             finally:
                 self.batches = None
                 source.close_workers()
@@ -124,7 +124,7 @@ class Evaluation:
 
         Return None if reading a loader early would lose batches.
         """
-        train_state = self._loop.train_state
+        train_state = self._train_state
         source = train_state.data.readable("validation")
         if isinstance(source.loader, Iterator):
             return None
@@ -132,9 +132,9 @@ class Evaluation:
             call=-1, num_steps=request.num_steps, from_start=True, info=request.info
         )
         with (
-            unchanged(self._loop),
+            unchanged(self._progress),
             unchanged(self),
-            unchanged(self._loop.operator, [train_state]),
+            unchanged(self._operator, [train_state]),
             unchanged(train_state),
             train_state.rehearsing(),
         ):
@@ -175,7 +175,7 @@ class _Counted:
 def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
     """Return the error for an empty loader. `rank` is the worker that registered it."""
     name = f"{name} loader"
-    if rank is not None and not source.sharded:
+    if rank is not None and not source.is_partitioned:
         name += f" of worker {rank}"
     return RuntimeError(
         f"The {name} has no batches: {source.describe()}. Use more data, a smaller batch size, or "

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from raysgd.data.partition import MicroBatch
-
-if TYPE_CHECKING:
-    from raysgd.loop.train_state import TrainState
+from raysgd.loop.step import StepTransaction
 
 
 class StepFeature:
@@ -59,22 +56,25 @@ class StepFeature:
     def check_trained(self) -> None:
         """Raise an error if user code trains parameters that the workers do not keep equal."""
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        """Prepare for a batch, or a part of a batch. A step begins at `place.position` 0."""
+    def begin(self, tx: StepTransaction) -> None:
+        """Prepare for a step, before its first micro-batch."""
 
-    def before_update(self, optimizer: Any) -> None:
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
+        """Prepare for the next micro-batch of a step."""
+
+    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
         """Read or change the gradients of an optimizer before its update."""
 
-    def after_update(self, optimizer: Any) -> None:
+    def after_update(self, tx: StepTransaction, optimizer: Any) -> None:
         """Handle the end of an update, or an update that was skipped because of an overflow."""
 
-    def before_commit(self) -> None:
+    def before_commit(self, tx: StepTransaction) -> None:
         """Raise an error if the step must not be committed."""
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         """Keep the changes of a step. The step counts even if this raises."""
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         """Restore what a discarded step changed. The loop also calls this if no step is open."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
@@ -90,7 +90,7 @@ class StepFeature:
 
     # ---- state
 
-    def settable(self) -> Any:
+    def user_settings(self) -> Any:
         """Return the values that user code may change between steps, for comparison."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,66 +120,17 @@ class ShardedFeature(StepFeature):
         """Return this worker's shard of each sharded model."""
         return []
 
+    def copies(self, count: int) -> list[Any]:
+        """Return complete copies of the first `count` models on rank 0. All ranks must call it."""
+        raise NotImplementedError
+
+    def unsharded(self) -> list[Any]:
+        """Return a placeholder for each model, with all state except sharded parameters."""
+        raise NotImplementedError
+
     def without_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a training state that all workers load."""
         return state
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
         """Load this worker's shards from a training state, after its other parts."""
-
-
-class IndivisibleError(BaseException):
-    """Raised in a part of a batch that must not be split. The loop repeats the step unsplit.
-
-    It does not derive from Exception, so that user code does not catch it.
-    """
-
-
-class MicroBatches(StepFeature):
-    """Decides whether batches may be split into parts, and splits them if memory ran out.
-
-    Parts are equivalent to the whole batch if user code computes all gradients before the update,
-    and uses the helpers of raysgd for gradients and updates.
-    """
-
-    def __init__(self, train_state: TrainState) -> None:
-        self._train_state = train_state
-        self.why_not: str | None = None  # why batches must not be split
-        self.in_use = False  # the loop takes large batches in parts
-        self.split = 1  # parts of each batch; more than 1 after memory ran out
-
-    def refuse(self, why: str, place: MicroBatch) -> None:
-        """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
-        self.why_not = self.why_not or why
-        if place.is_part:
-            raise IndivisibleError(why)
-
-    def begin_batch(self, place: MicroBatch) -> None:
-        """Warn if a batch cannot be split and is larger because workers are missing."""
-        if place.is_large:
-            self._train_state.say(
-                "indivisible",
-                "With %d of %d workers, each batch has more samples than its loader's batch size, "
-                "and needs more memory. It cannot be split: %s.",
-                self._train_state.context.world_size,
-                self._train_state.settings.options.num_workers,
-                self.why_not or "only the default train_epoch takes batches in parts",
-            )
-
-    def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the parts of a batch with their roles. By default, this is the whole batch."""
-        return [(batch, place)]
-
-    def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return the number of parts to use after an error in a step, or 0 to raise the error."""
-        return 0
-
-    def raise_split(self, factor: int) -> None:
-        """Use at least `factor` parts. All ranks must call this at the same step."""
-
-    def explain(self, error: BaseException) -> None:
-        """Add advice to an error of a step."""
-
-    def is_tolerable(self, error: BaseException) -> bool:
-        """Return whether training can continue after an error, because only memory ran out."""
-        return False

@@ -1,33 +1,35 @@
 """Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
-The life of a step, whose state `raysgd.loop.step.Step` holds::
+The life of a step. Its state is a `raysgd.loop.step.StepTransaction`, ``tx``, which every hook of
+the features gets::
 
     for batch in segment:                     # DRAWN: the loader has given the batch
-        for feature in features:              # RUNNING
-            feature.begin_batch(place)
-        operator.train_batch(batch)           # UPDATED: every optimizer has made its updates
+        feature.begin(tx)                     # RUNNING
+        feature.begin_micro_batch(tx)
+        operator.train_batch(batch)
+            # In each backward(loss):
+            tx.weigh(count)                   # the weight of the loss in the update
             # In each optimizer_step():
-            feature.before_update(optimizer)
+            feature.before_update(tx, optimizer)
             optimizer.step()
-            feature.after_update(optimizer)
+            feature.after_update(tx, optimizer)
+        # UPDATED: every optimizer has made its updates
         # The loop asks for the next batch, or returns:
-        feature.before_commit()
-        step.commit()                         # COMMITTED: the step counts
-        for feature in features:
-            feature.commit()
+        feature.before_commit(tx)
+        tx.commit()                           # COMMITTED: the step counts
+        feature.commit(tx)
 
     if train_batch raises:
-        if step is UPDATED:
-            step.commit()                     # keeps the updates; the error is raised
+        if tx is UPDATED:
+            tx.commit()                       # keeps the updates; the error is raised
         else:
-            for feature in features:
-                feature.roll_back()           # restores what it copied
-            step.discard()                    # DISCARDED: the batch is trained again
+            feature.roll_back(tx)             # restores what it copied
+            tx.roll_back()                    # DISCARDED: the batch is trained again
 
-With gradient accumulation, a step has several batches, and optimizers update after the last one. If
-a failed step changed something that no feature can restore, ``step.is_partial`` is set. The worker
-then needs the state of another worker or of a snapshot. Without either, training raises an error
-until a checkpoint is loaded.
+With gradient accumulation, and if batches are split, a step has several micro-batches. Optimizers
+update in the last one. If a failed step changed something that no feature can restore,
+``tx.is_partial`` is set. The worker then needs the state of another worker or of a snapshot.
+Without either, training raises an error until a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
 from raysgd.data.source import BatchSource
+from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.evaluation import Evaluation, no_batch
-from raysgd.loop.feature import IndivisibleError
+from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
@@ -56,17 +58,6 @@ from raysgd.loop.train_state import TrainState
 from raysgd.metrics import learning_rates, merge_segments, weighted
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class CallState:
-    """What a worker that joins a call must know about it."""
-
-    number: int = -1
-    began_at: int = 0  # step
-    more_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
-    scheduled: int = -1  # the newest call that stepped the schedulers with a metric
-    validation: tuple[int, int] | None = None  # the newest call of ``validate``, and its offset
 
 
 class Loop:
@@ -86,10 +77,8 @@ class Loop:
         self._in_parts = False
         self._source: BatchSource | None = None
         self._shortest: int | None = None  # rank of the worker with the fewest batches
-        self.call = CallState()
-        # Start step and metrics of each segment.
-        self.results: list[tuple[int, Mapping[str, Any]]] = []
-        self.evaluation = Evaluation(self)
+        self.progress = CallProgress(self.train_state)
+        self.evaluation = Evaluation(operator, signal, self.progress)
         self.snapshots = Snapshots(self.train_state)
 
     def forget_iteration(self) -> None:
@@ -98,7 +87,7 @@ class Loop:
 
     def keep_iteration(self, moved: bool) -> None:
         """After a rejoin, keep reading an unpartitioned loader, unless the position `moved`."""
-        if moved or self._source is None or self._source.sharded:
+        if moved or self._source is None or self._source.is_partitioned:
             self.forget_iteration()
 
     # ---- state
@@ -112,7 +101,7 @@ class Loop:
         """
         train_state = self.train_state
         state: dict[str, Any] = {"global_step": train_state.global_step}
-        if train_state.sharded:
+        if train_state.sharded_features:
             state["shares"] = _shards(train_state)
             if train_state.context.world_rank != 0:
                 return state
@@ -130,17 +119,12 @@ class Loop:
         batching = self.train_state.data.batching()
         # Shares of the global batch follow from the new number of workers.
         own = {name: each for name, each in batching.items() if not each[1]}
-        own_call = {"call": self.call_state(), "batching": own, "flags": self.train_state.flags()}
+        own_call = {
+            "call": dict(vars(self.progress.state)),
+            "batching": own,
+            "flags": self.train_state.flags(),
+        }
         return {**self.state(), **own_call}
-
-    def call_state(self) -> dict[str, Any]:
-        return dict(vars(self.call))
-
-    def join_call(self, state: Mapping[str, Any]) -> None:
-        """Join a call that other workers have begun, without their metrics."""
-        if self.call.number != state["number"]:
-            self.results = []
-        self.call = CallState(**state)
 
     # ---- train
 
@@ -151,16 +135,19 @@ class Loop:
         """
         train_state, logged = self.train_state, request.logged
         callback_pause = self.signal.callback_pause = request.callback_pause
-        train_state.step.check_whole(train_state.global_step)
+        train_state.transaction.check_whole(train_state.global_step)
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=logged is not None)
-        if self.call.number != request.call:
-            self.begin(request.call)
+        if self.progress.state.number != request.call:
+            self.progress.begin(request.call)
         if request.split is not None:
-            train_state.parts.raise_split(request.split)
+            train_state.micro_batching.raise_split(request.split)
         train_state.timers.enabled = request.profile
+        trained_on = train_state.data.trains_on
         source = train_state.data.training_source(request.dataset)
+        if train_state.data.trains_on != trained_on:
+            train_state.offset = 0  # of another epoch
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
@@ -171,19 +158,23 @@ class Loop:
                     raise PausedError
                 return None
             if train_state.global_step <= request.start_step:
-                self.results = []
+                self.progress.results = []
                 left = request.start_step - train_state.global_step or left
             elif logged is not None and train_state.global_step < logged:
                 left = logged - train_state.global_step  # replayed steps have their own segment
             self._train_segment(source, left, request)
-        if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
+        if (
+            source.is_partitioned
+            and train_state.offset
+            and source.steps_left(train_state.offset) == 0
+        ):
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(source, None, request)
         for feature in train_state.features:
             feature.check_trained()  # user code can change parameters during the call
         for feature in train_state.features if train_state.context.distributed else ():
             feature.sync_buffers()
-        return self.result()
+        return self.progress.result()
 
     def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none.
@@ -191,11 +182,13 @@ class Loop:
         With `since`, merge only the segments from that step on, and add learning rates and the
         metrics of features.
         """
-        if self.call.number != call or not self.results:
+        if self.progress.state.number != call or not self.progress.results:
             return None
         if since is None:
-            return self.result()
-        found = merge_segments([metrics for start, metrics in self.results if start >= since])
+            return self.progress.result()
+        found = merge_segments(
+            [metrics for start, metrics in self.progress.results if start >= since]
+        )
         found |= learning_rates(self.train_state.optimizers)
         for feature in self.train_state.features:
             found |= feature.step_metrics()
@@ -204,7 +197,10 @@ class Loop:
     def _steps_left(self, request: TrainRequest) -> int | None:
         """Return the number of steps to the goal, or None if the goal is an epoch."""
         train_state, until_epoch = self.train_state, request.until_epoch
-        if until_epoch is not None and train_state.epoch >= until_epoch + self.call.more_epochs:
+        if (
+            until_epoch is not None
+            and train_state.epoch >= until_epoch + self.progress.state.more_epochs
+        ):
             return 0
         if request.until_step is None:
             return None
@@ -229,19 +225,19 @@ class Loop:
             if segment.num_batches == 0:
                 train_state.meters = None  # the repeated step adds its metrics again
             self._settle_failure(segment, source)
-            train_state.step.check_whole(train_state.global_step)
+            train_state.transaction.check_whole(train_state.global_step)
             return
         except BaseException as error:
             batch, in_step = segment.batch, segment.in_step
             self._settle_failure(segment, source)
-            train_state.parts.explain(error)
-            if in_step and (split := train_state.parts.split_after(error, batch)):
+            train_state.micro_batching.explain(error)
+            if in_step and (split := train_state.micro_batching.split_after(error, batch)):
                 raise OutOfMemoryError(split) from error
             raise
         metrics = checked_result(operator.train_epoch, metrics)
         if segment.num_batches or not segment.drawn_from:
             num_batches = max(1, segment.num_batches)
-            self.results.append((started_at, weighted(metrics, num_batches)))
+            self.progress.results.append((started_at, weighted(metrics, num_batches)))
         if not segment.drawn_from:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
@@ -261,7 +257,7 @@ class Loop:
         left = source.steps_left(train_state.offset)
         go_on: Callable[[int], int] | None = None
         self._shortest = None
-        if not source.sharded and train_state.context.world_size > 1:
+        if not source.is_partitioned and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if left is not None:
                 left = self._least(min(left, 2**40))  # the product must fit into 64 bits
@@ -279,8 +275,8 @@ class Loop:
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield the rest of an iteration over a loader."""
-        in_parts = self.train_state.parts.in_use
-        if self._batches is None or (source.sharded and in_parts != self._in_parts):
+        in_parts = self.train_state.micro_batching.in_use
+        if self._batches is None or (source.is_partitioned and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts
         for batch in self._batches:  # noqa: UP028  "yield from" would close it
@@ -298,12 +294,12 @@ class Loop:
         again = segment.fail()
         if segment.loader_failed:
             source.close_workers()
-        if source.sharded or segment.loader_failed:
+        if source.is_partitioned or segment.loader_failed:
             self._batches = None  # the next iteration starts at the offset
         else:
             self._batches = itertools.chain(again, self._batches or ())
         if self.train_state.meters is not None:
-            self.results.append((segment.start_step, self.train_state.meters.summary()))
+            self.progress.results.append((segment.start_step, self.train_state.meters.summary()))
         self.train_state.segment = None
 
     def _check_empty_segment(
@@ -317,10 +313,10 @@ class Loop:
             raise no_batch("train", source, self._shortest)
         if segment.epoch_is_over:
             train_state = self.train_state
-            is_last = train_state.epoch + 1 >= until_epoch + self.call.more_epochs
-            if train_state.global_step == self.call.began_at and is_last:
+            is_last = train_state.epoch + 1 >= until_epoch + self.progress.state.more_epochs
+            if train_state.global_step == self.progress.state.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
-                self.call.more_epochs += 1
+                self.progress.state.more_epochs += 1
         else:
             loop = f"{type(self.operator).__name__}.train_epoch"
             drew_none = f"{loop} drew no batch from its iterator"
@@ -346,30 +342,17 @@ class Loop:
             train_state.rehearsing(),
             contextlib.suppress(WarmedUp),
         ):
-            batches, train_state.step.is_warm_up = source.batches(0, 0, 1), True
+            batches, train_state.transaction.is_warm_up = source.batches(0, 0, 1), True
             segment = StepIterator(train_state, source, batches, 1, 1, None, self.signal)
             train_state.segment = segment
             try:
                 operator.train_epoch(segment, *positional, **named)
             finally:
-                train_state.step.is_warm_up = False
+                train_state.transaction.is_warm_up = False
         source.close_workers()
         source.reshard(
             settings.context.world_size, settings.context.world_rank, settings.batch_share
         )
-
-    # ---- results
-
-    def begin(self, call: int) -> None:
-        step = self.train_state.global_step
-        self.call = replace(self.call, number=call, began_at=step, more_epochs=0)
-        self.results = []
-        self.train_state.timers.reset()
-
-    def result(self) -> dict[str, Any]:
-        result = merge_segments([metrics for _, metrics in self.results])
-        timers = self.train_state.timers
-        return {**result, "profile": timers.stats()} if timers.enabled else result
 
 
 def _arguments_of(
@@ -393,6 +376,9 @@ def _arguments_of(
 
 def _shards(state: TrainState) -> list[Any]:
     """Return this worker's shards of each optimizer, and then of each sharded model."""
-    parts = {id(feature.optimizer): feature.shards() for feature in state.sharded}
+    parts = {id(feature.optimizer): feature.shards() for feature in state.sharded_features}
     found = [parts.get(id(optimizer), []) for optimizer in state.optimizers]
-    return [*found, *(shard for feature in state.sharded for shard in feature.model_shards())]
+    return [
+        *found,
+        *(shard for feature in state.sharded_features for shard in feature.model_shards()),
+    ]

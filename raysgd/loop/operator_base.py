@@ -156,19 +156,21 @@ class OperatorBase:
             **(info or {}),
             "batch_idx": batch_idx,
             NUM_SAMPLES: getattr(iterator, "num_drawn", None),
-            "global_step": self._train_state.global_step + self._train_state.step.place.step,
+            "global_step": self._train_state.global_step
+            + self._train_state.transaction.micro_batch.step,
             "epoch_idx": epoch_idx,
             "info": info,
         }
 
     def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
         """Add the metrics of a batch, or of a part of a batch. They count after its update."""
-        place = self._train_state.step.place
-        metrics, weight = checked_metrics(self.train_batch, returned, place.weight)
-        if not place.weight:  # the samples are repeated
+        tx = self._train_state.transaction
+        micro_batch = tx.micro_batch
+        metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.weight)
+        if not micro_batch.weight:  # the samples are repeated
             metrics, weight = {}, 0
-        meters.hold(metrics, weight, place.ends_step)
-        if place.is_last:
+        meters.hold(metrics, weight, micro_batch.ends_step)
+        if tx.is_last:
             meters.settle()
 
     def _check_single(self) -> None:

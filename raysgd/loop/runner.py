@@ -56,7 +56,7 @@ class OperatorRunner(ABC):
         train_state.enter(context, self._set_share(context))
         expected = self._follow(leader) if context.distributed else None
         self._running.keep_iteration(moved=train_state.position() != position)
-        if train_state.sharded:
+        if train_state.sharded_features:
             self._running.snapshots.clear()
         self.operator.on_world_change()
         if expected is not None:  # the hook may register the data of the leader
@@ -87,17 +87,19 @@ class OperatorRunner(ABC):
         state = train_state.from_rank(self._shared_state, leader)
         if rank != leader:
             train_state.data.set_batch_size(state["batching"])
-            train_state.parts.why_not = train_state.parts.why_not or state["indivisible"]
+            train_state.micro_batching.why_not = (
+                train_state.micro_batching.why_not or state["indivisible"]
+            )
         # Without replication, each worker keeps its own models unless it is new.
         follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
         train_state.share_training_state(leader, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
-            train_state.step.is_partial = state["partial"]
+            train_state.transaction.is_partial = state["partial"]
             train_state.set_flags(state["flags"])
         if rank != leader:
             train_state.move_to(state["position"], state["global_step"])
-            self._running.join_call(state["call"])
+            self._running.progress.join(state["call"])
         return state if rank != leader else None
 
     def host(self, operator: Any) -> None:
@@ -149,7 +151,7 @@ class OperatorRunner(ABC):
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._train_state.segment
-        evaluation, sharded = self._loop.evaluation, train_state.sharded
+        evaluation, sharded = self._loop.evaluation, train_state.sharded_features
         if segment is not None:
             done, total = segment.num_finished, segment.total_batches
         else:
@@ -168,12 +170,12 @@ class OperatorRunner(ABC):
             samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
             num_changes=self._loop.snapshots.num_changes,
-            split=train_state.parts.split,
+            split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._loss.read(meters),
             divided=bool(sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),
-            partial=train_state.step.is_partial,
+            partial=train_state.transaction.is_partial,
         )
 
     def request_stop(self, requested: bool) -> None:
@@ -261,29 +263,29 @@ class OperatorRunner(ABC):
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""
         train_state, loop = self._train_state, self._running
-        before = self._settable()
+        before = self._user_settings()
         try:
             with contextlib.ExitStack() as stack:
                 for feature in train_state.features:
                     stack.enter_context(feature.applying())
                 return function(self.operator)
         finally:
-            if self._settable() != before:
+            if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:
                     loop.snapshots.maybe_take(loop.state_with_call)
 
-    def _settable(self) -> tuple[Any, ...]:
+    def _user_settings(self) -> tuple[Any, ...]:
         train_state = self._train_state
-        return train_state.settable(), train_state.data.batching(), train_state.flags()
+        return train_state.user_settings(), train_state.data.batching(), train_state.flags()
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, or this worker's shards of it, on the CPU."""
-        self._train_state.step.check_whole(self._train_state.global_step)
+        self._train_state.transaction.check_whole(self._train_state.global_step)
         if not self._train_state.ranks_in_sync:
-            self._train_state.say(
+            self._train_state.settings.warn_once(
                 "ahead",
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
@@ -311,14 +313,14 @@ class OperatorRunner(ABC):
                 own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
                 undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
             if places and incoming is not None:
-                train_state.step.is_partial = True
+                train_state.transaction.is_partial = True
                 incoming.fill(places)
             train_state.load_training_state(state)
         self._running.forget_iteration()
-        self._running.call.validation = None
+        self._running.progress.state.validation = None
         self._running.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
-            self._running.join_call(state["call"])
+            self._running.progress.join(state["call"])
             train_state.data.set_batch_size(state["batching"])
             train_state.set_flags(state["flags"])
         else:
@@ -332,11 +334,11 @@ class OperatorRunner(ABC):
 
         A sharded state needs the shards of all workers. `num_workers` workers can send shards.
         """
-        if self._loop is None or self._train_state.step.is_partial:
+        if self._loop is None or self._train_state.transaction.is_partial:
             return None
         train_state = self._train_state
         has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers
-        if train_state.sharded and not has_all:
+        if train_state.sharded_features and not has_all:
             return None
         state: dict[str, Any] = train_state.to_cpu(self._loop.state_with_call())
         return state
@@ -347,19 +349,19 @@ class OperatorRunner(ABC):
             "operator": self.operator.state_dict(),
             "position": train_state.position(),
             "global_step": train_state.global_step,
-            "call": self._running.call_state(),
+            "call": dict(vars(self._running.progress.state)),
             "fingerprint": train_state.data.fingerprint(),
             "batching": train_state.data.batching(),
             "flags": train_state.flags(),
-            "indivisible": train_state.parts.why_not,
-            "partial": train_state.step.is_partial,
+            "indivisible": train_state.micro_batching.why_not,
+            "partial": train_state.transaction.is_partial,
         }
 
 
 def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
     now, then = state.data.global_batch, position.get("global_batch")
     if None not in (now, then, state.settings.full_size) and now != then:
-        state.say(
+        state.settings.warn_once(
             "step size",
             "A step had %d samples when the state was saved, and has %d now. This changes the "
             "length of epochs and schedules. To keep the size, register loaders with "

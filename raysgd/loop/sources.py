@@ -6,13 +6,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd.data import Dataset
 from raysgd.data.source import BatchSource, own_split
-
-if TYPE_CHECKING:
-    from raysgd.loop.train_state import TrainState
+from raysgd.loop.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +18,8 @@ logger = logging.getLogger(__name__)
 class DataSources(ABC):
     """The batch sources of one operator."""
 
-    def __init__(self, state: TrainState) -> None:
-        self._state = state
+    def __init__(self, settings: Settings, seed: int) -> None:
+        self._settings, self._seed = settings, seed
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
         self.given: list[Any] = []
         """The registered loaders, as user code passed them."""
@@ -49,8 +47,8 @@ class DataSources(ABC):
                 "a list, or an object whose __iter__ is the generator."
             )
         source = self.wrap(loader, training=training)
-        if not source.partitioned_by and self._state.settings.options.num_workers > 1:
-            self._state.say(
+        if not source.partitioned_by and self._settings.options.num_workers > 1:
+            self._settings.warn_once(
                 given,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
                 "and num_samples counts each sample once for each worker. Select a part by "
@@ -79,7 +77,7 @@ class DataSources(ABC):
         """Return the source of a loader that was passed to a call."""
         source = self._wrapped("The loader", loader, training=False)
         is_partitioned = source.partitioned_by not in ("", "your code")
-        if not is_partitioned and self._state.context.world_size > 1:
+        if not is_partitioned and self._settings.context.world_size > 1:
             raise TypeError(
                 f"raysgd cannot partition this {type(loader).__name__}, so every worker would read "
                 "all of it. Pass a DataLoader of a data set that has a length and can be indexed, "
@@ -88,22 +86,21 @@ class DataSources(ABC):
         return source
 
     def training_source(self, dataset: Dataset | None) -> BatchSource:
-        """Return the source to train on. A change discards the rest of the epoch in progress."""
+        """Return the source to train on, and remember its name in `trains_on`."""
         name = "train" if dataset is None else f"dataset {dataset.uid}"
         if dataset is not None and not self.has(name):
             source = self.wrap(dataset, training=True)
             self._sources = {k: v for k, v in self._sources.items() if not k.startswith("dataset")}
             self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_share=False)
-        if name != self.trains_on:
-            self.trains_on, self._state.offset = name, 0
+        self.trains_on = name
         return self.readable(name)
 
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
-        context = self._state.context
+        context = self._settings.context
         for name, source in self._sources.items():
-            split = None if source.sharded else own_split(source.loader)
+            split = None if source.is_partitioned else own_split(source.loader)
             if split is None or not isinstance(split[0], int):
                 continue
             size, rank = split
@@ -138,7 +135,7 @@ class DataSources(ABC):
         return {name: each for name, each in batching.items() if each is not None}
 
     def check_like(self, expected: dict[str, str], with_batches: bool = False) -> None:
-        own, rank = self.fingerprint(with_batches), self._state.context.world_rank
+        own, rank = self.fingerprint(with_batches), self._settings.context.world_rank
         for name in expected.keys() & own.keys():
             if own[name] != expected[name]:
                 raise ValueError(
@@ -169,7 +166,7 @@ class DataSources(ABC):
     @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        source, given = self._sources.get("train"), self._state.settings.global_batch
+        source, given = self._sources.get("train"), self._settings.global_batch
         return source is not None and source.keeps_step and source.global_batch == given
 
     def release(self) -> None:
@@ -181,11 +178,12 @@ class DataSources(ABC):
         return {name: seed for name, seed in seeds.items() if seed is not None}
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int]) -> None:
+        self._seed = seed
         for name, source in self._sources.items():
             source.reseed(seed, loader_seeds.get(name))
 
     def enter(self) -> None:
-        context, share = self._state.context, self._state.settings.batch_share
+        context, share = self._settings.context, self._settings.batch_share
         for source in self._sources.values():
             source.reshard(context.world_size, context.world_rank, share)
 

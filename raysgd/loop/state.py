@@ -72,7 +72,7 @@ class Snapshots:
             self._trained_s += now - self._looked_at
         self._looked_at = now
         ends_with_driver = context.in_driver and context.world_size == 1
-        is_sharded = bool(train_state.sharded) and not ends_with_driver
+        is_sharded = bool(train_state.sharded_features) and not ends_with_driver
         if not is_sharded and (context.world_rank != 0 or context.in_driver):
             self._trained_s = 0.0
             return
@@ -109,9 +109,9 @@ class Snapshots:
         try:
             copy = map_leaves(state(), lambda leaf: train_state.copy_leaf(leaf, on_host=True))
         except Exception as error:
-            if not train_state.parts.is_tolerable(error):
+            if not train_state.micro_batching.is_tolerable(error):
                 raise
-            train_state.say(
+            train_state.settings.warn_once(
                 "snapshot",
                 "Memory is too small for a snapshot at step %d: %r. If all workers are lost, "
                 "training restarts from an older state.",

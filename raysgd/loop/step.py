@@ -1,33 +1,85 @@
-"""The progress of one training step, and whether a failed step left an inconsistent state."""
+"""One training step: its micro-batches, the weights of their losses, and whether it counts."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatch, UpdatePlan
 
 
 class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""
 
 
-class Step:
-    """The step in progress on this worker. The docstring of `raysgd.loop.loop` shows its life."""
+class StepTransaction:
+    """The step in progress on this worker, up to its commit or roll-back.
+
+    The loop begins each micro-batch, and passes the transaction to the hooks of all features. The
+    docstring of `raysgd.loop.loop` shows the life of a step. Without a loop, each batch is a step.
+    """
 
     def __init__(self) -> None:
+        self.optimizers: Sequence[Any] = ()
+        self.is_warm_up = False  # the step ends before an optimizer updates
+        self.is_partial = False  # a discarded step left changes that no feature could restore
+        self.reference = 1.0
+        """Planned items of all workers in an update, if user code counts items: a power of two."""
+        self._most_updates: Counter[int] = Counter()
+        self._reset()
+
+    def _reset(self) -> None:
         self.is_open = False  # has a batch, and was neither committed nor discarded
         # Every optimizer has made its updates. The step then counts, even if the loop raises.
         self.is_updated = False
-        self.optimizers: Sequence[Any] = ()
-        self.batches: list[Any] = []
-        self.place = MicroBatch()  # role of the current batch, or part of one, in the step
-        self.updating: Any = None
-        self.is_warm_up = False  # the step ends before an optimizer updates
-        self.is_partial = False  # a discarded step left changes that no feature could restore
+        self.updating: Any = None  # the optimizer whose step runs
+        self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
+        self.batches: list[Any] = []  # of the loader, to train them again
+        self.plan = UpdatePlan()
+        self.num_planned = 1  # micro-batches of the update
+        self.is_split = False  # batches are trained in parts
+        self._num_begun = 0
         self._updates: Counter[int] = Counter()
-        self._most_updates: Counter[int] = Counter()
+        self.has_earlier_losses = self.has_loss = False
+        self._counts_items = False
+        self._num_items = 0.0
+        self._set(MicroBatch(), is_last=True)
+
+    def _set(self, micro_batch: MicroBatch, is_last: bool) -> None:
+        self.micro_batch, self.is_last = micro_batch, is_last
+        self.stepped: set[int] = set()  # optimizers whose step was requested in this micro-batch
+        self.has_earlier_losses = self.has_earlier_losses or self.has_loss
+        self.has_loss = self._is_weighted = False
+        self.num_samples: float | None = None  # if the default `train_batch` has counted them
+        self.is_sum = False  # the loss is a sum over samples, and not a mean
+
+    # ---- the life of a step
+
+    def draw(self, batch: Any) -> None:
+        """Add a batch of the loader, and open a new step if none is open."""
+        self.is_open = True
+        self.batches.append(batch)
+
+    def begin_plan(self, plan: UpdatePlan) -> None:
+        self.plan, self.is_split = plan, len(plan.micro_batches) > plan.num_steps
+
+    def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
+        """Begin a micro-batch. The update follows directly if it `is_last`."""
+        self.is_open = True
+        self._num_begun += 1
+        self._set(micro_batch, is_last)
+
+    @property
+    def index(self) -> int:
+        """Number of earlier micro-batches in this step."""
+        return max(0, self._num_begun - 1)
+
+    @property
+    def is_only(self) -> bool:
+        """Whether the update has only this micro-batch."""
+        return self.index == 0 and self.is_last
 
     @property
     def has_several_updates(self) -> bool:
@@ -37,13 +89,9 @@ class Step:
     def num_updates(self, optimizer: Any) -> int:
         return self._updates[id(optimizer)]
 
-    def draw(self, batch: Any) -> None:
-        """Add a batch of the loader, and open a new step if none is open."""
-        self.is_open = True
-        self.batches.append(batch)
-
-    def run(self, place: MicroBatch) -> None:
-        self.is_open, self.place = True, place
+    @property
+    def has_updates(self) -> bool:
+        return any(map(self.num_updates, self.optimizers))
 
     def begin_update(self, optimizer: Any) -> None:
         self.check_warm_up()
@@ -55,6 +103,8 @@ class Step:
 
     def end_update(self, optimizer: Any) -> None:
         self.updating = None
+        if not self.has_earlier_losses:  # the losses of another optimizer may have another count
+            self._is_weighted = False
         if not self.is_open:
             return
         self._updates[id(optimizer)] += 1
@@ -72,10 +122,89 @@ class Step:
             )
 
     def commit(self) -> None:
+        """Make the step count."""
         self._most_updates |= self._updates
-        self.discard()
+        self._reset()
 
-    def discard(self) -> None:
-        self.is_open = self.is_updated = False
-        self.place, self.batches, self.updating = MicroBatch(), [], None
-        self._updates.clear()
+    def roll_back(self) -> None:
+        self._reset()
+
+    # ---- the weights of losses
+
+    def weigh(
+        self,
+        count: float | None,
+        num_workers: int = 1,
+        add_up: Callable[[float], float] = lambda number: number,
+    ) -> tuple[float, float]:
+        """Return the factor for the gradients of earlier micro-batches, and the weight of a loss.
+
+        An update uses the mean over all items of all workers: add up sums, and divide once::
+
+            sum of (items of the micro-batch * gradient of its mean loss) / total
+
+        The items are samples, unless user code passes their `count`. Samples that another worker
+        trains too, and micro-batches without a loss, have no items. `num_workers` workers average
+        their gradients. Therefore a loss has the weight ``items * num_workers / total``.
+
+        Until the last micro-batch, the planned number of items replaces the total. The first loss
+        of the last micro-batch corrects earlier gradients by ``planned / total``, which is equal
+        on all workers. `add_up` adds counts over the workers, once per update. Samples need no
+        communication, because each worker knows the partition.
+
+        Raises:
+            ValueError: If another loss of the micro-batch has another count, or if user code
+                counts items only for some batches of an update.
+        """
+        is_repeated, is_first = not self.micro_batch.weight, not self._is_weighted
+        self.has_loss = True
+        if self.is_sum:
+            return 1.0, 0.0 if is_repeated else float(num_workers)
+        correction = 1.0
+        if is_first or not self.is_open:
+            self._add_items(count, is_repeated)
+            planned = self._planned(num_workers)
+            self._total = self._exact(num_workers, add_up) if self.is_last else planned
+            is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
+            if self.has_earlier_losses and self._total and not is_planned:
+                correction = planned / self._total
+        elif count is not None and count != self._count:
+            raise ValueError(
+                f"backward(num_samples={count!r}) follows num_samples={self._count} for another "
+                "loss of the same batch. Pass the same number."
+            )
+        return correction, self._items * num_workers / self._total if self._items else 0.0
+
+    def _add_items(self, count: float | None, is_repeated: bool) -> None:
+        if self.has_earlier_losses and self._counts_items != (count is not None):
+            raise ValueError(
+                "backward(num_samples=...) was passed for some batches of an accumulation "
+                "group. Pass it for all of them or for none."
+            )
+        self._count, self._counts_items = count, count is not None
+        if count is None:  # parts of a batch of unknown size have fractions of it
+            samples = self.micro_batch.samples
+            count = self.micro_batch.weight if samples is None else samples
+        self._items = 0.0 if is_repeated else float(count)
+        self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
+        self._is_weighted = True
+
+    def _planned(self, num_workers: int) -> float:
+        """Return the planned number of items of all workers, which is equal on all workers."""
+        if self._counts_items:
+            return self.reference
+        if self.plan.total is None:
+            return float(self.plan.num_steps * num_workers)
+        return self.plan.total if num_workers > 1 else self.plan.samples
+
+    def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        """Return the number of items of all workers in the update."""
+        if self._counts_items:
+            total = add_up(self._num_items)
+            if total:  # multiplication by a power of two does not round
+                self.reference = 2.0 ** round(math.log2(total))
+            return total
+        if num_workers == 1 or self.plan.total is None:
+            return self._num_items * num_workers
+        own = self.plan.samples
+        return self.plan.total * (self._num_items / own if own else 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd.data.partition import MicroBatch
@@ -47,11 +47,11 @@ class StepIterator:
         self.start_step = train_state.global_step
         self._started = time.perf_counter()
         self._signal = signal
-        self._step = train_state.step
+        self._tx = train_state.transaction
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
-        self._places: Sequence[MicroBatch] | None = None
-        train_state.parts.in_use = False
+        self._draws_last = True  # the newest batch of the loader is the last of the update
+        train_state.micro_batching.in_use = False
         self._next_batch = _NOTHING
         self._exhausted = False
         self._ended = False
@@ -70,18 +70,18 @@ class StepIterator:
     @property
     def num_finished(self) -> int:
         """Number of finished batches, including batches that wait for their update."""
-        return self.num_batches + self._step.place.step
+        return self.num_batches + self._tx.micro_batch.step
 
     @property
     def num_drawn(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_whole = self._step.place.size != 0 and self._train_state.parts.split == 1
+        is_whole = self._tx.micro_batch.weight != 0 and self._train_state.micro_batching.split == 1
         return self._source.num_drawn if is_whole else None
 
     @property
     def in_step(self) -> bool:
         """Whether a step is in progress, and the loader has not failed."""
-        return bool(self._step.batches) and not self.loader_failed
+        return bool(self._tx.batches) and not self.loader_failed
 
     @property
     def epoch_is_over(self) -> bool:
@@ -92,8 +92,8 @@ class StepIterator:
         """Whether the epoch is over if the loop asks for no further batch."""
         if not self._ended and not self._is_limited:
             return True  # a loop that stops early ends the epoch
-        place = self._step.place
-        pending = place.step + place.ends_step if self._step.batches else 0
+        newest = self._tx.micro_batch
+        pending = newest.step + newest.ends_step if self._tx.batches else 0
         return self.epoch_is_over or self.num_batches + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
@@ -102,18 +102,20 @@ class StepIterator:
     def in_parts(self) -> StepIterator:
         """Allow large batches to be split into parts."""
         if not self.drawn_from:
-            self._train_state.parts.in_use = self._train_state.parts.why_not is None
+            self._train_state.micro_batching.in_use = (
+                self._train_state.micro_batching.why_not is None
+            )
         return self
 
     def __next__(self) -> Any:
         self.drawn_from = True
-        if self._step.batches and self._step.place.is_last:
+        if self._tx.batches and self._tx.is_last:
             self._commit()
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
         batch = _NOTHING
-        if self._step.batches or not self._is_at_end():
+        if self._tx.batches or not self._is_at_end():
             batch, self._next_batch = self._next_batch, _NOTHING
             if batch is _NOTHING:
                 batch = self._take()
@@ -121,15 +123,17 @@ class StepIterator:
             self._ended = True
             raise StopIteration
         # A partitioned source can read the batch again by its offset.
-        self._step.draw(None if self._source.sharded else batch)
-        place = self._next_place()
+        self._tx.draw(None if self._source.is_partitioned else batch)
+        micro_batch = self._next_micro_batch()
         self.batch = batch
-        self._parts.extend(self._train_state.parts.split_batch(batch, place))
+        self._parts.extend(self._train_state.micro_batching.split_batch(batch, micro_batch))
+        self._tx.is_split = self._tx.is_split or len(self._parts) > 1
+        self._tx.num_planned = len(self._tx.plan.micro_batches) * len(self._parts)
         return self._next_part()
 
     def _next_part(self) -> Any:
-        part, place = self._parts.popleft()
-        self._train_state.begin_batch(place)
+        part, micro_batch = self._parts.popleft()
+        self._train_state.begin(micro_batch, is_last=self._draws_last and not self._parts)
         return part
 
     def _is_at_end(self) -> bool:
@@ -141,8 +145,8 @@ class StepIterator:
 
     def finish(self) -> None:
         """Commit the last step after the loop has returned."""
-        step = self._step
-        if step.batches and not step.place.is_last:
+        tx = self._tx
+        if tx.batches and not tx.is_last:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
                 f"groups of {self._train_state.accumulation_steps} batches from the iterator."
@@ -152,9 +156,9 @@ class StepIterator:
     def fail(self) -> list[Any]:
         """Commit or discard the step after the loop has raised. Return batches to train again."""
         lost = []
-        if not (self._step.is_updated and self._step.place.is_last):
+        if not (self._tx.is_updated and self._tx.is_last):
             ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
-            lost = self._step.batches + ahead
+            lost = self._tx.batches + ahead
             self._next_batch, self.batch = _NOTHING, None
             self._parts.clear()
             self._train_state.roll_back()
@@ -164,28 +168,26 @@ class StepIterator:
 
     def _end(self) -> None:
         try:
-            if self._step.batches:
+            if self._tx.batches:
                 self._commit()
         finally:
             self._train_state.offset = self._offset()
 
-    def _next_place(self) -> MicroBatch:
-        train_state, position = self._train_state, len(self._step.batches) - 1
-        if position == 0:
+    def _next_micro_batch(self) -> MicroBatch:
+        train_state, index = self._train_state, len(self._tx.batches) - 1
+        if index == 0:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
-            self._planned = size if left is None else min(size, left)
-            self._places = self._source.places(
-                self._offset(), self._planned, train_state.parts.in_use
-            )
-        if self._places is not None:
-            return self._places[position]
-        is_last = position + 1 == self._planned
-        if not is_last and not self._source.sharded:
+            num_steps = size if left is None else min(size, left)
+            in_parts = train_state.micro_batching.in_use
+            self._tx.begin_plan(self._source.plan(self._offset(), num_steps, in_parts))
+        planned = self._tx.plan.micro_batches
+        self._draws_last = index + 1 == len(planned)
+        if not self._draws_last and not self._source.is_partitioned:
             # The loader may end before its claimed length.
             self._next_batch = self._take()
-            is_last = self._next_batch is _NOTHING
-        return MicroBatch(position, self._planned, is_last, step=position)
+            self._draws_last = self._next_batch is _NOTHING
+        return planned[index]
 
     def _take(self) -> Any:
         """Return the next batch, or _NOTHING if any rank has no more batches."""
@@ -210,7 +212,7 @@ class StepIterator:
         train_state = self._train_state
         if self._steps_left is None or train_state.context.world_size == 1:
             return
-        taken = self.num_batches + len(self._step.batches)
+        taken = self.num_batches + len(self._tx.batches)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self._steps_left} batches, and other workers would wait for more. Correct or "
@@ -221,11 +223,11 @@ class StepIterator:
         return self._source.offset_after(self.start, self.num_batches)
 
     def _commit(self) -> None:
-        num_steps = self._step.place.step + 1
+        num_steps = self._tx.micro_batch.step + 1
         try:
             self._train_state.commit(num_steps)
         finally:
-            if not self._step.is_open:
+            if not self._tx.is_open:
                 self.batch = None
                 self.num_batches += num_steps
         if self._on_commit is not None:

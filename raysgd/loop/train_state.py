@@ -3,52 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.feature import MicroBatches, ShardedFeature, StepFeature
-from raysgd.loop.options import Options
+from raysgd.loop.feature import ShardedFeature, StepFeature
+from raysgd.loop.micro_batching import MicroBatching
+from raysgd.loop.settings import Settings
 from raysgd.loop.sources import DataSources
-from raysgd.loop.step import Step
+from raysgd.loop.step import StepTransaction
 from raysgd.metrics import AverageMeterCollection
 
-if TYPE_CHECKING:
-    from raysgd.loop.step_iterator import StepIterator
-
-logger = logging.getLogger(__name__)
+_Feature = TypeVar("_Feature", bound=StepFeature)
 
 
-@dataclass
-class Settings:
-    """The trainer's arguments, and the rank and resources of this worker."""
+class Segment(Protocol):
+    """The progress of a segment of training."""
 
-    options: Options
-    context: WorkerContext = field(default_factory=WorkerContext)
-    batch_share: int | None = None  # ``config[BATCH_SIZE]`` of the operator
-    global_batch: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
+    total_batches: int | None
+    num_batches: int
+    drawn_from: bool
 
     @property
-    def full_size(self) -> int | None:
-        """Number of workers in the full group if smaller groups keep its batch size, else None."""
-        keeps = self.options.elastic.global_batch == "keep"
-        return self.options.num_workers if keeps else None
+    def num_finished(self) -> int: ...
 
     @property
-    def placing(self) -> dict[str, Any]:
-        """Arguments with which a source partitions data for the group."""
-        full_size = self.full_size
-        return {
-            "world_size": self.context.world_size,
-            "rank": self.context.world_rank,
-            "full_size": full_size,
-            "global_batch": None if full_size is None else self.global_batch,
-        }
+    def step_s(self) -> float: ...
+
+    @property
+    def loop_ends_epoch(self) -> bool: ...
 
 
 class TrainState(ABC):
@@ -70,14 +56,13 @@ class TrainState(ABC):
         # Global steps that user code set. Each key is the number of committed steps then.
         self.counted: dict[int, int] = {}
         self.seed = seed
-        self.step = Step()
-        self.parts = MicroBatches(self)
-        self.features: list[StepFeature] = [self.parts]
-        self._logged: set[str] = set()
+        self.transaction = StepTransaction()
+        self.micro_batching = MicroBatching(settings)
+        self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
-        self.segment: StepIterator | None = None
+        self.segment: Segment | None = None
 
     @property
     def context(self) -> WorkerContext:
@@ -88,16 +73,9 @@ class TrainState(ABC):
         """The models that the user registered as models, without criteria."""
         return self.models[: len(self.models) - self.num_criteria]
 
-    def feature(self, name: str) -> Any:
-        """Return the feature whose class has this name, or None."""
-        found = (each for each in self.features if type(each).__name__ == name)
-        return next(found, None)
-
-    def say(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:
-        """Log a warning, once for each `key`, on rank 0 or `anywhere`."""
-        if (anywhere or self.context.world_rank == 0) and key not in self._logged:
-            self._logged.add(key)
-            logger.warning(message, *values)
+    def feature(self, kind: type[_Feature]) -> _Feature | None:
+        """Return the feature of a class, if the operator has one."""
+        return next((each for each in self.features if isinstance(each, kind)), None)
 
     # ---- position
 
@@ -112,8 +90,8 @@ class TrainState(ABC):
             position["global_batch"] = global_batch
         if own := self.data.own_seeds():
             position["loader_seeds"] = own
-        if self.parts.split > 1:
-            position["split"] = self.parts.split
+        if self.micro_batching.split > 1:
+            position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
         return position
@@ -122,7 +100,7 @@ class TrainState(ABC):
         self.epoch, self.offset = position["epoch"], position["offset"]
         self.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
-        self.parts.split = position.get("split", 1)
+        self.micro_batching.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 
@@ -132,23 +110,29 @@ class TrainState(ABC):
 
     # ---- steps
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        self.step.run(place)
+    def begin(self, micro_batch: MicroBatch, is_last: bool) -> None:
+        """Begin a micro-batch, and a step with its first micro-batch."""
+        tx = self.transaction
+        tx.begin(micro_batch, is_last)
+        if tx.index == 0:
+            for feature in self.features:
+                feature.begin(tx)
         for feature in self.features:
-            feature.begin_batch(place)
+            feature.begin_micro_batch(tx)
 
     def commit(self, num_batches: int = 1) -> None:
+        tx = self.transaction
         for feature in self.features:
-            feature.before_commit()
-        self.step.commit()
+            feature.before_commit(tx)
+        tx.commit()
         self.global_step += num_batches
         for feature in self.features:
-            feature.commit()
+            feature.commit(tx)
 
     def roll_back(self) -> None:
         for feature in self.features:
-            feature.roll_back()
-        self.step.discard()
+            feature.roll_back(self.transaction)
+        self.transaction.roll_back()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -158,7 +142,7 @@ class TrainState(ABC):
             try:
                 yield
             except Exception as error:
-                if self.parts.is_tolerable(error):
+                if self.micro_batching.is_tolerable(error):
                     error.add_note(
                         "Batches are only split in training. Give this loader a smaller batch_size."
                     )
@@ -188,6 +172,7 @@ class TrainState(ABC):
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         self.settings.context = context
         self.settings.batch_share = batch_share
+        self.transaction.reference = 1.0  # new workers must use the same number
         self.data.enter()
         for feature in self.features:
             feature.enter()
@@ -201,18 +186,18 @@ class TrainState(ABC):
         return any(feature.replicates for feature in self.features)
 
     @property
-    def sharded(self) -> list[ShardedFeature]:
+    def sharded_features(self) -> list[ShardedFeature]:
         """Features that shard the state. If there are any, no worker has all of it."""
         return [each for each in self.features if isinstance(each, ShardedFeature)]
 
     @property
     def ranks_in_sync(self) -> bool:
-        return all(feature.ranks_in_sync for feature in self.sharded)
+        return all(feature.ranks_in_sync for feature in self.sharded_features)
 
     # ---- state
 
     @abstractmethod
-    def settable(self) -> Any:
+    def user_settings(self) -> Any:
         """Return values that user code may set between steps, such as learning rates."""
 
     def flags(self) -> Any:
@@ -250,15 +235,3 @@ class TrainState(ABC):
     @abstractmethod
     def to_cpu(self, state: Any) -> Any:
         """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
-
-
-def listed(given: Any) -> list[Any]:
-    """Return registered objects as a new list."""
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def shaped_like(given: Any, members: list[Any]) -> Any:
-    """Return `members` in the shape of `given`: a single one, a list, or a tuple."""
-    if isinstance(given, tuple):
-        return tuple(members)
-    return members if isinstance(given, list) else members[0]

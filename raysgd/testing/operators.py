@@ -37,8 +37,8 @@ def run_operator(
     if isinstance(operator_cls, type) and issubclass(operator_cls, KerasOperator):
         return _keras_operator(operator_cls, dict(config or {}), use_fp16)
     from raysgd.torch.options import TorchOptions
+    from raysgd.torch.registered_state import OperatorSettings
     from raysgd.torch.runner import build_operator
-    from raysgd.torch.train_state import OperatorSettings
 
     options = TorchOptions(
         scheduler_step_freq=scheduler_step_freq, use_fp16=use_fp16, amp_dtype=amp_dtype
@@ -56,9 +56,8 @@ def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | 
     load_triton_first()
     from raysgd._internal.context import WorkerContext
     from raysgd.tf.communication import Communication
-    from raysgd.tf.options import TFOptions
-    from raysgd.tf.registration import build_operator
-    from raysgd.tf.train_state import TFSettings
+    from raysgd.tf.options import TFOptions, TFSettings
+    from raysgd.tf.runner import build_operator
 
     options = TFOptions(use_fp16=use_fp16)
     settings = TFSettings(options=options, context=WorkerContext(in_driver=True))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.tf.communication import communication_of
-
-if TYPE_CHECKING:
-    from raysgd.tf.train_state import KerasTrainState
+from raysgd.tf.train_state import KerasTrainState
 
 
-class Replication(StepFeature):
+class KerasReplication(StepFeature):
     """Copies the state at the start, and averages statistics after each call."""
 
     replicates = True
@@ -44,7 +42,7 @@ class Replication(StepFeature):
                 variable.assign(mean)
 
 
-class Optimization(StepFeature):
+class KerasOptimization(StepFeature):
     """Accumulates the gradients of a batch's parts, averages them over the workers, and updates.
 
     With several optimizers, this feature copies the variables before an update, because a later
@@ -53,30 +51,27 @@ class Optimization(StepFeature):
 
     def __init__(self, state: KerasTrainState) -> None:
         self._state = state
-        self._has_stepped = False
-        self._held: dict[int, list[Any]] = {}
+        self._accumulated: dict[int, list[Any]] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        if place.position > 0 and not self._held:
-            self._state.parts.refuse("train_batch does not call self.minimize()", place)
-        self._has_stepped = False
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
+        if tx.index > 0 and not self._accumulated:
+            self._state.micro_batching.refuse("train_batch does not call self.minimize()", tx)
 
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over the workers and update, or accumulate them until the last part."""
-        communication, place = self._state.communication, self._state.step.place
-        if self._has_stepped:
-            self._state.parts.refuse("train_batch calls self.minimize() several times", place)
-        self._has_stepped = True
-        if place.size is not None:
-            weight = place.size / place.total * place.share if place.size else 0.0
-            if weight != 1.0:
-                gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
-        if place.is_part:
-            held = self._held.get(id(optimizer))
-            gradients = gradients if held is None else list(map(_added, held, gradients))
-            self._held[id(optimizer)] = gradients
-        if not place.is_last:
+        communication, tx = self._state.communication, self._state.transaction
+        if tx.stepped:
+            self._state.micro_batching.refuse("train_batch calls self.minimize() several times", tx)
+        tx.stepped.add(id(optimizer))
+        _, weight = tx.weigh(None, communication.size)
+        if weight != 1.0:
+            gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
+        if not tx.is_only:
+            earlier = self._accumulated.get(id(optimizer))
+            gradients = gradients if earlier is None else list(map(_added, earlier, gradients))
+            self._accumulated[id(optimizer)] = gradients
+        if not tx.is_last:
             return
         if communication.size > 1:
             gradients = communication.completed(gradients, variables)
@@ -85,26 +80,25 @@ class Optimization(StepFeature):
         changed = [variable for _, variable in pairs]
         if len(self._state.optimizers) > 1:
             self._remember([*changed, *optimizer.variables])
-        self._state.step.begin_update(optimizer)
+        tx.begin_update(optimizer)
         self._state.engine.update(optimizer, means, changed)
-        self._state.step.end_update(optimizer)
+        tx.end_update(optimizer)
 
     def _remember(self, variables: list[Any]) -> None:
         for variable in variables:
             if id(variable) not in self._before:
                 self._before[id(variable)] = variable, tf.identity(variable.value)
 
-    def commit(self) -> None:
-        self._held.clear()
+    def commit(self, tx: StepTransaction) -> None:
+        self._accumulated.clear()
         self._before.clear()
-        self._has_stepped = False
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         for variable, value in self._before.values():
             variable.assign(value)
-        if self._state.step.updating is not None and not self._before:
-            self._state.step.is_partial = True
-        self.commit()
+        if tx.updating is not None and not self._before:
+            tx.is_partial = True
+        self.commit(tx)
 
 
 def _added(left: Any, right: Any) -> Any:

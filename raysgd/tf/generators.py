@@ -37,7 +37,7 @@ class KerasGenerators(Generators):
                 text = (
                     "The state has %d random seeds in %s, but the operator has %d. None is loaded."
                 )
-                self._operator._train_state.say(name, text, number, name, len(own))
+                self._operator._train_state.settings.warn_once(name, text, number, name, len(own))
         if "keras_global" in state:
             global_seed_generator().state.assign(np.asarray(state["keras_global"]))
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of, part_of
+from raysgd.data.partition import EpochPartition, UpdatePlan, part_of, plan_update
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
-
-if TYPE_CHECKING:
-    from raysgd.tf.train_state import KerasTrainState
+from raysgd.tf.options import TFSettings
 
 _DEFAULT_BATCH_SIZE = 32
 
@@ -30,7 +28,7 @@ _DEFAULT_BATCH_SIZE = 32
 class KerasSources(DataSources):
     """Reads data sets of TensorFlow, arrays, and iterables."""
 
-    _state: KerasTrainState
+    _settings: TFSettings
     batch_size: int | None = None
     """Number of samples in a worker's batch of arrays."""
     shuffle = True
@@ -41,7 +39,7 @@ class KerasSources(DataSources):
                 f"TFTrainer does not partition a keras.utils.PyDataset, such as {loader!r}. Pass "
                 "arrays, a tf.data.Dataset, or an iterable of the batches of self.world_rank."
             )
-        settings, placing = self._state.settings, self._state.settings.placing
+        settings, placing = self._settings, self._settings.placing
         if _is_arrays(loader):
             share = settings.batch_share
             return ArraySource(
@@ -49,7 +47,7 @@ class KerasSources(DataSources):
                 training=training,
                 batch_size=self.batch_size or share or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
-                seed=self._state.seed,
+                seed=self._seed,
                 follows_share=share is not None and self.batch_size in (None, share),
                 **placing,
             )
@@ -158,7 +156,7 @@ class DatasetSource(BatchSource):
     `full_size` is set if the global batch size is constant.
     """
 
-    sharded = True
+    is_partitioned = True
     partitioned_by = "raysgd"
 
     def __init__(
@@ -173,10 +171,10 @@ class DatasetSource(BatchSource):
     ) -> None:
         super().__init__(loader)
         self._full_size = full_size
-        self._places: Sequence[MicroBatch] = ()
+        self._plan = UpdatePlan()
         self._training, self._splits = training, splits
         self._world_size, self._rank = world_size, rank
-        self._shares: tuple[float, ...] | None = None
+        self._weights: tuple[float, ...] | None = None
         self._num_begun = 0
         self._iteration: _Iteration | None = None
         total = int(loader.cardinality().numpy())
@@ -205,13 +203,13 @@ class DatasetSource(BatchSource):
         return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._world_size, self._rank, self._shares = world_size, rank, None
+        self._world_size, self._rank, self._weights = world_size, rank, None
 
-    def weigh(self, shares: tuple[float, ...] | None) -> bool:
-        changed, self._shares = shares != self._shares, shares
+    def weigh(self, weights: tuple[float, ...] | None) -> bool:
+        changed, self._weights = weights != self._weights, weights
         return changed
 
-    def places_of_batches(self) -> Iterator[int]:
+    def batch_positions(self) -> Iterator[int]:
         return itertools.count(self._rank, self._world_size)
 
     def steps_left(self, offset: int) -> int | None:
@@ -228,8 +226,8 @@ class DatasetSource(BatchSource):
         order = -train_state.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
-    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
-        return self._places
+    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+        return self._plan
 
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
@@ -280,18 +278,18 @@ class DatasetSource(BatchSource):
     def _parts(self, group: list[Any], in_parts: bool) -> Iterator[Any]:
         """Yield this worker's batch of a step, in parts if it is large."""
         sizes = [_num_rows(batch) for batch in group]
-        at_once = max(sizes)
+        max_rows = max(sizes)
         if self._splits:
-            at_once = -(-at_once // (self._full_size or self._world_size))
-        self._places = micro_batches_of(
+            max_rows = -(-max_rows // (self._full_size or self._world_size))
+        self._plan = plan_update(
             (sum(sizes),),
             self._world_size,
             self._rank,
-            at_once,
+            max_rows,
             in_parts and self.keeps_step,
-            self._shares,
+            self._weights,
         )
-        own, number = self._own_part(group), len(self._places)
+        own, number = self._own_part(group), len(self._plan.micro_batches)
         if number == 1:
             yield own
             return
@@ -301,13 +299,13 @@ class DatasetSource(BatchSource):
 
     def _own_part(self, group: list[Any]) -> Any:
         is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
-        if is_even and self._shares is None:
+        if is_even and self._weights is None:
             return group[self._rank]
         rows = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
         total = _num_rows(rows)
         if not self._training and self._rank >= total:
             return None
-        first, stop = part_of(total, self._world_size, self._rank, self._shares)
+        first, stop = part_of(total, self._world_size, self._rank, self._weights)
         return tf.nest.map_structure(lambda leaf: _rows(leaf, first, stop), rows)
 
     def reads(self) -> Any:

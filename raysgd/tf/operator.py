@@ -244,7 +244,7 @@ class TrainingOperator(OperatorBase):
         with timers.record("grad"):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
         with timers.record("apply"):
-            train_state.optimization.update(optimizer, gradients, variables)
+            train_state.update(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:

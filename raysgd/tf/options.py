@@ -11,6 +11,7 @@ from raysgd.backends import Backend, create_backend
 from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
 from raysgd.loop.options import Options
+from raysgd.loop.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +46,10 @@ class TFOptions(Options):
                 'communicate through PyTorch. Run pip install "raysgd[torch]".'
             )
         return create_backend("gloo", self.timeout_s)
+
+
+@dataclass
+class TFSettings(Settings):
+    """The trainer's arguments, and the rank and resources of this worker."""
+
+    options: TFOptions = field(default_factory=TFOptions)

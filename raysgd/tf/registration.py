@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from raysgd.loop.operator_base import check_registered, create_operator
-from raysgd.loop.train_state import listed, shaped_like
+from raysgd.loop.registered import listed, shaped_like
 from raysgd.tf.communication import Communication
-from raysgd.tf.keras import policy_name, scaled_optimizer
+from raysgd.tf.features import Averages, KerasOptimization, KerasReplication
+from raysgd.tf.keras import scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
-from raysgd.tf.train_state import KerasTrainState, TFSettings
+from raysgd.tf.options import TFSettings
+from raysgd.tf.train_state import KerasTrainState
 
-if TYPE_CHECKING:
-    from raysgd.tf.operator import TrainingOperator
+
+def new_train_state(
+    settings: TFSettings, communication: Communication, seed: int
+) -> KerasTrainState:
+    """Return a train state with the features of its steps."""
+    state = KerasTrainState(settings, communication, seed)
+    optimization = KerasOptimization(state)
+    state.update = optimization.update
+    state.features = [KerasReplication(state), optimization, state.micro_batching, Averages(state)]
+    return state
 
 
 def register(
@@ -53,7 +62,7 @@ def register(
                 "model.compile(optimizer=..., loss=...) before, or pass optimizers."
             )
     state.optimizers = [_checked_optimizer(state, each) for each in listed(optimizers)]
-    state.step.optimizers = state.optimizers
+    state.transaction.optimizers = state.optimizers
     if criterion is not None:
         state.criterion = MeanLoss(criterion, model)
     for loss in without_means(getattr(model, "loss", None) if criterion is None else criterion):
@@ -85,11 +94,11 @@ def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
     return scaled_optimizer(optimizer, state.settings.options.use_fp16)
 
 
-def _complete(state: KerasTrainState) -> None:
+def complete(state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
     if len(state.models) == 1 and not state.models[0].built:
         sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))
-        spec = next((source.reads() for source in sources if source.sharded), None)
+        spec = next((source.reads() for source in sources if source.is_partitioned), None)
         if spec is not None:
             features, *_ = keras.utils.unpack_x_y_sample_weight(spec)
             state.models[0](tf.nest.map_structure(_sample_of, features))
@@ -107,24 +116,3 @@ def _complete(state: KerasTrainState) -> None:
 def _sample_of(spec: Any) -> Any:
     shape = [1 if size is None else size for size in spec.shape[1:]]
     return tf.zeros([1, *shape], spec.dtype)
-
-
-def build_operator(
-    operator_cls: type[TrainingOperator],
-    config: Mapping[str, Any],
-    settings: TFSettings,
-    communication: Communication,
-    seed: int,
-) -> TrainingOperator:
-    """Create an operator and run its ``setup``."""
-    policy = policy_name(settings.options.use_fp16)
-    if policy is not None:
-        keras.mixed_precision.set_global_policy(policy)
-    # With this seed, data sets without a seed of their own shuffle equally on all workers.
-    tf.random.set_seed(seed % 2**31)
-    train_state = KerasTrainState(settings, communication, seed)
-    operator: TrainingOperator = create_operator(operator_cls, config, train_state)
-    operator.setup(operator.config)
-    check_registered(operator)
-    _complete(train_state)
-    return operator

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports, refuse_triton
 from raysgd.comm.tensorflow import check_tensorflow
+from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.tf.options import TFOptions
+from raysgd.tf.options import TFOptions, TFSettings
+
+if TYPE_CHECKING:
+    from raysgd.tf.communication import Communication
 
 
 class TFRunner(OperatorRunner):
@@ -45,8 +50,6 @@ class TFRunner(OperatorRunner):
 
             from raysgd.tf.communication import communication_of
             from raysgd.tf.generators import KerasGenerators
-            from raysgd.tf.registration import build_operator
-            from raysgd.tf.train_state import TFSettings
 
         options = self._options
         if not (context.in_driver or options.use_horovod):
@@ -82,6 +85,33 @@ class TFRunner(OperatorRunner):
 
         with self._train_state.evaluating():
             return [portable(model) for model in self._train_state.models]
+
+
+def build_operator(
+    operator_cls: type[Any],
+    config: Mapping[str, Any],
+    settings: TFSettings,
+    communication: Communication,
+    seed: int,
+) -> Any:
+    """Create an operator and run its ``setup``."""
+    import keras
+    import tensorflow as tf
+
+    from raysgd.tf.keras import policy_name
+    from raysgd.tf.registration import complete, new_train_state
+
+    policy = policy_name(settings.options.use_fp16)
+    if policy is not None:
+        keras.mixed_precision.set_global_policy(policy)
+    # With this seed, data sets without a seed of their own shuffle equally on all workers.
+    tf.random.set_seed(seed % 2**31)
+    train_state = new_train_state(settings, communication, seed)
+    operator = create_operator(operator_cls, config, train_state)
+    operator.setup(operator.config)
+    check_registered(operator)
+    complete(train_state)
+    return operator
 
 
 def weights(operator: Any) -> list[dict[str, Any]]:

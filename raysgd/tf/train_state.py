@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -13,22 +12,14 @@ import tensorflow as tf
 
 from raysgd._internal.nested import deep_copied, map_leaves
 from raysgd.loop.state import check_parts
-from raysgd.loop.train_state import Settings, TrainState
+from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
-from raysgd.tf.features import Averages, Optimization, Replication
 from raysgd.tf.keras import named_arrays, overrides, set_arrays
 from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchMetrics, kept_metrics, losses_of_outputs, mergeable
-from raysgd.tf.options import TFOptions
-
-
-@dataclass
-class TFSettings(Settings):
-    """The trainer's arguments, and the rank and resources of this worker."""
-
-    options: TFOptions = field(default_factory=TFOptions)
+from raysgd.tf.options import TFSettings
 
 
 class KerasTrainState(TrainState):
@@ -39,15 +30,15 @@ class KerasTrainState(TrainState):
 
     def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
         super().__init__(settings, seed)
-        self.data = KerasSources(self)
+        self.data = KerasSources(settings, seed)
         self.communication = communication
         self.engine = Engine()
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
+        self.update: Callable[[Any, list[Any], list[Any]], None]
+        """Updates variables with the gradients of a micro-batch, by an optimizer."""
         self.class_weight: Mapping[int, float] | None = None
-        self.optimization = Optimization(self)
-        self.features = [Replication(self), self.optimization, self.parts, Averages(self)]
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
         pairs = len(self.models) == len(self.optimizers)
@@ -115,7 +106,7 @@ class KerasTrainState(TrainState):
         """Warn once if training on several workers differs from training on one."""
         size = self.communication.size
         if size > 1:
-            self.say(
+            self.settings.warn_once(
                 "loss",
                 "%s %d workers weight their losses by samples, so updates can differ from updates "
                 "of one worker. Use a loss that is a mean over samples.",
@@ -144,7 +135,7 @@ class KerasTrainState(TrainState):
     def to_cpu(self, state: Any) -> Any:
         return map_leaves(state, copy_leaf_to_arrays)
 
-    def settable(self) -> Any:
+    def user_settings(self) -> Any:
         return [str(optimizer.get_config()) for optimizer in self.optimizers]
 
     def training_state(self) -> dict[str, Any]:
@@ -172,7 +163,7 @@ class KerasTrainState(TrainState):
             set_arrays(model.weights, arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
-        self.step.is_partial = False
+        self.transaction.is_partial = False
 
 
 def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_weight: Any) -> Any:

@@ -50,13 +50,13 @@ def minimum(value: int, device: torch.device) -> int:
     return int(held.item())
 
 
-def mean(value: float, device: torch.device) -> float:
+def total(value: float, device: torch.device) -> float:
     hvd = _horovod()
     held = torch.tensor([value], dtype=torch.float64, device=device)
     if hvd is not None:
-        return float(hvd.allgather(held, name="raysgd.mean").mean())
+        return float(hvd.allgather(held, name="raysgd.total").sum())
     dist.all_reduce(held)
-    return held.item() / dist.get_world_size()
+    return float(held.item())
 
 
 def broadcast(tensor: torch.Tensor, source: int) -> None:

@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -33,30 +33,26 @@ from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import IGNORED
 from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
 
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
-
-
 _MISSING = object()
 
 
 class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
-        options = self._state.settings.options
+        options = self._settings.options
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
-        has_shares = source.sharded and source.loader.batch_size is not None
+        has_shares = source.is_partitioned and source.loader.batch_size is not None
         if options.elastic.shares != "even" and not has_shares:
             raise ValueError(
                 f"register_data(train_loader=...): ElasticConfig(shares=...) needs a DataLoader "
                 "with a batch_size that raysgd partitions. raysgd cannot change the batch size of "
                 f'{source.describe()}. Pass such a loader, or shares="even".'
             )
-        keeps_order = source.sharded and type(source.order_sampler) is SequentialSampler
-        if keeps_order and self._state.context.generation <= 1:
-            self._state.say(
+        keeps_order = source.is_partitioned and type(source.order_sampler) is SequentialSampler
+        if keeps_order and self._settings.context.generation <= 1:
+            self._settings.warn_once(
                 "order",
                 "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
                 "shuffle=True), unless you want the order of the data set.",
@@ -68,12 +64,12 @@ class TorchSources(DataSources):
         return any(isinstance(each, ShardedLoader) and each.ignores_targets for each in sources)
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
-        settings = self._state.settings
+        settings = self._settings
         return wrap_loader(
             loader,
             training=training,
             shard=settings.options.add_dist_sampler,
-            seed=self._state.seed,
+            seed=self._seed,
             batch_share=settings.batch_share,
             **settings.placing,
         )
@@ -240,7 +236,7 @@ class ShardedLoader(PartitionedSource):
         # Keys without their own `repr` never compare equal.
         return int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
 
-    def agree_on_order(self, epoch: int, offset: int, train_state: TorchTrainState) -> None:
+    def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers use one order, because a user's sampler or generator may differ.
 
         Raises:

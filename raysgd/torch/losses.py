@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
 
 from raysgd.torch.ddp import plain
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
 
 IGNORED = -100
 """The default of ``ignore_index`` in PyTorch."""
@@ -50,12 +47,14 @@ def ignored_index(criterion: Any) -> int:
     return index if isinstance(index, int) else IGNORED
 
 
-def num_counted(criterion: Any, target: Any, state: TorchTrainState) -> float | None:
+def num_counted(
+    criterion: Any, target: Any, ignores_targets: bool, warn_once: Callable[..., None]
+) -> float | None:
     """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
 
     Cross entropies leave out targets, and count the others by the weights of their classes. To
     exchange counts costs time, so plain classes count as samples, unless a data set is known to
-    have targets to leave out.
+    have targets to leave out (`ignores_targets`).
     """
     function, setting = _parts(criterion)
     if function not in _OF_CLASSES or setting("reduction", "mean") != "mean":
@@ -64,11 +63,11 @@ def num_counted(criterion: Any, target: Any, state: TorchTrainState) -> float | 
         return None  # class probabilities
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
-    if is_plain and not state.data.ignores_targets:
+    if is_plain and not ignores_targets:
         if target.device.type != "cpu" or not bool((target == index).any()):  # a GPU would wait
             return None
         if torch.is_grad_enabled():
-            state.say("ignored", _UNCOUNTED, index, anywhere=True)
+            warn_once("ignored", _UNCOUNTED, index, anywhere=True)
             return None
     counted = target[target != index]
     return float(counted.numel() if weight is None else weight[counted].sum())

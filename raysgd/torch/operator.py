@@ -39,8 +39,9 @@ from raysgd.torch.ddp import plain
 from raysgd.torch.interop.creators import CreatorMethods, creator_operator
 from raysgd.torch.losses import ignored_index, is_sum, num_counted
 from raysgd.torch.optimization import as_count
+from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
-from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
 
@@ -99,10 +100,10 @@ class TrainingOperator(OperatorBase):
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
-                if per_batch and train_state.step.is_updated:
+                if per_batch and train_state.transaction.is_updated:
                     self.step_schedulers()  # the step counts as done
                 raise
-            if per_batch and train_state.step.place.is_last:
+            if per_batch and train_state.transaction.is_last:
                 self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
             self.step_schedulers()
@@ -125,7 +126,7 @@ class TrainingOperator(OperatorBase):
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
-        timers, group = self.timers, self._train_state.optimization.group
+        timers, tx = self.timers, self._train_state.transaction
         batch = self.to_device(batch)
         given = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
@@ -134,10 +135,12 @@ class TrainingOperator(OperatorBase):
         with timers.record("grad"):
             num_samples = self._count_samples(given, batch_info)
             num_items = self._count_items(batch, num_samples, given.target)
+            tx.is_sum = given.target is not None and self._loss_is_sum
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": mean_of(group.mean(loss), num_items), NUM_SAMPLES: num_samples}
+        loss = loss / (num_samples or 1) if tx.is_sum else loss
+        return {"train_loss": mean_of(loss, num_items), NUM_SAMPLES: num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return the number of items over which the loss of a batch is a mean.
@@ -158,7 +161,7 @@ class TrainingOperator(OperatorBase):
         drawn = (batch_info or {}).get(NUM_SAMPLES)
         count, is_clear = batch.count_samples(drawn)
         if not is_clear:
-            self._train_state.say(
+            self._train_state.settings.warn_once(
                 "samples",
                 "The number of samples in a batch is not clear: its tensors have %s rows, and the "
                 "loader joined %s samples. raysgd counts %d samples. If losses are means over "
@@ -172,17 +175,24 @@ class TrainingOperator(OperatorBase):
 
     def _count_items(self, batch: Any, num_samples: int, target: Any = None) -> float | None:
         """Return the weight of a loss, or None for samples. A `target` is that of the criterion."""
-        group = self._train_state.optimization.group
-        group.samples = num_samples
+        self._train_state.transaction.num_samples = num_samples
         count = type(self).num_items
         # Whether workers communicate must not depend on the batch.
         if count is TrainingOperator.num_items:
             criterion = None if target is None else getattr(self, "criterion", None)
-            group.is_sum = is_sum(criterion)
-            return num_counted(criterion, target, self._train_state)
-        found = count(self, batch)
+            state = self._train_state
+            return num_counted(
+                criterion, target, state.data.ignores_targets, state.settings.warn_once
+            )
+        items = count(self, batch)
         source = f"{type(self).__name__}.num_items returned {{}}"
-        return float(num_samples) if found is None else as_count(found, source)
+        return float(num_samples) if items is None else as_count(items, source)
+
+    @property
+    def _loss_is_sum(self) -> bool:
+        """Whether ``self.criterion`` is a loss of PyTorch that sums over the batch."""
+        counts_samples = type(self).num_items is TrainingOperator.num_items
+        return counts_samples and is_sum(getattr(self, "criterion", None))
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
@@ -218,8 +228,9 @@ class TrainingOperator(OperatorBase):
         batch_info["output"] = output
         num_samples = self._count_samples(given, batch_info)
         num_items = self._count_items(batch, num_samples, given.target)
-        group = self._train_state.optimization.group
-        metrics = {"val_loss": mean_of(group.mean(loss), num_items), NUM_SAMPLES: num_samples}
+        if given.target is not None and self._loss_is_sum:
+            loss = loss / (num_samples or 1)
+        metrics = {"val_loss": mean_of(loss, num_items), NUM_SAMPLES: num_samples}
         target = given.keywords.get("labels") if given.target is None else given.target
         ignored = ignored_index(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:

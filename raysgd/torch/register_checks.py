@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.data.source import own_split
-from raysgd.loop.train_state import listed
+from raysgd.loop.registered import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions

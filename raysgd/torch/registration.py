@@ -9,9 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_int, checked_dict
-from raysgd.loop.train_state import listed, shaped_like
+from raysgd.loop.registered import listed, shaped_like
 from raysgd.torch import ddp
-from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import BufferCopies, Rollback
@@ -59,22 +58,15 @@ def register(
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
-    options, device = state.settings.options, state.settings.device
-    distributed = state.context.distributed
+    options = state.settings.options
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
-    keeps_parameters = distributed and sharding == "full"  # workers move only their rows
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
-        return tensor if stays else tensor.to(device)
-
-    state.models = [model._apply(move) for model in [*modules, *trained]]
+    _move_models(state, [*modules, *trained], keeps_parameters=sharding == "full")
     precision = state.optimization.precision
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        state.say("apex", unused, apex_args, precision.name)
+        state.settings.warn_once("apex", unused, apex_args, precision.name)
     sharded: list[Any] = []
     if sharding is not None:
         sharded = _shard(state, sharding, sharding_args, bool(ddp_args))
@@ -84,50 +76,79 @@ def register(
     state.accumulation_steps = check_int(
         "register", "gradient_accumulation_steps", accumulation_steps, 1
     )
-    norms = GradientNorms(state, max_grad_norm)
+    norms = GradientNorms(state.optimization, max_grad_norm)
     for optimizer in state.optimizers:
         optimizer.register_step_post_hook(state.optimization.end_update)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
-    replication: list[Any] = []
-    watched: tuple[Any, Any] = [], []
-    if not any(each.is_fully_sharded for each in sharded):
-        replication = [_replicate(state, ddp_args, horovod_args)]
-        watched = state.optimizers, state.models
-    state.buffers = BufferCopies(state.models, state)
-    # Shards roll back before Rollback restores the optimizers.
-    state.features = [
-        *sharded,
-        precision,
-        *replication,
-        state.optimization,
-        norms,
-        Rollback(state.step, *watched, updates_late=bool(sharded)),
-        state.buffers,
-        state.parts,
-        state.schedules,
-        Averaging(state),
-        *([Speed(state)] if options.elastic.shares == "measured" else []),
-    ]
-    state.optimization.begin()
-    for each in sharded:
-        each.begin()
-    wrapped = dict(zip(map(id, trained), state.models[len(modules) :], strict=True))
-    state.criteria = criteria = [
-        wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
-    ]
+    _add_features(state, sharded, norms, ddp_args, horovod_args)
+    state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.frozen_modes = [
         (model, [(module, module.training) for module in model.modules()])
         for model in state.models
         if not any(parameter.requires_grad for parameter in model.parameters())
     ]
-    state.step.optimizers = state.optimizers
+    state.transaction.optimizers = state.optimizers
     state.registered = True
-    given = [shaped_like(models, state.given_models), optimizers]
+    results = [shaped_like(models, state.given_models), optimizers]
     if criterion is not None:
-        given.append(shaped_like(criterion, criteria))
+        results.append(shaped_like(criterion, criteria))
     if schedulers is not None:
-        given.append(schedulers)
-    return tuple(given)
+        results.append(schedulers)
+    return tuple(results)
+
+
+def _move_models(
+    state: TorchTrainState, models: list[torch.nn.Module], keeps_parameters: bool
+) -> None:
+    """Move models to the device. If models are sharded, workers move only their rows."""
+    keeps_parameters = keeps_parameters and state.context.distributed
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
+        return tensor if stays else tensor.to(state.settings.device)
+
+    state.models = [model._apply(move) for model in models]
+
+
+def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[Any]) -> list[Any]:
+    """Return the criteria on the device. Replace trained criteria by their wrappers."""
+    num_models, device = len(state.models) - len(trained), state.settings.device
+    wrapped = dict(zip(map(id, trained), state.models[num_models:], strict=True))
+    return [
+        wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
+    ]
+
+
+def _add_features(
+    state: TorchTrainState,
+    sharded: list[Any],
+    norms: GradientNorms,
+    ddp_args: dict[str, Any],
+    horovod_args: dict[str, Any],
+) -> None:
+    replication: list[Any] = []
+    watched: tuple[Any, Any] = [], []
+    if not any(each.is_fully_sharded for each in sharded):
+        replication = [_replicate(state, ddp_args, horovod_args)]
+        watched = state.optimizers, state.models
+    state.buffers = BufferCopies(state.models, lambda make, rank: state.from_rank(make, rank))
+    # Shards roll back before Rollback restores the optimizers.
+    state.features = [
+        *sharded,
+        state.optimization.precision,
+        *replication,
+        state.optimization,
+        norms,
+        Rollback(*watched, updates_late=bool(sharded)),
+        state.buffers,
+        state.micro_batching,
+        state.schedules,
+        state.averaging,
+        *([Speed(state)] if state.settings.options.elastic.shares == "measured" else []),
+    ]
+    state.optimization.register_hooks()
+    for each in sharded:
+        each.shard_steps()
 
 
 def _shard(
@@ -173,13 +194,14 @@ def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShar
             'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
             f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
         )
-    from raysgd.torch.features.fully_sharded import FullyShardedModel
+    from raysgd.torch.features.fully_sharded import FullyShardedModel, own_rows, whole_norm
 
     precision, (optimizer,) = state.optimization.precision, state.optimizers
     dtype = precision.dtype if isinstance(precision, NativeAmp) else None
     model = FullyShardedModel(optimizer, state, arguments, dtype)
-    if state.parts.batch_norms:
-        state.parts.why_not = "batch normalization may need fewer parts on some workers"
+    state.optimization.rows, state.optimization.whole_norm = own_rows, whole_norm
+    if state.micro_batching.batch_norms:
+        state.micro_batching.why_not = "batch normalization may need fewer parts on some workers"
     return model
 
 
@@ -198,9 +220,11 @@ def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
             "register(models=torch.compile(model), ...)."
         )
     state.models = [wrapped.get(id(model), model) for model in state.models]
-    if (replication := state.feature("Replication")) is not None:
+    if (replication := state.feature(Replication)) is not None:
         replication.note_wrappers()
     if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in state.models):
-        state.parts.why_not = "DistributedDataParallel(static_graph=True) cannot accumulate"
+        state.micro_batching.why_not = (
+            "DistributedDataParallel(static_graph=True) cannot accumulate"
+        )
         if state.accumulation_steps > 1:
-            raise ValueError(f"{state.parts.why_not} gradients. Leave out one of the two.")
+            raise ValueError(f"{state.micro_batching.why_not} gradients. Leave out one of the two.")

@@ -24,10 +24,11 @@ from raysgd.torch.register_checks import (
     warn_of_own_schedulers,
     warn_of_unregistered,
 )
+from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.sharding.shards import gather_state
 from raysgd.torch.state import TorchGenerators
-from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 
 class TorchRunner(OperatorRunner):
@@ -82,15 +83,15 @@ class TorchRunner(OperatorRunner):
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running
-        if loop.call.scheduled == call:
+        if loop.progress.state.scheduled == call:
             return  # the schedulers have already stepped in the loaded state
         self._train_state.schedules.step_with(metric)
-        loop.call.scheduled = call
+        loop.progress.state.scheduled = call
         loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take(loop.state_with_call)
 
     def models(self) -> Any:
-        self._train_state.step.check_whole(self._train_state.global_step)
+        self._train_state.transaction.check_whole(self._train_state.global_step)
         return self._train_state.whole_models()
 
     @property

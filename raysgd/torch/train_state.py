@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from raysgd._internal.nested import loading
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.state import check_parts
-from raysgd.loop.train_state import Settings, TrainState
 from raysgd.torch import collectives, ddp
-from raysgd.torch.features.micro_batches import TorchMicroBatches
-from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.schedules import Schedules
-from raysgd.torch.loading import TorchSources
 from raysgd.torch.optimization import Optimization
-from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
+from raysgd.torch.registered_state import OperatorSettings, RegisteredState
 from raysgd.torch.state import (
     Places,
     copy_leaf,
@@ -33,84 +29,20 @@ from raysgd.torch.state import (
 )
 
 
-@dataclass
-class OperatorSettings(Settings):
-    options: TorchOptions = field(default_factory=TorchOptions)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-class TorchTrainState(TrainState):
-    settings: OperatorSettings
-    models: list[torch.nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    parts: TorchMicroBatches
-    data: TorchSources
+class TorchTrainState(RegisteredState):
+    """The features of a PyTorch operator, and its state for checkpoints and new workers."""
 
     def __init__(self, settings: OperatorSettings) -> None:
-        super().__init__(settings, seed=torch.initial_seed() % 2**62)
-        self.data = TorchSources(self)
-        self.schedulers: list[Any] = []
-        self.criteria: list[Any] = []
-        self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
-        """Models without trainable parameters, with the modes of their modules at `register`."""
-        self.buffers = BufferCopies()
-        self.schedules = Schedules(self)
-        self.parts = TorchMicroBatches(self)
-        self.features = [self.parts]
+        super().__init__(settings)
         options = settings.options
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
+        self.micro_batching: TorchMicroBatching = TorchMicroBatching(self)
+        self.features = [self.micro_batching]
         self.optimization = Optimization(self, precision)
-
-    def set_mode(self, training: bool) -> None:
-        """Set train or eval mode. In training, frozen models keep their mode from `register`."""
-        for model in self.models:
-            model.train(training)
-        for model, modes in self.frozen_modes if training else ():
-            if not any(parameter.requires_grad for parameter in model.parameters()):
-                for module, mode in modes:
-                    module.training = mode
-
-    def begin_batch(self, place: MicroBatch) -> None:
-        if place.share != 1.0 and not self.replicated:
-            place = replace(place, share=1.0)  # gradients are not averaged
-        super().begin_batch(place)
-
-    def _current_modes(self) -> list[tuple[torch.nn.Module, bool]]:
-        return [(module, module.training) for each in self.models for module in each.modules()]
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        self.modes = self.modes or self._current_modes()
-        with super().evaluating():
-            yield
-
-    @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        self.modes = self._current_modes()
-        try:
-            yield
-        finally:
-            self.resume_modes()
-            self.roll_back()
+        self.schedules = Schedules(self, self.optimization.check_complete)
+        self.averaging = Averaging(self)
 
     # ---- the other workers
-
-    def minimum(self, value: int) -> int:
-        return collectives.minimum(value, self.settings.device)
-
-    @property
-    def num_averaged(self) -> int:
-        """Number of workers that average their gradients."""
-        return self.context.world_size if self.context.distributed and self.replicated else 1
-
-    def mean_over_workers(self, value: float) -> float:
-        """Return the mean of a number over the workers that average their gradients."""
-        if self.num_averaged == 1:
-            return value
-        return collectives.mean(value, self.settings.device)
-
-    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
-        return collectives.broadcast_state(make, rank, self.settings.device)
 
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Load the state of rank `leader` if this rank `follows`. Every rank must call it.
@@ -139,19 +71,13 @@ class TorchTrainState(TrainState):
         for apply in received if follows else ():
             apply()
 
-    def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
-        if buffers:
-            collectives.broadcast_tensors(buffers, source=0)
-            self.buffers.commit()
-
     # ---- state
 
     def whole_models(self) -> list[torch.nn.Module]:
         """Return copies of the models on the CPU. If models are sharded, only rank 0 gets any."""
-        if (full := self.feature("FullyShardedModel")) is not None:
-            copies: list[torch.nn.Module] = full.copies(len(self.given_models))
-            return copies
-        if self.sharded and self.context.world_rank != 0:
+        if (full := self.fully_sharded) is not None:
+            return full.copies(len(self.given_models))
+        if self.sharded_features and self.context.world_rank != 0:
             return []
         with self.evaluating():
             return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
@@ -163,12 +89,12 @@ class TorchTrainState(TrainState):
         # No copy is needed for another process, because pickling copies the state.
         return to_cpu(state, shares=not self.context.in_driver)
 
-    def settable(self) -> Any:
+    def user_settings(self) -> Any:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return (
             [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
             [version_of(parameter) for model in self.models for parameter in model.parameters()],
-            [feature.settable() for feature in self.features],
+            [feature.user_settings() for feature in self.features],
         )
 
     def flags(self) -> Any:
@@ -200,14 +126,14 @@ class TorchTrainState(TrainState):
 
     def _partial_models(self) -> list[Any] | None:
         """Return placeholders for fully sharded models, with all state except the parameters."""
-        full = self.feature("FullyShardedModel")
+        full = self.fully_sharded
         return None if full is None else full.unsharded()
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects, saved in self._stateful(state):
             check_parts(name, objects, saved, state_problem)
         if state.get("schedulers") and not self.schedulers:
-            self.say(
+            self.settings.warn_once(
                 "schedulers",
                 "The loaded state has schedulers, which are ignored because the operator has none.",
             )
@@ -217,7 +143,7 @@ class TorchTrainState(TrainState):
     def places_of(
         self, state: dict[str, Any], addresses: set[int]
     ) -> tuple[dict[str, Any], dict[int, Any]]:
-        if self.sharded:
+        if self.sharded_features:
             return state, {}
         places, own = Places(addresses), self.training_state()
         adopted = {key: places.adopt(state[key], own[key]) for key in ("optimizers", "models")}
@@ -225,10 +151,10 @@ class TorchTrainState(TrainState):
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         shared: Mapping[str, Any] = state
-        for feature in self.sharded:
+        for feature in self.sharded_features:
             shared = feature.without_shards(shared)
         self._load(shared)
-        for feature in self.sharded:
+        for feature in self.sharded_features:
             feature.load_shards(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -253,7 +179,7 @@ class TorchTrainState(TrainState):
                     undoing.enter_context(loading(held, own, saved, place, load))
         for feature in self.features:
             feature.load_state_dict(state)
-        self.step.is_partial = False
+        self.transaction.is_partial = False
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.testing import chaos
+from raysgd.torch.features.averaging import Averaging
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import IN_SOAK
 from tests.fidelity import Exact, flat, plain_run
@@ -70,7 +71,7 @@ def run_out(trainer, where, rank):
 
     def plan(operator):
         train_state = operator._train_state
-        train_state.parts.split = 1
+        train_state.micro_batching.split = 1
         operator.faults = {(rank, step): where}
 
     trainer.apply_all_operators(plan)
@@ -83,7 +84,7 @@ def run_out(trainer, where, rank):
 
 def all_weights(operator):
     assert all(rank != operator.world_rank for rank, _ in operator.faults)
-    (averages,) = operator._train_state.feature("Averaging").averages
+    (averages,) = operator._train_state.feature(Averaging).averages
     return torch.cat([flat(operator.model), *(each.flatten() for each in averages.values())])
 
 
@@ -144,7 +145,7 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does(module_cluste
             assert trainer.train()["epoch"] == 1
             react(trainer)
             trainer.apply_all_operators(
-                lambda o: o._train_state.feature("Averaging").begin(0.5, start_epoch=1)
+                lambda o: o._train_state.feature(Averaging).start(0.5, start_epoch=1)
             )
             trainer.train(num_steps=1)
             for rank, where in (
@@ -155,7 +156,7 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does(module_cluste
             ):
                 run_out(trainer, where, rank)
             trainer.apply_all_operators(
-                lambda o: setattr(o._train_state.feature("Averaging"), "averages", None)
+                lambda o: setattr(o._train_state.feature(Averaging), "averages", None)
             )
             trainer.save(saved)
             train_on(trainer)

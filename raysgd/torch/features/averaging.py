@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import ddp
+from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.state import copy_all, is_like
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
 
 
 class Averaging(StepFeature):
@@ -24,14 +23,14 @@ class Averaging(StepFeature):
     Each worker has the averages on its device, and all workers make the same updates.
     """
 
-    def __init__(self, state: TorchTrainState) -> None:
+    def __init__(self, state: RegisteredState) -> None:
         self._state = state
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
         self._start_epoch = self._count = 0
 
-    def begin(self, decay: float | None, start_epoch: int) -> None:
+    def start(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or continue with averages of the same kind.
 
         Args:
@@ -39,7 +38,7 @@ class Averaging(StepFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if any(feature.is_fully_sharded for feature in self._state.sharded):
+        if self._state.fully_sharded is not None:
             raise ValueError(
                 'register(sharding="full") does not support averages of the weights. Leave out the '
                 "callback, or the sharding."
@@ -75,7 +74,7 @@ class Averaging(StepFeature):
             update(averages, parameters, self._count)
         self._count += 1
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         if self.averages is not None and self._decay is not None:
             self._add()
 
@@ -96,7 +95,7 @@ class Averaging(StepFeature):
             for (parameter, _), value in zip(pairs, held, strict=True):
                 parameter.copy_(value)
 
-    def settable(self) -> Any:
+    def user_settings(self) -> Any:
         return None if self.averages is None else (id(self.averages), self._decay)
 
     # ---- state

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from raysgd.data.partition import MicroBatch
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.sharding.fsdp import ShardedModels
-from raysgd.torch.sharding.shards import PARAMETER, Piece, Room
+from raysgd.torch.sharding.shards import PARAMETER, Piece, UpdateBuffers
 from raysgd.torch.state import copy_all, copy_to_cpu
 
 if TYPE_CHECKING:
     import contextlib
 
-    from raysgd.torch.train_state import TorchTrainState
+    from raysgd.torch.registered_state import RegisteredState
 
 
 class FullyShardedModel(ShardedOptimizer):
@@ -48,7 +48,7 @@ class FullyShardedModel(ShardedOptimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        state: TorchTrainState,
+        state: RegisteredState,
         arguments: Mapping[str, Any],
         dtype: torch.dtype | None,
     ) -> None:
@@ -58,17 +58,15 @@ class FullyShardedModel(ShardedOptimizer):
         """Models with other buffers than the statistics of batch normalization."""
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(self.models.parameters))
         """Complete parameters for `take_state`, by index."""
-        self._received: dict[int, Room] = {}
+        self._received: dict[int, UpdateBuffers] = {}
         """Received gradients of the shares that this worker holds as copies, by share."""
         if dist.get_world_size() > 1:
             collectives.broadcast_tensors([p.detach() for p in self.models.parameters], source=0)
         super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
-        state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
-        state.optimization.sums_each_batch = True
 
     # ---- training step
 
-    def begin_batch(self, place: MicroBatch) -> None:
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
         buffers = [buffer for model in self._sharing for buffer in model.buffers()]
         collectives.broadcast_tensors(buffers, source=0)
@@ -80,15 +78,15 @@ class FullyShardedModel(ShardedOptimizer):
         self._received, requests = {}, []
         if not (num_copies := layout.num_copies(size)):
             return
-        own = layout.room(rank, device)
+        own = layout.new_buffers(rank, device)
         for which, part in own.parts.items():
             if (gradient := self.models.gradient(which)) is not None:
                 part.copy_(gradient)
         for distance in range(1, num_copies + 1):
             to, source = (rank + distance) % size, (rank - distance) % size
-            room = self._received[source] = layout.room(source, device)
+            rows = self._received[source] = layout.new_buffers(source, device)
             requests += [dist.P2POp(dist.isend, buffer, to) for buffer in own.bytes()]
-            requests += [dist.P2POp(dist.irecv, buffer, source) for buffer in room.bytes()]
+            requests += [dist.P2POp(dist.irecv, buffer, source) for buffer in rows.bytes()]
         for work in dist.batch_isend_irecv(requests) if requests else ():
             work.wait()
 
@@ -115,8 +113,8 @@ class FullyShardedModel(ShardedOptimizer):
         if self._layout.size > 1:
             collectives.minimum(self._version, self._device)
 
-    def roll_back(self) -> None:
-        super().roll_back()
+    def roll_back(self, tx: StepTransaction) -> None:
+        super().roll_back(tx)
         self._received = {}
         self.models.reset()
 
@@ -230,8 +228,8 @@ class FullyShardedModel(ShardedOptimizer):
         layout = self._layout
         for piece in self._pieces_of(layout.rank):
             first, _ = layout.shares[layout.rank][piece.which]
-            room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
-            piece.base = room.copy_(self._now(piece))
+            rows = self.models.local(piece.which)[piece.start - first : piece.stop - first]
+            piece.base = rows.copy_(self._now(piece))
 
     # ---- complete models
 
@@ -270,12 +268,12 @@ class FullyShardedModel(ShardedOptimizer):
         ]
 
 
-def _rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
+def own_rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
     held: list[Any] = [p.grad for p in parameters if p.grad is not None]
     return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
 
 
-def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
+def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     """Return the norm of the gradients of all workers, given this worker's norm."""
     squared = norm.square()
     dist.all_reduce(squared)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from raysgd.loop.feature import StepFeature
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.loop.step import StepTransaction
+from raysgd.torch.optimization import Optimization
 
 
 class GradientNorms(StepFeature):
@@ -19,7 +18,7 @@ class GradientNorms(StepFeature):
     The norm before clipping is the metric ``grad_norm`` of logged steps.
     """
 
-    def __init__(self, state: TorchTrainState, max_norm: Any) -> None:
+    def __init__(self, optimization: Optimization, max_norm: Any) -> None:
         if max_norm is not None:
             if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
                 raise TypeError(f"register(max_grad_norm={max_norm!r}): must be a number or None.")
@@ -28,7 +27,7 @@ class GradientNorms(StepFeature):
                     f"register(max_grad_norm={max_norm!r}): must be above 0 and finite."
                 )
             self.needs_helper = f"max_grad_norm={max_norm}"
-        self._state, self._max_norm = state, max_norm
+        self._optimization, self._max_norm = optimization, max_norm
         self._is_logged = False
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -36,16 +35,16 @@ class GradientNorms(StepFeature):
         self._is_logged = logs_steps
         self._norms.clear()
 
-    def before_update(self, optimizer: Any) -> None:
+    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
         if self._is_logged or self._max_norm is not None:
-            held, norm = self._state.optimization.gradients(optimizer)
+            held, norm = self._optimization.gradients(optimizer)
             if self._is_logged:
                 self._norms[id(optimizer)] = norm
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(held, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
-        norms = [self._norms.get(id(optimizer)) for optimizer in self._state.optimizers]
+        norms = [self._norms.get(id(each)) for each in self._optimization.optimizers]
         return {
             "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
             for number, norm in enumerate(norms)

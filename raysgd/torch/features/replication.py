@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.register_checks import check_same_parameters
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.registered_state import RegisteredState
 
 
 class Replication(StepFeature):
     """Tracks the wrappers of models. `wraps` means that raysgd has wrapped the models."""
 
-    def __init__(self, state: TorchTrainState, wraps: bool) -> None:
+    def __init__(self, state: RegisteredState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps
         self._dtypes = {p: p.dtype for model in state.models for p in model.parameters()}
         self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
@@ -48,7 +45,7 @@ class Replication(StepFeature):
             for own, value in zip(held, given, strict=False):
                 if own.shape == value.shape:  # a buffer of another shape is a cache
                     own.copy_(value)
-            self._state.buffers.commit()
+            self._state.buffers.update()
 
     def enter(self) -> None:
         for model, names in zip(self._state.models, self._averaged, strict=True):
@@ -69,9 +66,8 @@ class Replication(StepFeature):
         if self._wraps:
             check_same_parameters(models, self._dtypes)
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        if self._state.accumulation_steps > 1 or place.is_part:
-            self._exchange(place.is_last)
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
+        self._exchange(tx.is_last)
 
     def _exchange(self, wanted: bool) -> None:
         """Set whether the next backward passes average gradients."""
@@ -82,12 +78,11 @@ class Replication(StepFeature):
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return ddp.no_forward_sync(self._state.models)
 
-    def before_commit(self) -> None:
-        state = self._state
-        if not any(map(state.step.num_updates, state.optimizers)):
-            ddp.check_skipped(state.models)
+    def before_commit(self, tx: StepTransaction) -> None:
+        if not tx.has_updates:
+            ddp.check_skipped(self._state.models)
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         ddp.forget_gradients(self._state.models)
         self._exchange(True)
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from raysgd._internal.nested import map_leaves
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import Step
+from raysgd.loop.step import StepTransaction
 from raysgd.torch.state import buffer_names, copy_all, version_of
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
 
 
 class Rollback(StepFeature):
@@ -29,12 +25,10 @@ class Rollback(StepFeature):
 
     def __init__(
         self,
-        step: Step,
         optimizers: Sequence[torch.optim.Optimizer],
         models: Sequence[torch.nn.Module],
         updates_late: bool = False,
     ) -> None:
-        self._step = step
         self._updates_late = updates_late
         self._images = [_BeforeImage(optimizer) for optimizer in optimizers]
         renormalized = {  # Each forward pass changes these parameters.
@@ -53,19 +47,17 @@ class Rollback(StepFeature):
         self._versions: list[int] | None = None
         self._has_copies = self._moves_parameters = False
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        if place.position > 0:
-            return
-        self._has_copies = self._step.has_several_updates or self._moves_parameters
+    def begin(self, tx: StepTransaction) -> None:
+        self._has_copies = tx.has_several_updates or self._moves_parameters
         if self._has_copies:
             for image in self._images:
                 image.take()
         self._versions = [version_of(parameter) for parameter in self._parameters]
 
-    def before_update(self, optimizer: Any) -> None:
+    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
         self._moves_parameters = self._moves_parameters or bool(self._changed())
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         self._versions, self._has_copies = None, False
 
     def _changed(self) -> set[torch.Tensor]:
@@ -75,7 +67,7 @@ class Rollback(StepFeature):
         before = zip(self._parameters, self._versions, strict=True)
         return {parameter for parameter, version in before if version_of(parameter) != version}
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         if self._versions is None:
             return
         changed = self._changed()
@@ -83,11 +75,11 @@ class Rollback(StepFeature):
             for image in reversed(self._images):
                 image.restore()
                 changed -= image.parameters
-        elif self._step.updating is not None and not self._updates_late:
-            self._step.is_partial = True  # an optimizer may change its state before parameters
+        elif tx.updating is not None and not self._updates_late:
+            tx.is_partial = True  # an optimizer may change its state before parameters
         if changed:
-            self._step.is_partial = True
-        self.commit()
+            tx.is_partial = True
+        self.commit(tx)
 
 
 class _BeforeImage:
@@ -147,9 +139,11 @@ class BufferCopies(StepFeature):
     """
 
     def __init__(
-        self, models: Iterable[torch.nn.Module] = (), state: TorchTrainState | None = None
+        self,
+        models: Iterable[torch.nn.Module] = (),
+        from_rank: Callable[[Callable[[], Any], int], Any] | None = None,
     ) -> None:
-        self._state = state
+        self._from_rank = from_rank
         self._slots = [
             (module, name)
             for model in models
@@ -157,13 +151,17 @@ class BufferCopies(StepFeature):
             for name in buffer_names(module)
         ]
         self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
-        self.commit()
+        self.update()
 
     def tensors(self) -> list[torch.Tensor | None]:
         found = [getattr(module, name, None) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in found]
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
+        self.update()
+
+    def update(self) -> None:
+        """Copy the buffers."""
         copies, buffers = [], []
         for index, buffer in enumerate(self.tensors()):
             copy = self._copies[index]
@@ -176,22 +174,22 @@ class BufferCopies(StepFeature):
             buffers.append(buffer)
         copy_all(copies, buffers)
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         for slot, copy in zip(self._slots, self._copies, strict=True):
             _set_buffer(*slot, copy)
 
     def set(self, values: Sequence[torch.Tensor | None]) -> None:
         for slot, value in zip(self._slots, values, strict=True):
             _set_buffer(*slot, value)
-        self.commit()
+        self.update()
 
     def receive(self, leader: int) -> Callable[[], None]:
-        assert self._state is not None
-        values = self._state.from_rank(self.tensors, leader)
+        assert self._from_rank is not None
+        values = self._from_rank(self.tensors, leader)
         return lambda: self.set(values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.commit()
+        self.update()
 
 
 def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch.register_checks import required_arguments
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.registered_state import RegisteredState
 
 
 class Schedules(StepFeature):
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state = state
+    def __init__(self, state: RegisteredState, check_complete: Callable[[], None]) -> None:
+        self._state, self._check_complete = state, check_complete
         self._last_epochs: list[Any] = []
-        self._states: list[Any] = []
+        self._states: list[Any] | None = None
         self._rates: list[dict[str, Any]] = []
 
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
-        state, place = self._state, self._state.step.place
-        if not place.ends_step:
+        tx = self._state.transaction
+        if not tx.micro_batch.ends_step:
             return
-        if place.is_last:
-            state.optimization.check_complete()
-        for scheduler in state.schedulers:
+        if tx.is_last:
+            self._check_complete()
+        for scheduler in self._state.schedulers:
             scheduler.step()
         self._note()
 
@@ -42,13 +41,16 @@ class Schedules(StepFeature):
         schedulers = self._state.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
-    def begin_batch(self, place: MicroBatch) -> None:
+    def begin(self, tx: StepTransaction) -> None:
+        self._states = None
+
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
         """Undo and reject a scheduler step that `train_batch` makes in a part of a batch."""
-        if not place.is_part:
+        if not tx.is_split:
             return
         train_state = self._state
         groups = [group for o in train_state.optimizers for group in o.param_groups]
-        if place.position == 0:
+        if self._states is None:
             self._states = [scheduler.state_dict() for scheduler in train_state.schedulers]
             self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             self._note()
@@ -60,4 +62,4 @@ class Schedules(StepFeature):
                 scheduler.load_state_dict(state)
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
-            train_state.parts.refuse("train_batch steps a scheduler itself", place)
+            train_state.micro_batching.refuse("train_batch steps a scheduler itself", tx)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,20 @@ from torch import optim
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import ShardedFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives
+from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.sharding.shards import (
     Layout,
     Piece,
-    Room,
     Transfer,
+    UpdateBuffers,
     elements_of,
     flat,
     is_divided,
     transfers,
 )
 from raysgd.torch.state import copy_all
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
-
 
 ELEMENTWISE = (
     optim.ASGD,
@@ -76,7 +74,7 @@ class ShardedOptimizer(ShardedFeature):
         self,
         optimizer: torch.optim.Optimizer,
         copies: int | None,
-        state: TorchTrainState | None = None,
+        state: RegisteredState | None = None,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -99,7 +97,7 @@ class ShardedOptimizer(ShardedFeature):
         self._stepped: list[Piece] = []
         """Pieces that the optimizer has within a step."""
         self._swapped: list[list[torch.Tensor]] | None = None
-        self._rooms: dict[int, Room] = {}
+        self._buffers: dict[int, UpdateBuffers] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed = 0
         # Identifies the run and the number of loaded states. Shards fit together if it is equal.
@@ -107,7 +105,7 @@ class ShardedOptimizer(ShardedFeature):
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
 
-    def begin(self) -> None:
+    def shard_steps(self) -> None:
         """Shard the state and the steps. Register this hook after hooks that inspect a step."""
         self.take_state()
         self.optimizer.register_step_pre_hook(self._begin_step)
@@ -119,11 +117,13 @@ class ShardedOptimizer(ShardedFeature):
         self._check_step(args[1:], kwargs)
         self._meet()
         layout = self._layout
-        self._rooms = {share: layout.room(share, self._device) for share in layout.held_shares()}
+        self._buffers = {
+            share: layout.new_buffers(share, self._device) for share in layout.held_shares()
+        }
         pieces, views, content = [], [], []
-        for share, room in self._rooms.items():
+        for share, of_share in self._buffers.items():
             for piece in self._pieces_of(share):
-                if (part := room.parts.get(piece.which)) is None:
+                if (part := of_share.parts.get(piece.which)) is None:
                     continue
                 first, _ = layout.shares[share][piece.which]
                 view = part[piece.start - first : piece.stop - first]
@@ -170,7 +170,7 @@ class ShardedOptimizer(ShardedFeature):
         self._give_back()
         for piece in self._pieces:
             piece.version = self._version + 1
-        if self._train_state is not None and self._train_state.optimization.in_helper:
+        if self._train_state is not None and self._train_state.transaction.in_helper:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shares of other workers
         self._put_in_place()
@@ -179,33 +179,35 @@ class ShardedOptimizer(ShardedFeature):
     def _put_in_place(self) -> None:
         """Copy the updates of all workers into the parameters."""
         into, content = [], []
-        for share, room in self._exchange().items():
-            for which, updated in room.parts.items():
+        for share, of_share in self._exchange().items():
+            for which, updated in of_share.parts.items():
                 start, stop = self._layout.shares[share][which]
                 into.append(flat(self._parameters[which])[start:stop])
                 content.append(updated)
         copy_all(into, content)
 
-    def _exchange(self) -> dict[int, Room]:
+    def _exchange(self) -> dict[int, UpdateBuffers]:
         """Return the updated elements of all shares.
 
         One broadcast per share sends as much as an all-gather, and needs half the memory.
         """
         layout, size = self._layout, self._layout.size
-        if len(self._rooms) == size:
-            return self._rooms
-        own, device = self._rooms[layout.rank], self._device
-        rooms = {n: own if n == layout.rank else layout.room(n, device) for n in range(size)}
+        if len(self._buffers) == size:
+            return self._buffers
+        own, device = self._buffers[layout.rank], self._device
+        buffers = {
+            n: own if n == layout.rank else layout.new_buffers(n, device) for n in range(size)
+        }
         works = [
             dist.broadcast(buffer, src=share, async_op=True)
-            for share, room in rooms.items()
-            for buffer in room.bytes()
+            for share, of_share in buffers.items()
+            for buffer in of_share.bytes()
         ]
         for work in works:
             work.wait()
         if device.type == "cuda":  # errors must surface before parameters change
             torch.cuda.current_stream().synchronize()
-        return rooms
+        return buffers
 
     def _give_back(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
@@ -220,21 +222,20 @@ class ShardedOptimizer(ShardedFeature):
         self.optimizer.state = self._undivided
         self._swapped, self._stepped = None, []
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
         self._committed = self._version
-        self._rooms = {}
+        self._buffers = {}
         self.ranks_in_sync = all(piece.version == self._version for piece in self._pieces)
         for piece in self._pieces:
             if piece.version == self._version:
                 piece.value = None
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         for piece in self._stepped:  # the optimizer raised within its step
             piece.version = _PARTIAL
         self._give_back()
-        self._rooms = {}  # pieces with an uncommitted update keep their buffers
-        step = None if self._train_state is None else self._train_state.step
-        if step is not None and step.is_open and step.has_several_updates:
+        self._buffers = {}  # pieces with an uncommitted update keep their buffers
+        if tx.is_open and tx.has_several_updates:
             self._version = self._committed  # `Rollback` restores the parameters
 
     def _check_step(self, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -262,7 +263,7 @@ class ShardedOptimizer(ShardedFeature):
         # Frozen parameters can have state too, such as in Adagrad. Their state is not sharded.
         rest = {p: whole[p] for p in whole.keys() - updated}
         self._undivided = self.optimizer.state = defaultdict(dict, rest)
-        self._pieces, self._rooms = [], {}
+        self._pieces, self._buffers = [], {}
         layout.lay_out()
         for share in layout.held_shares():
             for which, (start, stop) in layout.shares[share].items():
@@ -343,7 +344,7 @@ class ShardedOptimizer(ShardedFeature):
             if rank in to:
                 pieces += [Piece(*message) for message in messages]
         collectives.minimum(0, self._device)  # after this, no worker needs the old shards
-        self._pieces, self._rooms = pieces, {}
+        self._pieces, self._buffers = pieces, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()
         self.ranks_in_sync = all(each.version == version for each in planned)

@@ -6,16 +6,13 @@ import statistics
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
-
+from raysgd.loop.step import StepTransaction
+from raysgd.torch.registered_state import RegisteredState
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
 
@@ -29,7 +26,7 @@ class Speed(StepFeature):
 
     needs_warm_up = True  # so that a replacement worker knows its speed when it joins
 
-    def __init__(self, state: TorchTrainState) -> None:
+    def __init__(self, state: RegisteredState) -> None:
         self._on_gpu = state.settings.device.type == "cuda"
         self._began: Any = None
         self._ended: Any = None
@@ -55,13 +52,13 @@ class Speed(StepFeature):
                     self._speeds.append(sum(size for size, _, _ in step) / seconds)
             return statistics.median(self._speeds) if self._speeds else 0.0
 
-    def begin_batch(self, place: MicroBatch) -> None:
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
         self._end_batch()
-        if place.position == 0:
+        if tx.index == 0:
             self._step = []
-        self._began, self._ended, self._size = self._now(), None, place.size
+        self._began, self._ended, self._size = self._now(), None, tx.micro_batch.samples
 
-    def before_commit(self) -> None:
+    def before_commit(self, tx: StepTransaction) -> None:
         self._end_batch()
         if self._step:
             if not self._is_first:  # the first step is slower than others
@@ -69,9 +66,9 @@ class Speed(StepFeature):
                     self._unread.append(self._step)
             self._step, self._is_first = [], False
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         """Count a warm-up batch too, which is never committed."""
-        self.before_commit()
+        self.before_commit(tx)
 
     def _end_batch(self) -> None:
         if self._size and self._ended is not None:

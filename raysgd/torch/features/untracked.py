@@ -68,7 +68,7 @@ class Untracked(StepFeature):
         map_leaves(state, lambda leaf: kept.add(_identity(leaf)))
         lost = [n for n in changed if now.get(n) not in kept and re.split(r"\W", n)[1] not in state]
         if lost:
-            self._state.say(
+            self._state.settings.warn_once(
                 by if by == "train_batch" else str(lost),
                 "%s changed %s. Checkpoints and workers that start later, such as replacements, do "
                 "not have this change. Register modules, also frozen ones, as models; or return "

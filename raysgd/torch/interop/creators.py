@@ -13,18 +13,15 @@ import torch
 from filelock import FileLock
 
 from raysgd.loop.operator_base import class_from_creators, created_loaders
-from raysgd.loop.train_state import listed
-
-if TYPE_CHECKING:
-    from raysgd.torch.operator import CreatorOperator, TrainingOperator
-
-    _Base = TrainingOperator
-else:  # operator.py imports this module, so avoid an import cycle
-    _Base = object
+from raysgd.loop.registered import listed
 
 
-class CreatorMethods(_Base):
-    """The methods of `CreatorOperator`."""
+class CreatorMethods:
+    """The methods of `CreatorOperator`, which derives from ``TrainingOperator`` too."""
+
+    if TYPE_CHECKING:
+        register: Callable[..., Any]
+        register_data: Callable[..., None]
 
     models: Any
     """Result of the ``model_creator``: a model, or a list or tuple of models."""
@@ -66,14 +63,14 @@ class CreatorMethods(_Base):
 
 
 def creator_operator(
-    base: type[TrainingOperator],
-    own: type[CreatorOperator],
+    base: type[Any],
+    own: type[Any],
     creators: Mapping[str, Any],
     serialize_data_creation: bool,
-) -> type[CreatorOperator]:
+) -> type[Any]:
     bases = mixed_bases(base, own)
     required = ("model_creator", "optimizer_creator")
-    made: type[CreatorOperator]
+    made: type[Any]
     made = class_from_creators("from_creators", bases, creators, required)
     made._serialize_data_creation = serialize_data_creation
     return made

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from raysgd.comm.horovod import check_dtypes
-from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import StepTransaction
 from raysgd.torch.register_checks import check_same_parameters
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.registered_state import RegisteredState
 
 
 class HorovodGradients(StepFeature):
     replicates = True
 
-    def __init__(self, state: TorchTrainState, arguments: dict[str, Any]) -> None:
+    def __init__(self, state: RegisteredState, arguments: dict[str, Any]) -> None:
         self._state = state
         buffers = [buffer for model in state.models for buffer in model.buffers()]
         trained = [p for model in state.models for p in model.parameters() if p.requires_grad]
@@ -48,16 +46,15 @@ class HorovodGradients(StepFeature):
         models = self._state.models
         self._state.broadcast_buffers([buffer for model in models for buffer in model.buffers()])
 
-    def begin_batch(self, place: MicroBatch) -> None:
-        if place.position == 0:
-            for exchange in self._exchanges.values():
-                exchange.expect(place.planned)
+    def begin(self, tx: StepTransaction) -> None:
+        for exchange in self._exchanges.values():
+            exchange.expect(tx.num_planned)
 
-    def before_update(self, optimizer: Any) -> None:
+    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
         if (exchange := self._exchanges.get(id(optimizer))) is not None:
             exchange.synchronize()
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         for exchange in self._exchanges.values():
             exchange.abandon()
 

@@ -14,7 +14,7 @@ import logging
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,12 +24,7 @@ from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.creators import lock_of_node, mixed_bases
 from raysgd.torch.interop.logged import REDUCTIONS, Reduced, TorchMetric, numbers_in
 
-if TYPE_CHECKING:
-    from raysgd.torch.operator import TrainingOperator
-
-    _Base = TrainingOperator
-else:  # operator.py imports this module, so avoid an import cycle
-    _Base = object
+_Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
 
 
 logger = logging.getLogger(__name__)
@@ -55,7 +50,7 @@ _REFUSED = {
 """Hooks that raysgd does not call, and what to do instead."""
 
 
-class LightningMethods(_Base):
+class LightningMethods(_Base):  # type: ignore[misc]
     """Trains a LightningModule. Calls its steps and hooks, and collects what it logs."""
 
     module: Any
@@ -198,7 +193,7 @@ class LightningMethods(_Base):
                 module.on_train_start()
             if begins:
                 module.on_train_epoch_start()
-            result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+            result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
             if self._epoch_is_over():
                 module.on_train_epoch_end()
             result.update(numbers_in(surroundings.take_logged()))
@@ -227,7 +222,7 @@ class LightningMethods(_Base):
             self.backward(loss, num_samples=num_items)
             module.on_after_backward()
         with self.timers.record("apply"):
-            if self._train_state.step.place.is_last:
+            if self._train_state.transaction.is_last:
                 self._train_state.optimization.unscale(self.optimizer)
                 module.on_before_optimizer_step(self.optimizer)
             if self.optimizer_step(self.optimizer):
@@ -277,7 +272,7 @@ class LightningMethods(_Base):
             self.train_mode(False)
             module.on_validation_start()
             module.on_validation_epoch_start()
-            result = super().validate(val_iterator, info)
+            result: dict[str, Any] = super().validate(val_iterator, info)
             module.on_validation_epoch_end()
             module.on_validation_end()
             result.update(numbers_in(surroundings.take_logged()))
@@ -347,11 +342,11 @@ class _Surroundings:
 
     @property
     def current_epoch(self) -> int:
-        return self._operator._train_state.epoch
+        return int(self._operator._train_state.epoch)
 
     @property
     def global_step(self) -> int:
-        return self._operator.global_step
+        return int(self._operator.global_step)
 
     def log(
         self,
@@ -403,12 +398,12 @@ class _Surroundings:
 
 
 def lightning_operator(
-    base: type[TrainingOperator],
-    root: type[TrainingOperator],
+    base: type[Any],
+    root: type[Any],
     module_cls: Any,
     loaders: Mapping[str, Iterable[Any] | None],
     datamodule: Any,
-) -> type[TrainingOperator]:
+) -> type[Any]:
     if not isinstance(module_cls, type) or _base_of(module_cls) is None:
         raise TypeError(
             f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "

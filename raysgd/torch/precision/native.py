@@ -10,6 +10,7 @@ import torch
 
 from raysgd._internal.arguments import is_number
 from raysgd.errors import CheckpointError
+from raysgd.loop.step import StepTransaction
 from raysgd.torch.precision.base import Precision
 
 _KEY = "amp_native"
@@ -69,15 +70,18 @@ class NativeAmp(Precision):
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         if all(id(registered) in self._stepped for registered in self._optimizers):
-            self.commit()
+            self._update_scale()
 
-    def commit(self) -> None:
+    def commit(self, tx: StepTransaction) -> None:
+        self._update_scale()
+
+    def _update_scale(self) -> None:
         if self._is_checked and self.scaler is not None:
             self.scaler.update()
             self._is_checked = False
             self._stepped.clear()
 
-    def roll_back(self) -> None:
+    def roll_back(self, tx: StepTransaction) -> None:
         """Keep the scale, and discard the results of overflow checks."""
         if self._is_checked and self.scaler is not None:
             state = self.scaler.state_dict()

@@ -160,8 +160,8 @@ class ShardedModels:
             unit = self._units[block] = _Unit(block, places, inner)
             for number, name in names.items():
                 old = self.parameters[number]
-                room = torch.empty(old.shape, dtype=old.dtype, device=self.device)
-                setattr(unit, name, torch.nn.Parameter(room, self.trained[number]))
+                new = torch.empty(old.shape, dtype=old.dtype, device=self.device)
+                setattr(unit, name, torch.nn.Parameter(new, self.trained[number]))
             fully_shard(unit, mesh=mesh, mp_policy=self._policy)
             for number, name in names.items():
                 self.parameters[number] = getattr(unit, name)

@@ -82,7 +82,7 @@ def transfers(
     return planned
 
 
-class Room(NamedTuple):
+class UpdateBuffers(NamedTuple):
     """Memory for the updated elements of a share."""
 
     buffers: list[torch.Tensor]
@@ -155,17 +155,17 @@ class Layout:
         """Return the shares that this rank holds, its own first."""
         return [(self.rank - n) % self.size for n in range(self.num_copies(self.size) + 1)]
 
-    def room(self, share: int, device: torch.device) -> Room:
+    def new_buffers(self, share: int, device: torch.device) -> UpdateBuffers:
         lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
         for which, (start, stop) in self.shares[share].items():
             if (dtype := self._dtypes.get(which)) is not None:
                 lengths[dtype][which] = stop - start
-        room = Room([], {})
+        new = UpdateBuffers([], {})
         for dtype, of_dtype in lengths.items():
             buffer = torch.empty(sum(of_dtype.values()), dtype=dtype, device=device)
-            room.buffers.append(buffer)
-            room.parts.update(zip(of_dtype, buffer.split(list(of_dtype.values())), strict=True))
-        return room
+            new.buffers.append(buffer)
+            new.parts.update(zip(of_dtype, buffer.split(list(of_dtype.values())), strict=True))
+        return new
 
 
 # ---- pieces of shards

@@ -22,7 +22,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import Step
+from raysgd.loop.step import StepTransaction
 from raysgd.trainer.calls import TrainCall
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
@@ -530,10 +530,10 @@ class SimMember(WorkerHandle):
 
     def _take_step(self, failure):
         """Do a step up to its failure. Return whether the step counts."""
-        step = Step()
+        step = StepTransaction()
         step.optimizers = [self]
         step.draw(None)
-        step.run(MicroBatch())
+        step.begin(MicroBatch())
         if failure is None or failure > 1:
             step.begin_update(self)
             self.weights[0] += 1
@@ -545,7 +545,7 @@ class SimMember(WorkerHandle):
         if counts:
             step.commit()
         else:
-            step.discard()
+            step.roll_back()
         return counts
 
     def _commit(self):

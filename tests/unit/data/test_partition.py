@@ -1,12 +1,13 @@
 """The samples of each worker: properties for any size, share, and interruption."""
 
+import itertools
 from collections import Counter
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raysgd.data.partition import EpochPartition, micro_batches_of, part_of
+from raysgd.data.partition import EpochPartition, part_of, plan_update
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
@@ -161,7 +162,7 @@ def shared_group(workers, full_size, *arguments, **others):
     if isinstance(workers, int):
         return group(*arguments, min(workers, full_size), full_size=full_size, **others)
     workers = workers[:full_size]
-    return group(*arguments, len(workers), full_size=full_size, shares=workers, **others)
+    return group(*arguments, len(workers), full_size=full_size, weights=workers, **others)
 
 
 @given(
@@ -206,43 +207,44 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     full_size, workers, sizes, in_parts
 ):
     """Each sample has the same weight, even if two workers have it."""
-    at_once = -(-max(sizes) // full_size)
+    max_rows = -(-max(sizes) // full_size)
     shards = {
-        size: shared_group(workers, full_size, size, at_once, global_batch=max(sizes))
+        size: shared_group(workers, full_size, size, max_rows, global_batch=max(sizes))
         for size in sizes
     }
-    world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
-    places = [
-        micro_batches_of(tuple(sizes), world_size, rank, at_once, in_parts, weighted)
+    world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].weights
+    plans = [
+        plan_update(tuple(sizes), world_size, rank, max_rows, in_parts, weighted)
         for rank in range(world_size)
     ]
     weights = Counter()
-    for rank, own in enumerate(places):
-        start, held = 0, iter(own)
+    for rank, plan in enumerate(plans):
+        start, planned = 0, iter(plan.micro_batches)
         for size in sizes:
             for low, high in shards[size][rank].batches(in_parts=in_parts):
-                place = next(held)
+                micro_batch = next(planned)
                 if weighted is None:
                     first, stop = part_of(size, world_size, rank)
-                    assert not in_parts or high - low <= (4 if at_once in (2, 3) else at_once)
-                    assert high - low > 1 or at_once == 1 or stop - first == 1
+                    assert not in_parts or high - low <= (4 if max_rows in (2, 3) else max_rows)
+                    assert high - low > 1 or max_rows == 1 or stop - first == 1
                 for sample in range(start + low, start + high):
-                    # the loss is averaged over the batch, and gradients over the workers
-                    mean = place.size / max(1, place.total) * place.share / world_size
-                    weights[sample] += mean / (high - low)
+                    # the loss is a mean over the batch
+                    weights[sample] += micro_batch.samples / plan.total / (high - low)
             start += size
-        assert next(held, None) is None
+        assert next(planned, None) is None
     expected = dict.fromkeys(range(sum(sizes)), 1 / sum(sizes))
     assert weights == pytest.approx(expected, rel=1e-12)
-    assert sum(place.size for own in places for place in own) == sum(sizes)
+    assert sum(plan.samples for plan in plans) == sum(sizes) == plans[0].total
     # forward passes can contain collectives, so all workers run the same number
-    assert len({tuple(place.step for place in own) for own in places}) == 1
-    for own in places:
-        assert [place.is_last for place in own] == [False] * (len(own) - 1) + [True]
+    assert len({tuple(each.step for each in plan.micro_batches) for plan in plans}) == 1
+    for plan in plans:
+        is_end = [each.ends_step for each in plan.micro_batches]
+        steps = [each.step for each in plan.micro_batches]
+        assert is_end == [now != later for now, later in itertools.pairwise([*steps, None])]
         weights_of_steps = Counter()
-        for place in own:
-            assert bool(place.weight) == bool(place.size)  # metrics ignore batches of size 0
-            weights_of_steps[place.step] += place.weight
+        for each in plan.micro_batches:
+            assert bool(each.weight) == bool(each.samples)  # metrics ignore repeated samples
+            weights_of_steps[each.step] += each.weight
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 

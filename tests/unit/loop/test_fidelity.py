@@ -49,7 +49,7 @@ class Mortal(Exact):
         if self.death == (step, "before") or (self.death == (step, "between") and self.part):
             self.end()
         result = super().train_batch(batch, batch_info)
-        if self.death == (step, "after") and self._train_state.step.place.is_last:
+        if self.death == (step, "after") and self._train_state.transaction.is_last:
             self.end()
         if self.config.get("tells", False):
             gather(self, None)
@@ -62,7 +62,7 @@ class Mortal(Exact):
 
 def gather(operator, value):
     """Return the values that the operators of all workers pass, by rank."""
-    return operator._train_state.feature("Exchange").worker.gather(value)
+    return operator._train_state.feature(Exchange).worker.gather(value)
 
 
 class Exchange(StepFeature):
@@ -73,7 +73,7 @@ class Exchange(StepFeature):
     def __init__(self, worker):
         self.worker = worker
 
-    def before_update(self, optimizer):
+    def before_update(self, tx, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         told = self.worker.gather([parameter.grad.clone() for parameter in parameters])
         for parameter, gradients in zip(parameters, zip(*told, strict=True), strict=True):
@@ -99,7 +99,7 @@ class Worker:
             self.gather(make() if rank == self.rank else None)[rank]
         )
         train_state.share_training_state = self.share_training_state
-        train_state.optimization.mean_over_workers = self.mean
+        train_state.sum_over_workers = self.total
         train_state.features.insert(0, Exchange(self))
         self.is_new = True
 
@@ -110,9 +110,8 @@ class Worker:
     def gather(self, value):
         return self.meeting.gather(self.rank, value)
 
-    def mean(self, value):
-        values = self.gather(value)
-        return sum(values) / len(values)
+    def total(self, value):
+        return sum(self.gather(value))
 
     def share_training_state(self, leader, follows):
         state = self.registration.from_rank(self.registration.training_state, leader)
@@ -308,7 +307,7 @@ class Raw(Exact):
         self.largest = max(self.largest, len(ids))
         (self.model(features, ids) - target).square().mean().backward()
         for optimizer in self.optimizers:
-            self._train_state.feature("Exchange").before_update(optimizer)
+            self._train_state.feature(Exchange).before_update(None, optimizer)
             optimizer.step()
             optimizer.zero_grad()
         return {"num_samples": len(ids)}
@@ -449,7 +448,7 @@ def test_all_workers_have_the_same_number_of_parts():
     dying = workers.members[0].operator
     dying.error, dying.death = MemoryError, (0, "before")
     workers.train(12)
-    assert workers.members[1].registration.parts.split == 2
+    assert workers.members[1].registration.micro_batching.split == 2
     workers.check(*plain_run(config, 6))
 
 

@@ -427,7 +427,7 @@ def test_only_schedulers_that_take_a_metric_get_it():
     optimizer.step()
     given = SimpleNamespace(schedulers=[linear, chained, plateau, own, needs])
     for metric in (9.0, 8.0):
-        Schedules(given).step_with(metric)
+        Schedules(given, lambda: None).step_with(metric)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.75)
     assert plateau.best == 8.0
     assert own.losses == [None, 9.0, 8.0]
@@ -647,9 +647,9 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1)
     joining, _ = loop_of(Streaming)
-    joining.join_call(loop.call_state())
-    assert joining.call == loop.call
-    assert joining.call.more_epochs == 1
+    joining.progress.join(vars(loop.progress.state))
+    assert joining.progress.state == loop.progress.state
+    assert joining.progress.state.more_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):

@@ -12,6 +12,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.state import Snapshots, check_position
+from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.state import copy_leaf
@@ -184,7 +185,7 @@ def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice()
 
 
 def begin_averages(operator):
-    operator._train_state.feature("Averaging").begin(0.9, 1)
+    operator._train_state.feature(Averaging).start(0.9, 1)
 
 
 def set_rate(operator):
@@ -310,7 +311,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
     state = SimpleNamespace(
         settings=SimpleNamespace(options=SimpleNamespace(elastic=ElasticConfig())),
         context=WorkerContext(world_rank=1, distributed=True),
-        sharded=["feature"],
+        sharded_features=["feature"],
         ranks_in_sync=True,
         epoch=0,
         global_step=7,

@@ -11,8 +11,9 @@ from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
+from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
-from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 
 def make_steps(
@@ -22,7 +23,7 @@ def make_steps(
     go_on=None,
     size=1,
     num_optimizers=1,
-    sharded=False,
+    is_partitioned=False,
     before=0,
     world_size=1,
 ):
@@ -37,7 +38,7 @@ def make_steps(
         batches = list(batches)
         steps_left = len(batches)
     source = BatchSource(batches)
-    source.sharded = sharded
+    source.is_partitioned = is_partitioned
     return train_state, StepIterator(
         train_state, source, iter(batches), limit, steps_left, go_on, Signal()
     )
@@ -87,7 +88,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         for optimizer in train_state.optimizers:
             optimizer.step()
         if fails_in_another:
-            train_state.step.begin_update(optimizer)
+            train_state.transaction.begin_update(optimizer)
         assert steps.fail() == again
 
 
@@ -230,9 +231,9 @@ def groups_of(train_state, steps, after=None, pause=None):
     """Return all batches, in groups."""
     groups, group = [], []
     for count, batch in enumerate(steps, start=1):
-        assert train_state.step.place.position == len(group)
+        assert train_state.transaction.index == len(group)
         group.append(batch)
-        if train_state.step.place.is_last:
+        if train_state.transaction.is_last:
             groups.append(group)
             group = []
         if count == after:
@@ -247,17 +248,17 @@ def groups_of(train_state, steps, after=None, pause=None):
     count=st.integers(0, 14),
     limit=st.none() | st.integers(1, 15),
     length_known=st.booleans(),
-    sharded=st.booleans(),
+    is_partitioned=st.booleans(),
 )
 def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
-    size, count, limit, length_known, sharded
+    size, count, limit, length_known, is_partitioned
 ):
     train_state, steps = make_steps(
         range(count),
         limit,
         count if length_known else None,
         size=size,
-        sharded=sharded and length_known,
+        is_partitioned=is_partitioned and length_known,
     )
     whole = min(count, limit or count)
     expected = [list(range(start, min(start + size, whole))) for start in range(0, whole, size)]
@@ -320,7 +321,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
     reached = at // size * size
     assert [*steps.fail(), *steps._batches] == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_batches == reached
-    assert train_state.step.place.position == 0
+    assert train_state.transaction.index == 0
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -209,10 +209,10 @@ MASKS = torch.tensor([[[0, 1], [255, 255]]], dtype=torch.uint8)
 def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, batch, counts):
     operator, found = run_operator(operator_cls, config), []
 
-    def mean(count):
+    def total(count):
         found.append(count)
         return count
 
-    operator._train_state.optimization.mean_over_workers = mean
+    operator._train_state.sum_over_workers = total
     operator.train_batch(batch, {})
     assert found == counts

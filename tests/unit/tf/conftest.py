@@ -14,9 +14,8 @@ def build():
     """A factory of operators that are set up in this process."""
     pytest.importorskip("tensorflow")
     from raysgd.tf.communication import Communication
-    from raysgd.tf.options import TFOptions
-    from raysgd.tf.registration import build_operator
-    from raysgd.tf.train_state import TFSettings
+    from raysgd.tf.options import TFOptions, TFSettings
+    from raysgd.tf.runner import build_operator
 
     def make(operator_cls, config=None, seed=3, workers=1, **options):
         settings = TFSettings(options=TFOptions(**options), context=WorkerContext(in_driver=True))

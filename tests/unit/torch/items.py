@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TrainingOperator
+from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import Sums, ratio
@@ -37,17 +37,55 @@ class Case:
     max_grad_norm: float | None = None
     scaled: bool = False
     """Whether to scale the loss, as for float16."""
+    shares: tuple[float, ...] | None = None
+    """Relative shares of the workers."""
+    num_missing: int = 0
+    """Workers that the group lacks, so that batches are larger, and are split."""
+    kind: str = "tokens"
+    """The loss: a mean over unmasked "tokens", or a mean over "samples", or a "sum"."""
+    by_hand: bool = False
+    """Whether user code partitions the data, so that raysgd does not know the sizes."""
+
+    @property
+    def full_size(self):
+        return self.num_workers + self.num_missing
+
+    @property
+    def is_valid(self):
+        """Whether raysgd supports this combination."""
+        if self.by_hand:
+            is_plain = self.shares is None and not self.num_missing
+            knows_sizes = self.kind != "samples" or self.num_losses == 1
+            fits = all(stop - start >= self.num_workers for start, stop in self.steps())
+            return is_plain and knows_sizes and fits
+        return self.kind != "sum" or self.num_losses == 1
+
+    def steps(self):
+        """Return the first and the last sample of each step."""
+        size = BATCH * self.full_size
+        bounds = [*range(0, len(self.targets), size), len(self.targets)]
+        return list(itertools.pairwise(bounds))
 
     def data(self):
         generator = torch.Generator().manual_seed(1)
         features = torch.randn(len(self.targets), LENGTH, 2, generator=generator).double()
-        return features, torch.tensor(self.targets, dtype=torch.float64)
+        targets = torch.tensor(self.targets, dtype=torch.float64)
+        return features, targets if self.kind == "tokens" else targets.nan_to_num()
+
+    def own_batches(self, rank):
+        """Return the batches of one worker, whose sizes differ."""
+        features, targets = self.data()
+        batches = []
+        for start, stop in self.steps():
+            own = slice(start + rank, stop, self.num_workers)
+            batches.append((features[own], targets[own]))
+        return batches
 
 
 def make_model():
     torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-    return model.double()
+    layers = torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1), torch.nn.Flatten(-2)
+    return torch.nn.Sequential(*layers).double()
 
 
 def make_optimizer(model):
@@ -55,7 +93,7 @@ def make_optimizer(model):
 
 
 def errors(output, target):
-    return (output[..., 0] - target.nan_to_num()) * ~target.isnan()
+    return (output - target.nan_to_num()) * ~target.isnan()
 
 
 def count_items(target):
@@ -71,34 +109,38 @@ class Tokens(TrainingOperator):
     def setup(self, config):
         self.case = case = config["case"]
         model = make_model()
+        criterion = torch.nn.MSELoss(reduction="sum") if case.kind == "sum" else mean_loss
         arguments = {"sharding_args": {"wrap": torch.nn.Linear}} if case.sharding == "full" else {}
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=make_optimizer(model),
-            criterion=mean_loss,
+            criterion=criterion,
             gradient_accumulation_steps=case.accumulation,
             max_grad_norm=case.max_grad_norm,
             sharding=case.sharding,
             **arguments,
         )
-        loader = DataLoader(TensorDataset(*case.data()), batch_size=BATCH)
-        self.register_data(train_loader=loader, validation_loader=loader)
+        loader = train_loader = DataLoader(TensorDataset(*case.data()), batch_size=BATCH)
+        if case.by_hand:
+            train_loader = case.own_batches(self.world_rank)
+        self.register_data(train_loader=train_loader, validation_loader=loader)
 
+
+class Masked(Tokens):
     def num_items(self, batch):
         return count_items(batch[1])
 
 
 class SeveralLosses(Tokens):
-    num_items = TrainingOperator.num_items
-
     def train_batch(self, batch, batch_info):
         features, target = batch
         self.optimizer.zero_grad()  # keeps the gradients of earlier batches in the group
         output, count = self.model(features), count_items(target)
-        self.backward(mean_loss(output, target), num_samples=count)
+        given = {"num_samples": count} if self.case.kind == "tokens" else {}
+        self.backward(mean_loss(output, target), **given)
         for _ in range(self.case.num_losses - 1):
             loss = errors(self.model(features), target).abs().sum() / count
-            self.backward(loss, num_samples=count)
+            self.backward(loss, **given)
         self.optimizer_step(self.optimizer)
         total = errors(output.detach(), target).square().sum()
         return {"train_loss": Sums(ratio, total=total, weight=count), "num_samples": len(target)}
@@ -111,11 +153,14 @@ class SeveralLosses(Tokens):
 
 def make_runner(case):
     precision: dict[str, Any] = {"use_fp16": True, "amp_dtype": torch.float16}
+    default = Masked if case.kind == "tokens" else Tokens
+    shares = {"node": 1.0} if case.shares else "even"
     return TorchRunner(
         TorchOptions(
-            training_operator_cls=Tokens if case.num_losses == 1 else SeveralLosses,
+            training_operator_cls=default if case.num_losses == 1 else SeveralLosses,
             config={"case": case},
-            num_workers=case.num_workers,
+            num_workers=case.full_size,
+            elastic=ElasticConfig(shares=shares),
             use_gpu=False,
             **(precision if case.scaled else {}),
         )
@@ -131,8 +176,8 @@ def run(case, rank):
     )
     train_state, operator = runner._train_state, runner.operator
     if case.num_parts > 1:
-        train_state.parts.raise_split(case.num_parts)
-    trained = runner.handle(TrainRequest(call=0, until_epoch=1))
+        train_state.micro_batching.raise_split(case.num_parts)
+    trained = runner.handle(TrainRequest(call=0, until_epoch=1, shares=case.shares))
     validated = runner.handle(ValidateRequest(call=1))
     parameters = [
         (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
@@ -147,13 +192,13 @@ def expected(case):
     (features, targets), model = case.data(), make_model()
     optimizer = make_optimizer(model)
     total = 0.0
-    step = BATCH * case.num_workers
+    step = BATCH * case.full_size
     for start in range(0, len(targets), step * case.accumulation):
         target = targets[start : start + step * case.accumulation]
         error = errors(model(features[start : start + len(target)]), target)
         total += error.detach().square().sum()
         loss = error.square().sum() + (case.num_losses - 1) * error.abs().sum()
-        (loss / max(1, count_items(target))).backward()
+        (loss if case.kind == "sum" else loss / max(1, count_items(target))).backward()
         if case.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_grad_norm)
         optimizer.step()
@@ -161,7 +206,7 @@ def expected(case):
     parameters = [each.detach() for each in model.parameters()]
     with torch.no_grad():
         validated = errors(model(features), targets).square().sum()
-    count = count_items(targets)
+    count = len(targets) if case.kind == "sum" else count_items(targets)
     return parameters, (total / count).item(), (validated / count).item()
 
 

@@ -240,7 +240,7 @@ class Player:
         runner.setup(self.context)
         models = runner.operator.all_models
         assert not any(isinstance(p, DTensor) for model in models for p in model.parameters())
-        pieces = [p for each in runner.operator._train_state.sharded for p in each._pieces]
+        pieces = [p for each in runner.operator._train_state.sharded_features for p in each._pieces]
         assert all(piece.base is None for piece in pieces)  # no copy of the parameters
         self.rejoin(members, is_new=True)
         self.train(call, NUM_STEPS)

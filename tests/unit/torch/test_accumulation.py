@@ -1,4 +1,4 @@
-"""Weights of the batches in an accumulation group."""
+"""Weights of the losses of an update."""
 
 import math
 
@@ -6,58 +6,78 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.data.partition import MicroBatch
-from raysgd.torch.optimization import Group, as_count
+from raysgd.data.partition import MicroBatch, UpdatePlan
+from raysgd.loop.step import StepTransaction
+from raysgd.torch.optimization import as_count
 
 
-def effective_weights(sizes, planned, num_losses=1, **weighing):
-    """Return the final weight of each batch's gradient."""
-    group, held = Group(), []
-    for position, size in enumerate(sizes):
-        group.begin(MicroBatch(position, planned, is_last=position == len(sizes) - 1))
-        correction, weight = group.weigh(size, **weighing)
+def weights_of(steps, planned=None, tx=None, num_workers=1, counts=True, others=0):
+    """Return the final weight of each micro-batch's gradient. None is a batch without a loss."""
+    tx, held = tx or StepTransaction(), []
+    tx.begin_plan(UpdatePlan(tuple(MicroBatch(step=i) for i in range(planned or len(steps)))))
+    for index, count in enumerate(steps):
+        tx.begin(MicroBatch(step=index), is_last=index == len(steps) - 1)
+        if count is None:
+            continue
+        given = (count if counts else None), num_workers, lambda total: total + others
+        correction, weight = tx.weigh(*given)
         held = [value * correction for value in held] + [weight]
-        for _ in range(num_losses - 1):
-            assert group.weigh(size) == (1.0, weight)
+        assert tx.weigh(*given) == (1.0, weight)  # another loss
+    tx.commit()
     return held
 
 
-@given(st.lists(st.integers(1, 64), min_size=1, max_size=8), st.integers(0, 4), st.integers(1, 3))
-def test_each_batch_counts_by_its_samples(sizes, more_planned, num_losses):
-    weights = effective_weights(sizes, len(sizes) + more_planned, num_losses)
-    assert weights == pytest.approx([size / sum(sizes) for size in sizes], rel=1e-12)
+counts = st.lists(st.integers(0, 64), min_size=1, max_size=8)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 30), st.booleans())
-def test_items_are_weighted_by_the_mean_count_of_the_workers(sizes, others, sums_each_batch):
-    mean = (sum(sizes) + others) / 2
-    weighing = {"mean_over_workers": lambda count: (count + others) / 2}
-    weights = effective_weights(sizes, len(sizes), sums_each_batch=sums_each_batch, **weighing)
-    assert weights == pytest.approx([size / mean if size else 0 for size in sizes], rel=1e-12)
+@given(counts, st.integers(0, 4), st.integers(1, 4), st.integers(0, 90))
+def test_each_item_of_all_workers_has_the_same_weight(steps, more_planned, num_workers, others):
+    tx, total = StepTransaction(), sum(steps) + others
+    for _ in range(2):  # the second update knows the total of the first
+        weights = weights_of(steps, len(steps) + more_planned, tx, num_workers, others=others)
+        expected = [count * num_workers / total if count else 0 for count in steps]
+        assert weights == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.integers(1, 8), st.integers(0, 4), st.integers(1, 4))
+def test_batches_of_unknown_size_have_the_same_weight(number, more_planned, num_workers):
+    planned = number + more_planned
+    weights = weights_of([1] * number, planned, num_workers=num_workers, counts=False)
+    assert weights == pytest.approx([1 / number] * number, rel=1e-12)
+
+
+def test_the_usual_update_needs_no_correction_of_gradients():
+    for samples, total in ((49, 49 * 2 * 3), (None, None)):
+        tx, batches = StepTransaction(), [MicroBatch(samples, step=step) for step in range(2)]
+        tx.begin_plan(UpdatePlan(tuple(batches), total))
+        for micro_batch in batches:
+            tx.begin(micro_batch, is_last=micro_batch.step == 1)
+            assert tx.weigh(None, 3) == (1.0, 0.5)
 
 
 def test_batch_without_a_loss_does_not_count():
-    group = Group()
-    group.begin(MicroBatch(0, 3, is_last=False))
-    group.begin(MicroBatch(1, 3, is_last=False))
-    assert group.weigh(4) == (1.0, 1 / 3)
-    group.begin(MicroBatch(2, 3, is_last=True))
-    assert group.holds
-    assert group.weigh(4) == (1.5, 0.5)
+    assert weights_of([None, 4, 4], counts=False) == [0.5, 0.5]
+    assert weights_of([None, 4, 4]) == [0.5, 0.5]
 
 
-def test_sizes_for_some_batches_of_a_group_are_an_error():
+def test_counts_for_some_batches_of_an_update_are_an_error():
     for first, second in ((None, 3), (3, None)):
-        group = Group()
-        group.begin(MicroBatch(0, 2, is_last=False))
-        group.weigh(first)
-        group.begin(MicroBatch(1, 2, is_last=True))
+        tx = StepTransaction()
+        tx.begin(MicroBatch(), is_last=False)
+        tx.weigh(first)
+        tx.begin(MicroBatch())
         with pytest.raises(ValueError, match="for all of them or for none"):
-            group.weigh(second)
-    group.begin(MicroBatch(0, 1))
-    group.weigh(3)
+            tx.weigh(second)
+
+
+def test_counts_of_losses_may_differ_only_between_optimizers():
+    tx = StepTransaction()
+    tx.begin(MicroBatch())
+    tx.weigh(3.0)
     with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):
-        group.weigh(4)
+        tx.weigh(4.0)
+    tx.end_update(object())
+    assert tx.weigh(4.0) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("count", ["3", True, [1], 1j, -1, math.inf, math.nan])

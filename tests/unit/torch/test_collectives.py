@@ -193,7 +193,7 @@ for limit in (8, 2**20):
     expected[:, ::2], expected[0, 1::2], expected[1, 2] = 0.0, 0.0, float("nan")
     assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0)), whole
 assert collectives.minimum(3 + rank, whole.device) == 3
-assert torch.tensor(collectives.mean(float("nan") if rank else 1.0, whole.device)).isnan()
+assert torch.tensor(collectives.total(float("nan") if rank else 1.0, whole.device)).isnan()
 print("good")
 """
 

@@ -57,6 +57,16 @@ def check(case, results):
     assert validated["val_loss"] == pytest.approx(val_loss, abs=1e-10, nan_ok=True)
 
 
+def supported(case):
+    """Return the case without what raysgd does not support together."""
+    case = replace(
+        case,
+        scaled=case.scaled and case.sharding != "full",
+        shares=case.shares and tuple(case.shares[: case.num_workers]),
+    )
+    return case if case.is_valid else replace(case, by_hand=False, kind="tokens")
+
+
 SEVERAL = [[1.0, MASKED], NOTHING, [2, 1], [-1, MASKED], NOTHING, [0.5, 0.25], [1, 1]]
 NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 
@@ -78,7 +88,11 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
         sharding=st.sampled_from([None, None, "optimizer", *["full"] * HAS_FULL_SHARDING]),
         max_grad_norm=st.sampled_from([None, 0.05]),
         scaled=st.booleans(),
-    ).map(lambda case: replace(case, scaled=case.scaled and case.sharding != "full"))
+        shares=st.none() | st.lists(st.floats(0.2, 1), min_size=NUM_RANKS, max_size=NUM_RANKS),
+        num_missing=st.sampled_from([0, 0, 1, 2]),
+        kind=st.sampled_from(["tokens", "tokens", "samples", "sum"]),
+        by_hand=st.booleans(),
+    ).map(supported)
 )
 @example(Case(NOTHING_ON_RANK_0, num_workers=2))
 @example(Case(NOTHING_ON_RANK_0, num_workers=2, num_losses=2, sharding="full"))
@@ -87,6 +101,10 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 @example(Case(SEVERAL, num_workers=3, accumulation=2, num_parts=2, sharding="full"))
 @example(Case(SEVERAL, num_workers=2, accumulation=3, num_losses=2, sharding="optimizer"))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, max_grad_norm=0.05))
+@example(Case(SEVERAL, num_workers=3, shares=(3.0, 1.0, 2.0), num_parts=2, kind="samples"))
+@example(Case(SEVERAL * 2, num_workers=2, accumulation=3, num_missing=2, kind="sum"))
+@example(Case(SEVERAL, num_workers=2, accumulation=2, kind="samples", by_hand=True))
+@example(Case(SEVERAL, num_workers=2, accumulation=2, num_losses=2, by_hand=True, num_parts=2))
 def test_update_equals_that_of_one_process(workers, case):
     assume(HAS_FULL_SHARDING or case.sharding != "full")
     check(case, workers(case))

@@ -151,7 +151,7 @@ def run(case, rank):
         WorkerContext(world_rank=rank, world_size=case.num_workers, distributed=is_distributed)
     )
     if case.num_parts > 1:
-        runner._train_state.parts.raise_split(case.num_parts)
+        runner._train_state.micro_batching.raise_split(case.num_parts)
     log = logging.handlers.MemoryHandler(1000, flushLevel=100)
     logging.getLogger("raysgd").addHandler(log)
     trained = runner.handle(TrainRequest(call=0, until_epoch=1))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
+from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.train_state import OperatorSettings
+from raysgd.torch.registered_state import OperatorSettings
 from tests.operators import Classifier, make_model, parameters, register_all
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
@@ -68,7 +69,7 @@ def test_changes_by_apply_all_operators_that_new_workers_lack_are_a_warning(capl
     operator = run_operator(Teaching, {"keeps": True})
     state = operator._train_state
     state.settings.context = WorkerContext(in_driver=False)
-    with state.feature("Untracked").applying():
+    with state.feature(Untracked).applying():
         operator.alpha = 0.5
         operator.criterion.label_smoothing = 0.1
         operator.model[0].weight.data.mul_(2)  # this change travels
@@ -307,7 +308,7 @@ def test_only_an_overridden_num_items_communicates():
     for overridden in (False, True):
         methods = {"num_items": lambda self, batch: None} if overridden else {}
         operator = run_operator(type("Counting", (Classifier,), methods))
-        operator._train_state.optimization.mean_over_workers = asked
+        operator._train_state.sum_over_workers = asked
         if overridden:  # also if it returns None, because other workers may return a count
             with pytest.raises(AssertionError):
                 operator.train_batch(BATCH, {})

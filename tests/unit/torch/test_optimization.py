@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.testing import run_operator
 from tests.operators import Adversaries, Classifier, parameters
 from tests.unit.recorder import Recorder
@@ -343,10 +343,11 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     state = operator._train_state
     elastic = ElasticConfig(shares=shares)
     state.settings.options = dataclasses.replace(state.settings.options, elastic=elastic)
-    state.step.draw(None)
-    state.optimization.begin_batch(MicroBatch(share=1.5))
+    tx = state.transaction
+    tx.begin_plan(UpdatePlan((MicroBatch(samples=6),), total=8))
+    tx.begin(MicroBatch(samples=6))
     operator.train_batch(BATCH, {})
-    state.optimization.before_commit()
+    state.optimization.before_commit(tx)
     assert ("does not call self.backward(loss)" in caplog.text) == warns
 
 

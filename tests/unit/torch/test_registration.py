@@ -14,8 +14,9 @@ from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_step_freq
+from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
-from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import assert_names
 from tests.operators import Classifier
 
@@ -127,11 +128,10 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
     wrapped = registration.register(train_state, model, sgd(model), accumulation_steps=2)[0]
     registration.adopt_wrappers(train_state, [])
-    for feature in train_state.features:
-        feature.begin_batch(MicroBatch(planned=2, is_last=False))
+    train_state.begin(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
-        feature.commit()
+        feature.commit(train_state.transaction)
     assert wrapped.require_backward_grad_sync
 
 
@@ -339,7 +339,9 @@ def register_all(**given):
     return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # a DeprecationWarning, or a FutureWarning since 2.15
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit"
+)  # a DeprecationWarning, or a FutureWarning since 2.15
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
@@ -370,7 +372,7 @@ def test_objects_that_cannot_work_are_refused_with_the_way(process_group, given,
 
 def test_error_of_a_compiled_wrapper_names_the_way():
     error = torch._dynamo.exc.InternalTorchDynamoError("value=<raysgd.comm.gloo.GlooGroup object>")
-    make_registration().parts.explain(error)
+    make_registration().micro_batching.explain(error)
     assert "register(models=torch.compile(model)" in error.__notes__[0]
 
 

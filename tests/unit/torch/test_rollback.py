@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.step import Step
+from raysgd.loop.step import StepTransaction
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 
 
@@ -21,22 +21,23 @@ class Steps:
     """Steps with two updates each, for which `Rollback` keeps copies."""
 
     def __init__(self, *optimizers, models=()):
-        self.step, self.optimizers = Step(), optimizers
+        self.step, self.optimizers = StepTransaction(), optimizers
         self.step.optimizers = optimizers
-        self.rollback = Rollback(self.step, optimizers, models)
+        self.rollback = Rollback(optimizers, models)
         self.step._most_updates.update({id(optimizer): 2 for optimizer in optimizers})
 
     def begin(self):
         self.step.draw(None)
-        self.rollback.begin_batch(MicroBatch())
+        self.step.begin(MicroBatch())
+        self.rollback.begin(self.step)
 
     def commit(self):
         self.step.commit()
-        self.rollback.commit()
+        self.rollback.commit(self.step)
 
     def discard(self):
-        self.rollback.roll_back()
-        self.step.discard()
+        self.rollback.roll_back(self.step)
+        self.step.roll_back()
 
 
 def test_parameters_frozen_as_the_step_begins_are_restored():
@@ -126,7 +127,7 @@ def test_parameters_that_steps_move_before_the_update_are_restored():
             parameter.add_(1)
 
     move()
-    steps.rollback.before_update(steps.optimizers[0])
+    steps.rollback.before_update(steps.step, steps.optimizers[0])
     with torch.no_grad():
         parameter.sub_(1)
     steps.commit()
@@ -217,10 +218,10 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
     for changes in steps:
         for change in changes:
             change(model)
-        copies.commit()
+        copies.update()
     for _ in range(1 + again):
         expected = values(model)
         for change in failing:
             change(model)
-        copies.roll_back()
+        copies.roll_back(StepTransaction())
         torch.testing.assert_close(values(model), expected, rtol=0, atol=0)

@@ -13,8 +13,10 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.signal import Signal
+from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
-from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 NUM_STEPS = 6
 
@@ -256,7 +258,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
     with make_trainer(num_models=num_models, updates=updates) as trainer:
         operator = trainer.get_local_operator()
         if averages:
-            operator._train_state.feature("Averaging").begin(0.5, 1)
+            operator._train_state.feature(Averaging).start(0.5, 1)
         trainer.train(num_steps=1)  # shows how many updates a step makes
         for point, kind, visits, num_steps in plan:
             before = copy.deepcopy(trainer.state_dict())
@@ -271,7 +273,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
                     0 if point == "validation" else num_steps
                 )
             operator.hook = lambda where: None
-            if operator._train_state.step.is_partial:
+            if operator._train_state.transaction.is_partial:
                 assert point == "in the update" or updates * num_models > 1
                 restore(trainer, before)
             operator = trainer.get_local_operator()  # a restart replaces the operator
@@ -348,7 +350,7 @@ def flat(tree):
 
 def test_sparse_averages_are_an_error():
     train_state = make_registration(torch.optim.SGD, torch.float32)
-    train_state.feature("Averaging").begin(0.5, 1)
+    train_state.feature(Averaging).start(0.5, 1)
     state = copy.deepcopy(train_state.training_state())
     given = state["averages"]["models"][0]
     given["weight"] = given["weight"].to_sparse()

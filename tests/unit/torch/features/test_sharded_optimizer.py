@@ -16,15 +16,16 @@ from torch.distributed.fsdp import FSDPModule
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.data.partition import MicroBatch
 from raysgd.elastic.snapshots import with_shares
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
+from raysgd.loop.step import StepTransaction
+from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.sharding.shards import Layout, gather_state, transfers
-from raysgd.torch.train_state import OperatorSettings
 from tests.conftest import (
     HAS_FULL_SHARDING,
     IN_SOAK,
@@ -203,7 +204,7 @@ def test_random_losses_give_the_result_of_one_process(play, given):
 
 def divided(optimizer, copies=None):
     each = ShardedOptimizer(optimizer, copies)
-    each.begin()
+    each.shard_steps()
     return each
 
 
@@ -246,7 +247,7 @@ def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group)
     parameter.grad = torch.ones(3)
     optimizer.step()
     scheduler.step()
-    each.commit()
+    each.commit(StepTransaction())
     assert seen[0][0] is parameter
     assert parameter.tolist() == [0, 0, 0]
     with torch.no_grad():
@@ -435,15 +436,8 @@ def test_later_changes_that_sharding_does_not_support_raise(process_group):
     operator = build(lambda: given, WorkerContext(distributed=True))
     train_state, model = operator._train_state, operator.model
     with pytest.raises(ValueError, match="Leave out the callback, or the sharding"):
-        train_state.feature("Averaging").begin(0.9, start_epoch=0)
+        train_state.feature(Averaging).start(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
-        train_state.feature("FullyShardedModel").check_trained()
+        train_state.fully_sharded.check_trained()
     model[0].weight.requires_grad_(True)
-    optimization = train_state.optimization
-    for position, size, is_last in ((0, 3, False), (1, 2, True)):
-        optimization.begin_batch(MicroBatch(position, 2, is_last=is_last))
-        optimization.group.samples = size  # as the default loop counts them
-        expected = pytest.raises(RuntimeError, match="raysgd cannot correct that")
-        with expected if is_last else contextlib.nullcontext():
-            operator.backward(model(torch.ones(size, 8)).sum())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raysgd.data.partition import MicroBatch
+from raysgd.loop.step import StepTransaction
 from raysgd.torch.features.speed import Speed
 from tests.unit.cluster.clock import ManualClock
 
@@ -25,11 +26,13 @@ def make():
 
 
 def step(clock, model, speed, size, seconds):
-    speed.begin_batch(MicroBatch(size=size))
+    tx = StepTransaction()
+    tx.begin(MicroBatch(samples=size))
+    speed.begin_micro_batch(tx)
     clock.sleep(seconds)
     model(torch.ones(1, 2)).sum().backward()
     clock.sleep(5.0)  # the time to wait for other workers
-    speed.before_commit()
+    speed.before_commit(tx)
 
 
 def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
@@ -44,8 +47,10 @@ def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
 def test_a_warm_up_counts_though_it_is_rolled_back(clock):
     model, speed = make()
     for seconds in (3.0, 0.5):
-        speed.begin_batch(MicroBatch(size=8))
+        tx = StepTransaction()
+        tx.begin(MicroBatch(samples=8))
+        speed.begin_micro_batch(tx)
         clock.sleep(seconds)
         model(torch.ones(1, 2)).sum().backward()
-        speed.roll_back()
+        speed.roll_back(tx)
     assert speed.samples_per_s == pytest.approx(16.0)

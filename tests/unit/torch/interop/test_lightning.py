@@ -11,8 +11,8 @@ from raysgd._internal.context import WorkerContext
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
-from raysgd.torch.train_state import OperatorSettings
 from tests.fidelity import flat
 from tests.unit.loop.test_fidelity import Workers
 

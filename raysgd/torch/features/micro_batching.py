@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,24 +13,25 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatch, part_of
-from raysgd.loop.feature import MicroBatches
+from raysgd.loop.micro_batching import MicroBatching
 from raysgd.torch.batches import map_batch
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
-
+from raysgd.torch.registered_state import OperatorSettings, RegisteredState
 
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Messages that identify errors without their own class."""
 _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, because {}."
 
 
-class TorchMicroBatches(MicroBatches):
+class TorchMicroBatching(MicroBatching):
     """Splits batches of tensors in nested containers."""
 
-    _train_state: TorchTrainState
+    _settings: OperatorSettings
     _num_samples: float = 0
     """Samples of the current batch; 0 if unknown."""
+
+    def __init__(self, train_state: RegisteredState) -> None:
+        super().__init__(train_state.settings)
+        self._train_state = train_state
 
     @functools.cached_property
     def batch_norms(self) -> set[type[torch.nn.Module]]:
@@ -43,27 +44,27 @@ class TorchMicroBatches(MicroBatches):
         """Minimum number of samples in a part. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
+    def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
-        whole = [(in_own_containers(batch), place)]
-        self._num_samples = place.size or 0
-        is_wanted = self.in_use and self._train_state.settings.options.split_on_oom
+        whole = [(in_own_containers(batch), micro_batch)]
+        self._num_samples = micro_batch.samples or 0
+        is_wanted = self.in_use and self._settings.options.split_on_oom
         if self.split == 1 or not is_wanted:
             return whole
         factor, rows = self.split, num_rows(batch, self._num_samples)
         smallest = self._smallest_part
         number = factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
         # A forward pass may communicate, so all workers make the same number of passes.
-        repeats = factor - number if self._train_state.context.world_size > 1 else 0
+        repeats = factor - number if self._settings.context.world_size > 1 else 0
         if number + repeats == 1:
             return whole
         parts = batch_parts(batch, number) if rows else [in_own_containers(batch)]
-        places = place.parts(number, max(rows, 1), factor, repeats)
+        micro_batches = micro_batch.split(number, max(rows, 1), repeats)
         parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
-        return list(zip(parts, places, strict=True))
+        return list(zip(parts, micro_batches, strict=True))
 
     def is_tolerable(self, error: BaseException) -> bool:
-        return self._train_state.settings.options.split_on_oom and ran_out_of_memory(error)
+        return self._settings.options.split_on_oom and ran_out_of_memory(error)
 
     def explain(self, error: BaseException) -> None:
         if "Dynamo" in type(error).__name__ and "raysgd.comm" in str(error):
@@ -88,7 +89,7 @@ class TorchMicroBatches(MicroBatches):
             why_not = why_not or "smaller parts would have too few samples"
         if not self.in_use:
             why_not = why_not or "train_epoch is not the default one"
-        if self._train_state.step.is_partial:
+        if self._train_state.transaction.is_partial:
             why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))
@@ -101,7 +102,7 @@ class TorchMicroBatches(MicroBatches):
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         if self.batch_norms:
-            self._train_state.say(
+            self._settings.warn_once(
                 "batch norm",
                 "From now on, batch normalization normalizes parts of a batch, which changes the "
                 "result.",

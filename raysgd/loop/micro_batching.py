@@ -1,0 +1,68 @@
+"""Splits batches into parts that share one update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.feature import StepFeature
+from raysgd.loop.settings import Settings
+from raysgd.loop.step import StepTransaction
+
+
+class IndivisibleError(BaseException):
+    """Raised in a part of a batch that must not be split. The loop repeats the step unsplit.
+
+    It does not derive from Exception, so that user code does not catch it.
+    """
+
+
+class MicroBatching(StepFeature):
+    """Decides whether batches may be split into parts, and splits them if memory ran out.
+
+    Parts are equivalent to the whole batch if user code computes all gradients before the update,
+    and uses the helpers of raysgd for gradients and updates.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.why_not: str | None = None  # why batches must not be split
+        self.in_use = False  # the loop takes large batches in parts
+        self.split = 1  # parts of each batch; more than 1 after memory ran out
+
+    def refuse(self, why: str, tx: StepTransaction) -> None:
+        """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
+        self.why_not = self.why_not or why
+        if tx.is_split:
+            raise IndivisibleError(why)
+
+    def begin(self, tx: StepTransaction) -> None:
+        """Warn if a batch cannot be split and is larger because workers are missing."""
+        if tx.plan.is_large:
+            self._settings.warn_once(
+                "indivisible",
+                "With %d of %d workers, each batch has more samples than its loader's batch size, "
+                "and needs more memory. It cannot be split: %s.",
+                self._settings.context.world_size,
+                self._settings.options.num_workers,
+                self.why_not or "only the default train_epoch takes batches in parts",
+            )
+
+    def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
+        """Return the micro-batches of a batch. By default, this is the whole batch."""
+        return [(batch, micro_batch)]
+
+    def split_after(self, error: BaseException, batch: Any) -> int:
+        """Return the number of parts to use after an error in a step, or 0 to raise the error."""
+        return 0
+
+    def raise_split(self, factor: int) -> None:
+        """Use at least `factor` parts. All ranks must call this at the same step."""
+
+    def explain(self, error: BaseException) -> None:
+        """Add advice to an error of a step."""
+
+    def is_tolerable(self, error: BaseException) -> bool:
+        """Return whether training can continue after an error, because only memory ran out."""
+        return False

@@ -1,0 +1,98 @@
+"""The objects that a PyTorch operator registers, and its group of workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raysgd.loop.feature import ShardedFeature
+from raysgd.loop.settings import Settings
+from raysgd.loop.train_state import TrainState
+from raysgd.torch import collectives
+from raysgd.torch.features.rollback import BufferCopies
+from raysgd.torch.loading import TorchSources
+from raysgd.torch.options import TorchOptions
+
+
+@dataclass
+class OperatorSettings(Settings):
+    options: TorchOptions = field(default_factory=TorchOptions)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class RegisteredState(TrainState):
+    """What the features of a step use. `TorchTrainState` adds the features, and saves the state."""
+
+    settings: OperatorSettings
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    data: TorchSources
+
+    def __init__(self, settings: OperatorSettings) -> None:
+        super().__init__(settings, seed=torch.initial_seed() % 2**62)
+        self.data = TorchSources(settings, self.seed)
+        self.schedulers: list[Any] = []
+        self.criteria: list[Any] = []
+        self.buffers = BufferCopies()
+        self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
+        """Models without trainable parameters, with the modes of their modules at `register`."""
+
+    def set_mode(self, training: bool) -> None:
+        """Set train or eval mode. In training, frozen models keep their mode from `register`."""
+        for model in self.models:
+            model.train(training)
+        for model, modes in self.frozen_modes if training else ():
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                for module, mode in modes:
+                    module.training = mode
+
+    def _current_modes(self) -> list[tuple[torch.nn.Module, bool]]:
+        return [(module, module.training) for each in self.models for module in each.modules()]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.modes = self.modes or self._current_modes()
+        with super().evaluating():
+            yield
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        self.modes = self._current_modes()
+        try:
+            yield
+        finally:
+            self.resume_modes()
+            self.roll_back()
+
+    @property
+    def fully_sharded(self) -> ShardedFeature | None:
+        """The feature that shards models, if there is one."""
+        return next((each for each in self.sharded_features if each.is_fully_sharded), None)
+
+    # ---- the other workers
+
+    def minimum(self, value: int) -> int:
+        return collectives.minimum(value, self.settings.device)
+
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        return collectives.broadcast_state(make, rank, self.settings.device)
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of workers that average their gradients."""
+        return self.context.world_size if self.context.distributed and self.replicated else 1
+
+    def sum_over_workers(self, value: float) -> float:
+        """Return the sum of a number over the workers that average their gradients."""
+        if self.num_averaged == 1:
+            return value
+        return collectives.total(value, self.settings.device)
+
+    def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
+        if buffers:
+            collectives.broadcast_tensors(buffers, source=0)
+            self.buffers.update()
