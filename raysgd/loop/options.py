@@ -50,6 +50,7 @@ class Options(ABC):
     elastic: Any = None
 
     trainer: ClassVar[str]
+    num_shards: ClassVar[int | None] = None  # parts of a step that do not depend on the workers
     flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")  # booleans
     precisions: ClassVar[Collection[Any]]  # allowed values of ``use_fp16``
 

@@ -56,13 +56,16 @@ class TrainState(ABC):
         # Global steps that user code set. Each key is the number of committed steps then.
         self.counted: dict[int, int] = {}
         self.seed = seed
-        self.transaction = StepTransaction()
+        self.transaction = self._new_transaction()
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
         self.segment: Segment | None = None
+
+    def _new_transaction(self) -> StepTransaction:
+        return StepTransaction()
 
     @property
     def context(self) -> WorkerContext:

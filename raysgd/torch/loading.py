@@ -31,7 +31,7 @@ from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import IGNORED
-from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
+from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked, seed_all
 
 _MISSING = object()
 
@@ -40,6 +40,9 @@ class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
         options = self._settings.options
+        if options.num_shards is not None:
+            for name, source in self._sources.items():
+                _check_shards(name, source)
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
@@ -95,6 +98,7 @@ class ShardedLoader(PartitionedSource):
         batch_share: int | None = None,
         full_size: int | None = None,
         global_batch: int | None = None,
+        num_shards: int | None = None,
     ) -> None:
         # Without a batch size, each item is a ready batch and cannot grow. The same holds for the
         # batches of a user's batch sampler.
@@ -113,6 +117,7 @@ class ShardedLoader(PartitionedSource):
             drop_last=bool(loader.drop_last),
             even=training,
             full_size=full_size,
+            num_shards=num_shards,
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
@@ -154,7 +159,7 @@ class ShardedLoader(PartitionedSource):
         if self._tensors is not None:
             return self._complete((self._rows(order, *span) for span in first), order, again)
         loader = self._reader()
-        loader._index_sampler.begin(order, first)
+        loader._index_sampler.begin(order, first, None if shard.num_shards is None else epoch)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
@@ -191,6 +196,8 @@ class ShardedLoader(PartitionedSource):
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             made = changed(self.loader, **{name: _Indices(flat=self.loader.batch_size is None)})
+            if self._shard.num_shards is not None:
+                made = changed(made, dataset=SeededSamples(self.loader.dataset, self._seed))
             if self.loader.persistent_workers:
                 self._kept_loader = made
         return made
@@ -321,12 +328,44 @@ class _Indices:
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
-    def begin(self, order: Order, spans: Iterator[tuple[int, int]]) -> None:
-        self._order, self._spans = order, spans
+    def begin(
+        self, order: Order, spans: Iterator[tuple[int, int]], epoch: int | None = None
+    ) -> None:
+        """Begin an epoch. If it is given, each index is a pair of the epoch and the index."""
+        self._order, self._spans, self._epoch = order, spans, epoch
 
     def __iter__(self) -> Iterator[Any]:
-        batches = (picked(self._order, start, stop) for start, stop in self._spans)
+        batches: Iterator[Any] = (picked(self._order, *span) for span in self._spans)
+        if self._epoch is not None:
+            batches = ([(self._epoch, key) for key in batch] for batch in batches)
         return itertools.chain.from_iterable(batches) if self._flat else batches
+
+
+class SeededSamples(Dataset[Any]):
+    """A data set whose random numbers follow from the seed, the epoch, and the sample.
+
+    Its indices are pairs of the epoch and the index. The epoch travels with them, because loader
+    processes have copies of this object.
+    """
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self._data, self._seed = data, seed
+
+    def __getitem__(self, key: tuple[int, Any]) -> Any:
+        epoch, index = key
+        text = repr((self._seed, epoch, index))
+        seed_all(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()))
+        return self._data[index]
+
+
+def _check_shards(name: str, source: BatchSource) -> None:
+    is_split = isinstance(source, ShardedLoader) and source.loader.batch_size is not None
+    if not is_split or source.loader.collate_fn is _join_samples:
+        raise ValueError(
+            f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
+            "batch_size and a map-style data set, which raysgd can divide into shards, but it is "
+            f"{source.describe()}."
+        )
 
 
 def wrap_loader(

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from raysgd._internal.arguments import check_choice
+from raysgd._internal.arguments import check_choice, check_int, set_fields
 from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
 from raysgd.loop.options import Options
 from raysgd.torch.precision import PRECISIONS
+
+
+@dataclass(frozen=True)
+class EqualBits:
+    """Train with the same bits on any number of workers: ``TorchTrainer(exact=EqualBits(8))``.
+
+    Args:
+        num_shards: Number of parts of each step. It decides the result, together with the data and
+            the seed. ``exact="bits"`` uses `num_workers`. Pass a number to compare or resume runs
+            with different `num_workers`. A DataLoader's ``batch_size`` is then the size of a shard.
+    """
+
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        check_int("EqualBits", "num_shards", self.num_shards, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +37,7 @@ class TorchOptions(Options):
     amp_dtype: torch.dtype | None = None
     scheduler_step_freq: str | None = None
     split_on_oom: bool = True
+    exact: Any = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     trainer = "TorchTrainer"
@@ -38,6 +55,39 @@ class TorchOptions(Options):
             raise ValueError(
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
                 "is for native AMP. Also pass use_fp16=True."
+            )
+
+        if self.num_shards is not None:
+            self._check_exact()
+
+    @property
+    def num_shards(self) -> int | None:  # type: ignore[override]
+        """Parts of each step with ``exact="bits"``, which do not depend on the workers."""
+        if self.exact is None:
+            return None
+        return self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
+
+    def _check_exact(self) -> None:
+        if not isinstance(self.exact, EqualBits):
+            check_choice(self.trainer, "exact", self.exact, (None, "bits"))
+        conflicts = {
+            "use_horovod": self.use_horovod and 'backend="horovod"',
+            "apex": self.use_fp16 == "apex" and 'use_fp16="apex"',
+            "wrap_ddp": not self.wrap_ddp and "wrap_ddp=False",
+            "sampler": not self.add_dist_sampler and "add_dist_sampler=False",
+            "batch": self.elastic.global_batch != "keep"
+            and f"ElasticConfig(global_batch={self.elastic.global_batch!r})",
+        }
+        for conflict in filter(None, conflicts.values()):
+            raise ValueError(
+                f"{self.trainer}(exact={self.exact!r}) does not work with {conflict}. Leave out "
+                "one of the two."
+            )
+        set_fields(self, split_on_oom=False)  # smaller parts would change the result
+        if self.num_shards is not None and self.num_workers > self.num_shards:
+            raise ValueError(
+                f"{self.trainer}(num_workers={self.num_workers}, exact={self.exact!r}): each "
+                "worker trains at least one shard. Pass at most as many workers as shards."
             )
 
     def backends(self) -> tuple[str, ...]:

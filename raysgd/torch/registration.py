@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.registered import listed, shaped_like
 from raysgd.torch import ddp
+from raysgd.torch.features.equal_bits import ShardReplication
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import BufferCopies, Rollback
@@ -155,6 +156,11 @@ def _shard(
     state: TorchTrainState, sharding: str, arguments: dict[str, Any], has_ddp_args: bool
 ) -> list[Any]:
     precision, distributed = state.optimization.precision, state.context.distributed
+    if state.settings.options.num_shards is not None:
+        raise ValueError(
+            f"register(sharding={sharding!r}) does not work with TorchTrainer(exact=...). Leave "
+            "out one of the two."
+        )
     check_shardable(sharding, state.models, state.optimizers)
     if sharding == "full":
         check_fully_shardable(state.models, state.optimizers, has_ddp_args, precision.scales)
@@ -173,6 +179,10 @@ def _replicate(
     state: TorchTrainState, ddp_args: dict[str, Any], horovod_args: dict[str, Any]
 ) -> HorovodGradients | Replication:
     options, distributed = state.settings.options, state.context.distributed
+    if options.num_shards is not None:
+        shards = ShardReplication(state, options.num_shards)
+        state.optimization.average, state.optimization.keep = shards.average, shards.keep
+        return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)
     wraps = distributed and options.wrap_ddp

@@ -47,6 +47,12 @@ class TorchRunner(OperatorRunner):
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
             torch.set_default_dtype(self._options.default_dtype)
+        if self._options.num_shards is not None:
+            torch.set_num_threads(max(1, int(context.num_cpus)))
+            # cuBLAS reads the variable when PyTorch first uses it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:

@@ -18,7 +18,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
-from raysgd.torch.options import TorchOptions
+from raysgd.torch.options import EqualBits, TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharding.shards import gather_state
 from raysgd.trainer.base import OperatorTrainer, known_arguments
@@ -85,6 +85,8 @@ class TorchTrainer(OperatorTrainer):
             its worker.
         scheduler_step_freq: "batch", "epoch", or "manual". Required with schedulers.
         split_on_oom: Whether to repeat a step that runs out of memory with micro-batches.
+        exact: "bits", or an :class:`raysgd.EqualBits`: parameters, metrics, and predictions have
+            the same bits with any number of workers, kills, and joins. Training takes longer.
         use_local: Whether worker 0 lives in this process. With ``num_workers=1``, Ray is neither
             started nor imported, and PyTorch keeps the threads of this process.
         elastic: How to react when workers are lost or can be added.
@@ -122,6 +124,7 @@ class TorchTrainer(OperatorTrainer):
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         split_on_oom: bool = True,
+        exact: str | EqualBits | None = None,
         use_local: bool = False,
         elastic: ElasticConfig | None = None,
         callbacks: Iterable[Callback] = (),
@@ -148,6 +151,7 @@ class TorchTrainer(OperatorTrainer):
             add_dist_sampler=add_dist_sampler,
             scheduler_step_freq=scheduler_step_freq,
             split_on_oom=split_on_oom,
+            exact=exact,
             use_local=use_local,
             elastic=elastic,
         )
