@@ -66,7 +66,7 @@ class Options(ABC):
         if BATCH_SIZE in config:
             config[BATCH_SIZE] = as_int(config[BATCH_SIZE])
             check_batch_size(config, num_workers)
-            config = rounded_config(config, num_workers)
+            config = rounded_config(config, self.num_shards or num_workers)
         set_fields(
             self,
             num_workers=num_workers,

@@ -19,6 +19,10 @@ _MESSAGE_BYTES = 32 * 2**20
 """Size in bytes at which tensors are sent. They are copied for that."""
 
 
+# PyTorch 2.13 has a new name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
 class TreeSum:
     """The sum of this worker's leaves: the roots of the largest complete subtrees among them."""
 
@@ -112,5 +116,5 @@ def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -
         tree.add(level, number, [row])
     (own,) = tree.total()
     total = rows.new_empty(size * width)
-    dist.all_gather_into_tensor(total, own.contiguous())
+    _all_gather(total, own.contiguous())
     return total[:count]
