@@ -61,7 +61,7 @@ def test_all_numbers_of_workers_have_the_same_bits(results, name):
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, words):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
         TorchOptions(training_operator_cls=Trains, use_gpu=False, **arguments)
     assert_names(caught.value, words)
 

@@ -1,5 +1,7 @@
 """Sums of gradients have the same bits on any number of workers."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -41,7 +43,7 @@ def test_subtrees_of_any_workers_make_the_same_sum(num_leaves):
     for size in range(1, num_leaves + 1):
         bounds = [num_leaves * rank // size for rank in range(size + 1)]
         tree = TreeSum()
-        for first, stop in zip(bounds, bounds[1:], strict=False):
+        for first, stop in itertools.pairwise(bounds):
             own = TreeSum()
             for number in range(first, stop):
                 own.add(0, number, leaf(number))
