@@ -10,19 +10,22 @@ and Improved Utilization on GPUs", 2023, for the idea of logical workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from raysgd.data.partition import EpochPartition
+from raysgd.errors import CheckpointError
 from raysgd.loop.step import StepTransaction
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.orders import seed_all
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.state import multiply_all, version_of
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
+
+_KEY = "num_shards"
 
 
 class ShardedTransaction(StepTransaction):
@@ -49,7 +52,7 @@ class ShardReplication(Replication):
     """Keeps models equal by sums of gradients in a fixed order, instead of averages."""
 
     needs_helper = 'exact="bits"'
-    replicates = True  # type: ignore
+    replicates = True
 
     def __init__(self, state: RegisteredState, num_shards: int) -> None:
         super().__init__(state, wraps=True)
@@ -64,6 +67,31 @@ class ShardReplication(Replication):
         self._earlier: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._has_gradient: dict[int, list[bool]] = {}
         self._buffers_of: dict[int, list[torch.Tensor | None]] = {}
+
+    def enter(self) -> None:
+        """Check that all workers compute with the same bits."""
+        super().enter()
+        if not self._state.context.distributed:
+            return
+        own = _arithmetic(self._state.settings.device)
+        first = self._state.from_rank(lambda: own, 0)
+        if self._state.minimum(-int(own != first)) < 0:
+            raise RuntimeError(
+                f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
+                f"another worker differs (this one has {own}). Choose equal hosts with "
+                "resources_per_worker."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_KEY: self._num_shards}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        saved = state.get(_KEY, self._num_shards)
+        if saved != self._num_shards:
+            raise CheckpointError(
+                f"The state comes from a run with {saved!r} shards, and this trainer has "
+                f"{self._num_shards}. Pass exact=EqualBits(num_shards={saved!r})."
+            )
 
     def sync_buffers(self) -> None:
         """Do nothing, because all buffers are equal after each step."""
@@ -190,6 +218,14 @@ class ShardReplication(Replication):
             if merged[i] is not None and merged[i].shape == change.shape:
                 merged[i] = before[i] + change
         buffers.write(merged)
+
+
+def _arithmetic(device: torch.device) -> str:
+    """Return what decides the bits of a result, apart from data and seeds."""
+    kind = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    return f"{kind}, PyTorch {torch.__version__}, and {torch.get_num_threads()} threads"
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

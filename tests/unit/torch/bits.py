@@ -146,8 +146,7 @@ def digest(tree):
     return found.hexdigest()
 
 
-def run(name, rank, size):
-    """Train two epochs and validate. Return a hash of the state, and one of the metrics."""
+def make_runner(name, rank, size):
     case = CASES[name]
     dtype = case.get("precision")
     options = TorchOptions(
@@ -159,7 +158,12 @@ def run(name, rank, size):
         use_gpu=False,
         **({} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}),
     )
-    runner = TorchRunner(options)
+    return TorchRunner(options)
+
+
+def run(name, rank, size):
+    """Train two epochs and validate. Return a hash of the state, and the metrics."""
+    runner = make_runner(name, rank, size)
     context = WorkerContext(world_rank=rank, world_size=size, distributed=size > 1)
     runner.prepare(context)
     runner.setup(context)

@@ -9,12 +9,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd import EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
+from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import assert_names, running_ranks
-from tests.unit.torch.bits import CASES, Trains, digest
+from tests.unit.torch.bits import CASES, Trains, digest, make_runner
 
 PLAY = """
 from tests.unit.torch.bits import play
@@ -124,3 +125,12 @@ def test_operators_that_do_not_fit_are_refused(settings, words):
         runner.setup(WorkerContext(in_driver=True))
         runner.handle(TrainRequest(call=0, until_epoch=1))
     assert_names(caught.value, words)
+
+
+def test_state_of_another_number_of_shards_is_refused():
+    runner = make_runner("perceptron", 0, 1)
+    runner.setup(WorkerContext(in_driver=True))
+    state = {**runner._train_state.training_state(), "num_shards": 8}
+    with pytest.raises(CheckpointError) as caught:
+        runner._train_state.check_training_state(state)
+    assert_names(caught.value, ["8 shards", "6", "EqualBits(num_shards=8)"])
