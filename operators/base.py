@@ -275,8 +275,8 @@ class SupervisedOperator(ConfiguredOperator):
             self.backward(total / (count or 1), num_samples=num_items)
         with self.timers.record("apply"):
             self.optimizer_step(self.optimizer)
-        found = self.loss_metrics(total.detach(), count)
-        return {NUM_SAMPLES: len(target), **_named("train", found)}
+        metrics = self.loss_metrics(total.detach(), count)
+        return {NUM_SAMPLES: len(target), **_named("train", metrics)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         batch = self.to_device(batch)
@@ -288,8 +288,8 @@ class SupervisedOperator(ConfiguredOperator):
         count = losses.numel() if num_items is None else num_items
         batch_info["output"] = output
         self.update_metrics(output, target)
-        found = {**self.loss_metrics(losses.sum(), count), **self.metrics(output, target)}
-        return {NUM_SAMPLES: len(target), **_named("val", found)}
+        metrics = {**self.loss_metrics(losses.sum(), count), **self.metrics(output, target)}
+        return {NUM_SAMPLES: len(target), **_named("val", metrics)}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         with self.autocast():

@@ -58,13 +58,13 @@ class ImageClassifier(SupervisedOperator):
         return functional.cross_entropy(output, target, reduction="none")
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        found = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
+        metrics = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
         k = self.options["top_k"]
         if k is not None:
             best = output.topk(k, dim=1).indices
             hit = (best == target.unsqueeze(1)).any(dim=1)
-            found[f"top{k}_accuracy"] = hit.double().mean()
-        return found
+            metrics[f"top{k}_accuracy"] = hit.double().mean()
+        return metrics
 
 
 class SequenceClassifier(ImageClassifier):

@@ -96,8 +96,8 @@ class LanguageModel(SupervisedOperator):
         return counts.sum()
 
     def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
-        found = super().loss_metrics(total, count)
-        return {**found, "perplexity": Sums(_perplexity, total=total, weight=count)}
+        metrics = super().loss_metrics(total, count)
+        return {**metrics, "perplexity": Sums(_perplexity, total=total, weight=count)}
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         counts = target != self.options["ignore_index"]

@@ -60,22 +60,22 @@ class WithMetrics(TrainingOperator):
 
     def build_metrics(self, config: dict[str, Any]) -> Any:
         """Return the metrics, in one of the forms of ``config["metrics"]``."""
-        given = config.get("metrics")
+        metrics = config.get("metrics")
         # A metric is callable too.
-        if callable(given) and not isinstance(given, torch.nn.Module):
-            return given(config)
-        return given
+        if callable(metrics) and not isinstance(metrics, torch.nn.Module):
+            return metrics(config)
+        return metrics
 
     @functools.cached_property
     def validation_metrics(self) -> dict[str, Metric]:
         """The metrics by name. Each validation resets them."""
-        kind, given = type(self).__name__, self.build_metrics(self.config)
+        kind, metrics = type(self).__name__, self.build_metrics(self.config)
         collection = import_extra(kind, "torchmetrics", "operators").MetricCollection
-        if not given:
+        if not metrics:
             raise ValueError(f"{kind}: pass config['metrics'], or override build_metrics.")
-        given = given if isinstance(given, collection) else collection(given)
+        metrics = metrics if isinstance(metrics, collection) else collection(metrics)
         # The names in items() have the prefix, and these metrics do not share states.
-        return {name: _alone(metric).to(self.device) for name, metric in given.items()}
+        return {name: _alone(metric).to(self.device) for name, metric in metrics.items()}
 
     def update_metrics(self, output: Any, target: Any) -> None:
         """Update each metric with a validation batch: ``metric.update(output, target)``.
@@ -110,10 +110,10 @@ class WithMetrics(TrainingOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         method = super().validate_batch
-        found = method(batch, batch_info)
+        result = method(batch, batch_info)
         if getattr(method, "__func__", None) is TrainingOperator.validate_batch:
             self.update_metrics(batch_info["output"], self.to_device(batch[-1]))
-        return found
+        return result
 
 
 class MergedStates(MergeableMetric):
@@ -142,9 +142,9 @@ class MergedStates(MergeableMetric):
     def compute(self) -> Any:
         metric = copy.deepcopy(self.metric)
         for index, member in enumerate(_members(metric)):
-            held = [part[index] for part in self.parts]
+            states = [part[index] for part in self.parts]
             for name, reduce in member._reductions.items():
-                setattr(member, name, _reduced([state[name] for state in held], reduce))
+                setattr(member, name, _reduced([state[name] for state in states], reduce))
             member._update_count = 1
         return _named(metric.compute())
 

@@ -10,9 +10,9 @@ from raysgd.comm.backend import Backend
 __all__ = ["Backend", "WorkerContext", "backend_names", "create_backend"]
 
 _BACKENDS = {
-    "gloo": "raysgd.comm.torch:TorchBackend",
+    "gloo": "raysgd.comm.torch:TorchProcessGroup",
     "horovod": "raysgd.comm.horovod:HorovodBackend",
-    "nccl": "raysgd.comm.torch:TorchBackend",
+    "nccl": "raysgd.comm.torch:TorchProcessGroup",
     "tensorflow": "raysgd.comm.tensorflow:TensorflowBackend",
 }
 

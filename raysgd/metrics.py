@@ -240,11 +240,11 @@ def computed(name: str, metric: MergeableMetric, raises: bool = False) -> dict[s
             error.add_note(f"The metric {name!r}, a {type(metric).__name__}, raised this error.")
             raise
         value = float("nan")
-    found = {}
+    values = {}
     for end, number in _numbers(value).items():
-        found[f"{name}{end}"] = each = Computed(number)
+        values[f"{name}{end}"] = each = Computed(number)
         each.metric, each.end = metric, end
-    return found
+    return values
 
 
 class AverageMeterCollection:
@@ -267,21 +267,21 @@ class AverageMeterCollection:
         self._meters: dict[str, AverageMeter] = {}
         self._mergeable: dict[str, tuple[MergeableMetric, MergeableMetric]] = {}
         self._others: dict[str, Any] = {}
-        self._held: list[tuple[Mapping[str, Any], float, bool]] = []
+        self._pending: list[tuple[Mapping[str, Any], float, bool]] = []
 
     @property
     def num_batches(self) -> int:
         """Number of batches, including held ones."""
-        return self.batch_count + sum(is_batch for *_, is_batch in self._held)
+        return self.batch_count + sum(is_batch for *_, is_batch in self._pending)
 
     def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
         """Store the arguments of `update` until `settle` applies them."""
-        self._held.append((metrics, n, is_batch))
+        self._pending.append((metrics, n, is_batch))
 
     def settle(self) -> None:
         """Apply the stored updates."""
-        held, self._held = self._held, []
-        for each in held:
+        pending, self._pending = self._pending, []
+        for each in pending:
             self.update(*each)
 
     @property
@@ -316,8 +316,8 @@ class AverageMeterCollection:
             if is_number(value):
                 self._meters.setdefault(name, AverageMeter()).update(value, n)
             elif isinstance(value, MergeableMetric):
-                held = self._mergeable.get(name)
-                self._mergeable[name] = (held[0].merge(value) if held else value), value
+                earlier = self._mergeable.get(name)
+                self._mergeable[name] = (earlier[0].merge(value) if earlier else value), value
             elif isinstance(value, Mapping):
                 self._add(value, n, f"{name}/")
             elif isinstance(value, list | tuple | set):
@@ -332,8 +332,8 @@ class AverageMeterCollection:
     def latest(self, most: int = 4) -> dict[str, float]:
         """Return the newest values of the first `most` metrics, without arrays."""
         names = [*self._meters, *self._mergeable][:most]
-        found = {name: self._newest(name) for name in names}
-        return {name: number[""] for name, number in found.items() if "" in number}
+        newest = {name: self._newest(name) for name in names}
+        return {name: number[""] for name, number in newest.items() if "" in number}
 
     def _newest(self, name: str) -> dict[str, float]:
         if name in self._meters:
@@ -374,12 +374,12 @@ def _mean(value: Any, weight: float) -> Sums:
 
 def weighted(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
     """Return the metrics of a part with the weight `weight`, unless it has ``num_samples``."""
-    found = dict(metrics)
+    result = dict(metrics)
     for name, value in metrics.items():
         if NUM_SAMPLES in metrics or isinstance(value, Computed) or not _is_mean(name, value):
             continue
-        found |= computed(name, _mean(value, weight))
-    return found
+        result |= computed(name, _mean(value, weight))
+    return result
 
 
 def _merge(
@@ -403,8 +403,8 @@ def _merge(
         else:
             weights = {i: _plain(parts[i].get(NUM_SAMPLES, 1)) for i in values}
             metrics[name] = {i: _mean(value, weights[i]) for i, value in values.items()}
-    for name, found in metrics.items():
-        total = reduce(lambda metric, other: metric.merge(other), found.values())
+    for name, by_part in metrics.items():
+        total = reduce(lambda metric, other: metric.merge(other), by_part.values())
         merged = {**computed(name, total, raises), **merged}
     return {name: merged[name] for name in names if name in merged} | merged
 
@@ -457,9 +457,9 @@ def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
     rates = {}
     for number, optimizer in enumerate(optimizers):
         name = "lr" if len(optimizers) == 1 else f"lr-{number}"
-        found = _rates_of(optimizer)
-        for index, rate in enumerate(found):
-            rates[name if len(found) == 1 else f"{name}/group{index}"] = rate
+        of_optimizer = _rates_of(optimizer)
+        for index, rate in enumerate(of_optimizer):
+            rates[name if len(of_optimizer) == 1 else f"{name}/group{index}"] = rate
     return rates
 
 

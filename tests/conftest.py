@@ -146,6 +146,9 @@ def _run_script(code, arguments, environment, into, out):
     sys.stdin, sys.stdout, sys.argv = os.fdopen(0, closefd=False), stdout, arguments
     os.environ.clear()
     os.environ.update(environment)
+    coverage = sys.modules.get("coverage")
+    if coverage and (measured := coverage.Coverage.current()):  # the server began in another test
+        measured.switch_context(os.environ["PYTEST_CURRENT_TEST"])
     try:
         exec(compile(code, "script", "exec"), {"__name__": "__main__"})
     except Exception:

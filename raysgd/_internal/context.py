@@ -127,12 +127,15 @@ class Runner(Protocol):
         Return None if there is none, if it was sent, or if `Progress.num_changes` is not
         `num_changes`.
         """
+        return None
 
     def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
         """Release a snapshot that was sent within `seconds`."""
+        return None
 
     def warm_up(self) -> None:
         """Prepare a replacement worker for its first step in the group, after ``setup``."""
+        return None
 
     def handle(self, request: Request) -> Any:
         """Execute a request and return the answer."""

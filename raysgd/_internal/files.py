@@ -1,4 +1,4 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, and a lock of the node."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import os
 import re
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from filelock import FileLock
 
 TEMPORARY_NAME = re.compile(r"\.saving-[0-9a-f]{8}-(.+)")
 """Matches the name of an unfinished file. The group is its final name."""
@@ -50,3 +53,9 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def lock_of_node() -> contextlib.AbstractContextManager[Any]:
+    """Return a lock that prevents workers of one node from downloading to the same files."""
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{user}.lock")

@@ -81,13 +81,13 @@ def deep_copied(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged(held: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
+def unchanged(owner: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
     """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
 
     With `known`, also restore what these contain, such as tensors and metrics, except the `known`
     objects, models, and data of more than 64 MiB or 10 000 items.
     """
-    attributes = dict(vars(held))
+    attributes = dict(vars(owner))
     seen, parts, restore = {*map(id, known or ())}, [*attributes.values()], []
     for part in parts:
         if id(part) in seen:
@@ -105,8 +105,8 @@ def unchanged(held: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
     try:
         yield
     finally:
-        vars(held).clear()
-        vars(held).update(attributes)
+        vars(owner).clear()
+        vars(owner).update(attributes)
         for function in restore:
             function()
 
@@ -146,20 +146,20 @@ def _may_hold_totals(part: Any) -> bool:
 
 @contextlib.contextmanager
 def loading(
-    held: Any, own: Any, given: Any, place: str, load: Callable[[Any], Any] | None = None
+    owner: Any, own: Any, state: Any, place: str, load: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
     """Make an object load a state. If loading or the block fails, reload its `own` state.
 
-    `place` is the path of `given` in the state of the trainer. `load` replaces
-    ``held.load_state_dict``.
+    `place` is the path of `state` in the state of the trainer. `load` replaces
+    ``owner.load_state_dict``.
     """
-    load = load or held.load_state_dict
+    load = load or owner.load_state_dict
     try:
         try:
-            load(given)
+            load(state)
         except Exception as error:
             raise CheckpointError(
-                f"The state's {place} cannot be loaded: {type(held).__name__}.load_state_dict "
+                f"The state's {place} cannot be loaded: {type(owner).__name__}.load_state_dict "
                 f"raised {without_secrets(repr(error))}."
             ) from error
         yield

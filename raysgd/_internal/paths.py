@@ -43,11 +43,11 @@ def without_secrets(text: str) -> str:
     return _QUERY_IN_TEXT.sub(f"?{HIDDEN}", _USER.sub(f"//{HIDDEN}@", text))
 
 
-def checked_path(argument: str, given: Any, advice: str = "Mount the storage.") -> Path:
+def checked_path(argument: str, path: Any, advice: str = "Mount the storage.") -> Path:
     """Return a local path, with ``~`` expanded. The error for a URL ends with `advice`."""
-    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
-        raise TypeError(f"{argument} must be a path, but it is {given!r}.")
+        raise TypeError(f"{argument} must be a path, but it is {path!r}.")
     if not text:
         raise ValueError(f"{argument}='': must be a path. The current folder is '.'.")
     if "://" in text:

@@ -2,102 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import time
 from collections.abc import Iterator
-
-
-class TimerStat:
-    """Times a block of code: ``with timer: ...``.
-
-    ``count`` and ``total_s`` cover all blocks. The other values cover the last `window_size`
-    blocks, in seconds, and are 0 without blocks. Units are what a block processed, such as samples.
-
-    >>> timer = TimerStat()
-    >>> with timer:
-    ...     pass
-    >>> timer.count
-    1
-    """
-
-    def __init__(self, window_size: int = 10) -> None:
-        self._samples: collections.deque[float] = collections.deque(maxlen=window_size)
-        self._units: collections.deque[float] = collections.deque(maxlen=window_size)
-        self._started: float | None = None
-        self.count = 0
-        self.total_s = 0.0
-
-    def __enter__(self) -> TimerStat:
-        if self._started is not None:
-            raise RuntimeError("This TimerStat is running. Use another timer for a nested block.")
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._started is not None
-        self.push(time.perf_counter() - self._started)
-        self._started = None
-
-    def push(self, seconds: float) -> None:
-        self._samples.append(seconds)
-        self.count += 1
-        self.total_s += seconds
-
-    def push_units_processed(self, units: float) -> None:
-        self._units.append(units)
-
-    def has_units_processed(self) -> bool:
-        return bool(self._units)
-
-    @property
-    def mean(self) -> float:
-        return sum(self._samples) / len(self._samples) if self._samples else 0.0
-
-    @property
-    def median(self) -> float:
-        ordered = sorted(self._samples)
-        return ordered[len(ordered) // 2] if ordered else 0.0
-
-    @property
-    def sum(self) -> float:
-        return sum(self._samples)
-
-    @property
-    def max(self) -> float:
-        return max(self._samples, default=0.0)
-
-    @property
-    def first(self) -> float:
-        return self._samples[0] if self._samples else 0.0
-
-    @property
-    def last(self) -> float:
-        return self._samples[-1] if self._samples else 0.0
-
-    @property
-    def size(self) -> int:
-        return len(self._samples)
-
-    @property
-    def mean_units_processed(self) -> float:
-        return sum(self._units) / len(self._units) if self._units else 0.0
-
-    @property
-    def mean_throughput(self) -> float:
-        return sum(self._units) / self.sum if self._units and self.sum > 0 else 0.0
-
-    def reset(self) -> None:
-        self._samples.clear()
-        self._units.clear()
-        self.count, self.total_s = 0, 0.0
 
 
 class TimerCollection:
     """Timers by name: ``with timers.record("fwd"): ...``. Almost free if disabled."""
 
     def __init__(self) -> None:
-        self._timers: dict[str, TimerStat] = {}
+        self._times: dict[str, tuple[int, float, float]] = {}  # count, total, and last
         self.enabled = True
 
     def enable(self) -> None:
@@ -107,7 +21,7 @@ class TimerCollection:
         self.enabled = False
 
     def reset(self) -> None:
-        self._timers.clear()
+        self._times.clear()
 
     def record(self, key: str) -> contextlib.AbstractContextManager[object]:
         """Return a context manager that times its block under `key`."""
@@ -117,14 +31,16 @@ class TimerCollection:
     def _record(self, key: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self._timers.setdefault(key, TimerStat()).push(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        count, total, _ = self._times.get(key, (0, 0.0, 0.0))
+        self._times[key] = count + 1, total + seconds, seconds
 
     def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
         """Return ``mean_<key>_s`` over all blocks, and with `last` also ``last_<key>_s``."""
         result: dict[str, float] = {}
-        for key, timer in self._timers.items():
+        for key, (count, total, newest) in self._times.items():
             if mean:
-                result[f"mean_{key}_s"] = timer.total_s / timer.count
+                result[f"mean_{key}_s"] = total / count
             if last:
-                result[f"last_{key}_s"] = timer.last
+                result[f"last_{key}_s"] = newest
         return result

@@ -297,8 +297,8 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
     """
     if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
         raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
-    found = list(callbacks)
-    for callback in found:
+    checked = list(callbacks)
+    for callback in checked:
         if not isinstance(callback, Callback):
             raise TypeError(
                 f"{where}: {callback!r} is not an instance of a subclass of "
@@ -309,7 +309,7 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
                 f"{type(callback).__name__} needs a folder. Pass a folder for the run to the "
                 "trainer: logdir='runs/1'."
             )
-    return found
+    return checked
 
 
 def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
@@ -327,11 +327,11 @@ def trainer_callbacks(
     trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
 ) -> list[Callback]:
     """Return the user's callbacks, and those that ``use_tqdm`` and ``logdir`` add."""
-    found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
-    if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
-        found.insert(0, ProgressBar())
+    attached = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
+    if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in attached):
+        attached.insert(0, ProgressBar())
     if logdir is not None:
-        if not any(isinstance(callback, JsonlLogger) for callback in found):
-            found.append(JsonlLogger())  # last, to run after callbacks that add metrics
-        found.append(RunReport())
-    return found
+        if not any(isinstance(callback, JsonlLogger) for callback in attached):
+            attached.append(JsonlLogger())  # last, to run after callbacks that add metrics
+        attached.append(RunReport())
+    return attached

@@ -73,8 +73,8 @@ class JsonlLogger(LoggerCallback):
 
 def _versions() -> dict[str, str]:
     names = ("ray", "torch", "tensorflow", "keras")
-    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
-    return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    return {"python": platform.python_version(), **{k: v for k, v in versions.items() if v}}
 
 
 class CsvLogger(LoggerCallback):

@@ -46,13 +46,13 @@ class DeviceStats(_Measuring):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        found = trainer.apply_all_operators(_resource_use)
+        uses = trainer.apply_all_operators(_resource_use)
         metrics: dict[str, float] = {
-            name: max(each[name] for each in found)
+            name: max(each[name] for each in uses)
             for name in ("memory_mib", "gpu_memory_mib")
-            if all(name in each for each in found)
+            if all(name in each for each in uses)
         }
-        metrics["cpu_percent"] = sum(each["cpu_percent"] for each in found) / len(found)
+        metrics["cpu_percent"] = sum(each["cpu_percent"] for each in uses) / len(uses)
         return metrics
 
 
@@ -139,9 +139,9 @@ def _parts(model: Any) -> list[tuple[str, Any]]:
 def _counts(module: Any) -> tuple[int, int, int]:
     """Return the parameter count, the trainable parameter count, and the size in bytes."""
     if hasattr(module, "parameters"):
-        found = list(module.parameters())
-        trained = sum(p.numel() for p in found if p.requires_grad)
-        return sum(p.numel() for p in found), trained, sum(p.nbytes for p in found)
+        parameters = list(module.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        return sum(p.numel() for p in parameters), trained, sum(p.nbytes for p in parameters)
     arrays = [variable.numpy() for variable in module.weights]
     trained = sum(variable.numpy().size for variable in module.trainable_weights)
     return sum(a.size for a in arrays), trained, sum(a.nbytes for a in arrays)

@@ -151,14 +151,14 @@ class RunLog:
 
 def _records(path: Path) -> list[Record]:
     """Return the lines of a log, without those whose writer was killed."""
-    found = []
+    records = []
     lines = path.read_bytes().splitlines() if path.is_file() else ()
     for number, line in enumerate(filter(None, lines), start=1):
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except ValueError:
             logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
-    return found
+    return records
 
 
 def _page(name: str, log: RunLog, script: str) -> str:
@@ -201,10 +201,10 @@ def _tiles(log: RunLog) -> Iterator[str]:
         ("validate", "val_loss", "validation loss", min),
         ("validate", "val_accuracy", "validation accuracy", max),
     ):
-        found = [(value, call["epoch"]) for value, call in _values(log.calls_of(kind), name)]
-        if found:
-            best, epoch = best_of(found)
-            yield _tile(name, found[-1][0], f"{label}, last; best {_shown(best)}, epoch {epoch}")
+        points = [(value, call["epoch"]) for value, call in _values(log.calls_of(kind), name)]
+        if points:
+            best, epoch = best_of(points)
+            yield _tile(name, points[-1][0], f"{label}, last; best {_shown(best)}, epoch {epoch}")
 
 
 def _listed(shares: Sequence[float]) -> str:

@@ -139,15 +139,17 @@ class MLflowRun:
             self.id = run_id
             return
         if experiment_id is None:
-            found = client.get_experiment_by_name(experiment)
-            experiment_id = found.experiment_id if found else client.create_experiment(experiment)
+            existing = client.get_experiment_by_name(experiment)
+            experiment_id = (
+                existing.experiment_id if existing else client.create_experiment(experiment)
+            )
         self.id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and strings in a config as parameters."""
         # Use a dict, because two names may become one, and MLflow refuses a second value.
-        given = {_allowed(name): value for name, value in scalars(shown_config(config)).items()}
-        for name, value in given.items():
+        parameters = {_allowed(name): v for name, v in scalars(shown_config(config)).items()}
+        for name, value in parameters.items():
             self.client.log_param(self.id, name, str(value)[:_LONGEST_VALUE])
 
     def log(self, values: Mapping[str, float | int], step: int, time_s: float) -> None:
@@ -193,7 +195,7 @@ class WandbLogger(ServiceLogger):
 
     def __init__(self, project: str = "raysgd", **arguments: Any) -> None:
         import_extra("WandbLogger", "wandb", "callbacks")
-        self._given = {"project": project, **arguments}
+        self._arguments = {"project": project, **arguments}
         self.run_id = arguments.get("id")
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
@@ -208,15 +210,15 @@ class WandbLogger(ServiceLogger):
     def _open(self, trainer: Trainer) -> Any:
         import wandb
 
-        given = {
+        arguments = {
             "config": json_dict(shown_config(trainer.config)),
             "reinit": "create_new",  # otherwise wandb returns the process's open run
             "dir": None if trainer.logdir is None else str(logdir_of(trainer)),
-            **self._given,
+            **self._arguments,
         }
         if self.run_id is not None:
-            given |= {"id": self.run_id, "resume": "allow"}
-        run = wandb.init(**given)
+            arguments |= {"id": self.run_id, "resume": "allow"}
+        run = wandb.init(**arguments)
         self.run_id = run.id
         # Steps in wandb cannot decrease, but a restart from a snapshot repeats steps.
         run.define_metric("*", step_metric="global_step")

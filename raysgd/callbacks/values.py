@@ -48,9 +48,9 @@ def _without_secrets(value: Any, name: str) -> Any:
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {key: _without_secrets(held, str(key)) for key, held in value.items()}
+        return {key: _without_secrets(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_secrets(held, "") for held in value]
+        return [_without_secrets(item, "") for item in value]
     return value
 
 
@@ -60,14 +60,14 @@ def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | i
     >>> scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
     {'loss': 0.5, 'profile/mean_fwd_s': 1.0, 'note': 'x'}
     """
-    found: dict[str, float | int | str] = {}
+    flat: dict[str, float | int | str] = {}
     for key, value in metrics.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            found |= scalars(value, f"{name}/")
+            flat |= scalars(value, f"{name}/")
         elif (plain := _plain(value)) is not None:
-            found[name] = plain
-    return found
+            flat[name] = plain
+    return flat
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
@@ -86,9 +86,9 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): jsonable(held, keep_nan) for key, held in value.items()}
+        return {str(key): jsonable(item, keep_nan) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [jsonable(held, keep_nan) for held in value]
+        return [jsonable(item, keep_nan) for item in value]
     plain = _plain(value)
     if plain is None:
         raise TypeError(f"JSON cannot represent {value!r:.100}.")
@@ -105,14 +105,14 @@ def json_dict(
     >>> json_dict({"lr": 0.5, "odd": {1}}), json_dict({"odd": {1}}, repr)
     ({'lr': 0.5}, {'odd': '{1}'})
     """
-    found = {}
+    converted = {}
     for key, value in values.items():
         try:
-            found[str(key)] = jsonable(value)
+            converted[str(key)] = jsonable(value)
         except (TypeError, ValueError, RecursionError):
             if otherwise is not None:
-                found[str(key)] = otherwise(value)
-    return found
+                converted[str(key)] = otherwise(value)
+    return converted
 
 
 def _plain(value: Any) -> float | int | str | None:

@@ -37,23 +37,23 @@ _PACKAGES = {
 
 def examine(echo: Callable[[str], object]) -> None:
     """Show the packages and resources of this machine."""
-    found = {name: installed_version(name) for name in _PACKAGES}
+    versions = {name: installed_version(name) for name in _PACKAGES}
     rows: list[Row] = [package_row("Python", platform.python_version())]
     rows += [("raysgd", raysgd.__version__, "")]
-    rows += [package_row(name, version) for name, version in found.items()]
+    rows += [package_row(name, version) for name, version in versions.items()]
     memory = psutil.virtual_memory()
     rows += [("CPUs here", str(psutil.cpu_count()), "")]
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
     show([*rows, *_torch_rows()], echo)
-    for problem in problems(found):
+    for problem in problems(versions):
         echo(f"\nWarning: {problem}")
 
 
 def show(rows: Sequence[Row], echo: Callable[[str], object]) -> None:
     """Show rows as aligned columns."""
     width = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for name, found, note in rows:
-        echo(f"{name:{width[0]}}  {found:{width[1]}}  {note}".rstrip())
+    for name, value, note in rows:
+        echo(f"{name:{width[0]}}  {value:{width[1]}}  {note}".rstrip())
 
 
 def package_row(name: str, version: str | None) -> Row:
@@ -85,17 +85,17 @@ def _is_nvidia_apex() -> bool:
     return any((Path(folder) / "amp").is_dir() for folder in folders)
 
 
-def problems(found: dict[str, str | None]) -> Iterator[str]:
+def problems(versions: dict[str, str | None]) -> Iterator[str]:
     """Return the known problems of installed packages together."""
-    if found["tensorflow"] and found["triton"]:
+    if versions["tensorflow"] and versions["triton"]:
         yield (
-            f"tensorflow {found['tensorflow']} and triton {found['triton']} work in one process "
-            "only if triton is imported first. Otherwise, the process aborts with 'LLVM ERROR: "
-            "inconsistency in registered CommandLine options' when it loads triton, for example "
-            "in torch.compile. TFTrainer avoids this. If your code imports tensorflow and uses "
-            "torch.compile, write `import triton` above the import of tensorflow."
+            f"tensorflow {versions['tensorflow']} and triton {versions['triton']} work in one "
+            "process only if triton is imported first. Otherwise, the process aborts with 'LLVM "
+            "ERROR: inconsistency in registered CommandLine options' when it loads triton, for "
+            "example in torch.compile. TFTrainer avoids this. If your code imports tensorflow and "
+            "uses torch.compile, write `import triton` above the import of tensorflow."
         )
-    if importlib.util.find_spec("apex") is not None and not found["apex"]:
+    if importlib.util.find_spec("apex") is not None and not versions["apex"]:
         yield (
             'the package apex has no apex.amp, so use_fp16="apex" cannot use it. The apex of the '
             "package index is another project, and new versions of NVIDIA Apex have no apex.amp. "

@@ -38,17 +38,18 @@ def load_operator(place: str) -> type[Any]:
         [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     sys.path.insert(0, str(folder))
-    found = pkgutil.resolve_name(f"{module}:{name}")
-    if not name or not isinstance(found, type):
+    operator_cls = pkgutil.resolve_name(f"{module}:{name}")
+    if not name or not isinstance(operator_cls, type):
         raise ValueError(f"{place!r}: must be package.module:Operator or file.py:Operator.")
-    return found
+    return operator_cls
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Read the settings of all sections from a file, and apply overrides.
 
-    >>> found = read_settings(None, ["config.lr=1e-3", "config.net.depth=2", "fit.max_steps=5"])
-    >>> found["config"], found["fit"]
+    >>> overrides = ["config.lr=1e-3", "config.net.depth=2", "fit.max_steps=5"]
+    >>> settings = read_settings(None, overrides)
+    >>> settings["config"], settings["fit"]
     ({'lr': 0.001, 'net': {'depth': 2}}, {'max_steps': 5})
 
     The YAML or JSON file has a dict for each section. Values that are not valid YAML are strings.
@@ -57,17 +58,17 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
 
     try:
         text = "" if path is None else path.read_text(encoding="utf-8")
-        given = map_leaves(yaml.safe_load(text) or {}, _number)
+        content = map_leaves(yaml.safe_load(text) or {}, _number)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
-    sections = given if isinstance(given, dict) else {str(given): None}
+    sections = content if isinstance(content, dict) else {str(content): None}
     for name, below in sections.items():
         if name not in _SECTIONS or not isinstance(below, dict | None):
             raise ValueError(
                 f"{path} has the key {name!r}. It must have only {', '.join(_SECTIONS)}, each with "
                 "keys of its own."
             )
-    settings: dict[str, dict[str, Any]] = {name: given.get(name) or {} for name in _SECTIONS}
+    settings: dict[str, dict[str, Any]] = {name: content.get(name) or {} for name in _SECTIONS}
     for override in overrides:
         place, is_set, value = override.partition("=")
         section, *keys = place.split(".")
@@ -76,16 +77,16 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
                 f"{override!r}: must be SECTION.NAME=VALUE. The sections are: "
                 f"{', '.join(_SECTIONS)}."
             )
-        held: Any = settings[section]
+        values: Any = settings[section]
         for key in keys[:-1]:
-            held = held.setdefault(key, {}) if isinstance(held, dict) else None
-        if not isinstance(held, dict):
+            values = values.setdefault(key, {}) if isinstance(values, dict) else None
+        if not isinstance(values, dict):
             above = place.rpartition(".")[0]
             raise ValueError(f"{override!r}: {above} is already a value, so it has no keys.")
         try:
-            held[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
+            values[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
         except yaml.YAMLError:
-            held[keys[-1]] = value
+            values[keys[-1]] = value
     if "BATCH_SIZE" in settings["config"]:
         settings["config"][BATCH_SIZE] = settings["config"].pop("BATCH_SIZE")
     return settings

@@ -267,9 +267,9 @@ class Listener:
             raise ConnectionAbortedError("the peer uses another protocol")
         hello = await exactly(connection, _NAME_BYTES + _RANDOM_BYTES)
         name, theirs = hello[:_NAME_BYTES], hello[_NAME_BYTES:]
-        if (found := self._expected.get(name)) is None:
+        if (expectation := self._expected.get(name)) is None:
             raise ConnectionAbortedError("the peer names an unknown key")
-        key, talk = found
+        key, talk = expectation
         mine = secrets.token_bytes(_RANDOM_BYTES)
         proof = _proof(key, b"listening", mine, theirs)
         await self._loop.sock_sendall(connection, mine + proof)

@@ -133,8 +133,8 @@ class GlooGroup(ProcessGroup):
         if mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
             return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
-        given = options.timeout > datetime.timedelta()
-        timeout_s = (options.timeout if given else self._gloo.options._timeout).total_seconds()
+        has_own = options.timeout > datetime.timedelta()
+        timeout_s = (options.timeout if has_own else self._gloo.options._timeout).total_seconds()
         # DistributedDataParallel would wait for the result immediately.
         in_thread = options.asyncOp and torch._C._current_graph_task_id() == -1
         return _Operation(
@@ -244,16 +244,14 @@ class _Running:
         self.num_begun = 0
         self._interrupted = False
 
-    def begin(
-        self, key: int, end: Callable[[BaseException], None], collective: bool = False
-    ) -> None:
+    def begin(self, key: int, end: Callable[[BaseException], None], is_collective: bool) -> None:
         with self._changed:
             if self._interrupted:
                 raise _interruption()
             self._waits[key] = end
             self._count += 1
             self.num_begun += 1
-            if collective:
+            if is_collective:
                 self._num_collectives += 1
                 self._collectives[key] = self._num_collectives
 
@@ -306,11 +304,11 @@ class _Operation(Work):
         # Do not refer to the group here: a gloo thread runs this, and cannot outlive the group.
         def finish(value: Callable[[], Any]) -> None:
             try:
-                found = value()
+                result = value()
             except Exception as error:
-                found = error.with_traceback(None)  # frames hold tensors
+                result = error.with_traceback(None)  # frames hold tensors
             if running.finish(key):
-                ended.set_result(found)
+                ended.set_result(result)
 
         try:
             work = self._work = start()

@@ -42,14 +42,14 @@ def driver_address(addresses: Sequence[str]) -> str:
 
 
 def interface_of(address: str) -> str:
-    found = interfaces()
-    if address not in found:
+    names = interfaces()
+    if address not in names:
         raise RuntimeError(
             f"Ray reports the address {address} for this node, but its network interfaces have "
-            f"{', '.join(found) or 'none'}. Set GLOO_SOCKET_IFNAME to the interface for the "
+            f"{', '.join(names) or 'none'}. Set GLOO_SOCKET_IFNAME to the interface for the "
             "workers."
         )
-    return found[address]
+    return names[address]
 
 
 # ---- sockets, including those that other libraries opened
@@ -88,7 +88,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 def endpoints() -> list[Endpoint]:
     """Return the TCP sockets of this process. The table of the kernel can miss some of them."""
-    found = []
+    sockets = []
     for name in os.listdir("/dev/fd"):
         # Some descriptors are not sockets, or another thread has just closed them.
         with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
@@ -98,8 +98,8 @@ def endpoints() -> list[Endpoint]:
                 continue
             listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             remote = None if listens else sock.getpeername()[:2]
-            found.append(Endpoint(int(name), sock.getsockname()[:2], remote))
-    return found
+            sockets.append(Endpoint(int(name), sock.getsockname()[:2], remote))
+    return sockets
 
 
 def listeners() -> set[tuple[str, int]]:

@@ -48,7 +48,7 @@ class TensorflowBackend(Backend):
         self._environment = keras_environment()
         self._has_warned = False
         self._server: StoreServer | None = None
-        self._held: socket.socket | None = None
+        self._reserved_port: socket.socket | None = None
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
         if not self._has_warned and len(addresses) > 1:
@@ -75,8 +75,8 @@ class TensorflowBackend(Backend):
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
         os.environ.update(self._environment)
         host = LOOPBACK if rendezvous.single_node else context.node_ip
-        self._held = _held_port()
-        address = f"{host}:{self._held.getsockname()[1]}"
+        self._reserved_port = _reserve_port()
+        address = f"{host}:{self._reserved_port.getsockname()[1]}"
         store = StoreClient(rendezvous.store)
         store.ask("set", [str(context.world_rank)], [address])
         ranks = [str(rank) for rank in range(context.world_size)]
@@ -102,9 +102,9 @@ class TensorflowBackend(Backend):
 
     def teardown(self) -> None:
         os.environ.pop("TF_CONFIG", None)
-        held, self._held = self._held, None
-        if held is not None:
-            held.close()
+        port, self._reserved_port = self._reserved_port, None
+        if port is not None:
+            port.close()
 
     def is_communication_error(self, error: BaseException) -> bool:
         """Return whether TensorFlow raised `error` because it lost another worker."""
@@ -124,16 +124,16 @@ class TensorflowBackend(Backend):
             server.close()
 
 
-def _held_port() -> socket.socket:
+def _reserve_port() -> socket.socket:
     """Return a socket that reserves a free port for TensorFlow's server.
 
     TensorFlow listens seconds later, on all addresses. Linux lets TensorFlow use the port because
     both sockets set SO_REUSEADDR and this socket does not listen.
     """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("0.0.0.0", 0))
-    return held
+    port = socket.socket()
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("0.0.0.0", 0))
+    return port
 
 
 def check_tensorflow(asked_by: str) -> None:

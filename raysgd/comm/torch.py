@@ -22,7 +22,6 @@ from raysgd.comm.gloo import Entry, GlooGroup
 from raysgd.comm.mesh import Mesh
 from raysgd.comm.network import (
     LOOPBACK,
-    Endpoint,
     driver_address,
     endpoints,
     interface_of,
@@ -79,7 +78,7 @@ class TorchStore(Store):
         return True
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [_bytes(value) for value in self._values(keys)]
+        return [value.encode("latin-1") for value in self._values(keys)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         self._ask("set", list(keys), [_text(value) for value in values])
@@ -112,10 +111,6 @@ def _text(value: str | bytes) -> str:
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
-def _bytes(value: str) -> bytes:
-    return value.encode("latin-1")
-
-
 @dataclass(frozen=True)
 class TorchRendezvous:
     """Addresses of one generation's stores. Only NCCL uses the ``TCPStore``."""
@@ -125,7 +120,7 @@ class TorchRendezvous:
     tcp_store_port: int | None = None
 
 
-class TorchBackend(Backend):
+class TorchProcessGroup(Backend):
     """One torch.distributed process group per generation, over a new store on the driver."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -215,16 +210,14 @@ class TorchBackend(Backend):
     def interrupt(self) -> None:
         # The threads of gloo react only to their sockets, not to ``abort``.
         for endpoint in endpoints():
-            if endpoint.remote is not None and self._is_ours(endpoint):
+            ends = {endpoint.local, endpoint.remote}
+            if endpoint.remote is not None and not self._listening.isdisjoint(ends):
                 endpoint.shut_down()
         for waiting in (self._client, self._entry, self._mesh, self._group):
             if waiting is not None:
                 waiting.interrupt()
         if self._name == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
-
-    def _is_ours(self, endpoint: Endpoint) -> bool:
-        return endpoint.local in self._listening or endpoint.remote in self._listening
 
     def collective(self) -> int | None:
         group = self._group

@@ -1,1 +1,1 @@
-"""Names of RaySGD and Ray Train for older scripts, as mixins that import no other package."""
+"""Names of RaySGD and Ray Train 1, as mixins and functions that the other packages use."""

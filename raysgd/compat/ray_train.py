@@ -1,40 +1,13 @@
-"""Names of Ray Train 1.13 and 2, as mixins of the classes of `raysgd.train`."""
+"""Names of Ray Train up to 1.13."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import importlib
+import logging
+import sys
 from typing import Any
 
-_FILE = ".metadata.json"  # the file of Ray
-
-
-def with_metadata(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a checkpoint with other metadata."""
-    if state.keys() == {"_files"}:
-        return {"_files": {**state["_files"], _FILE: json.dumps(metadata).encode()}}
-    return {**state, "_metadata": dict(metadata)}
-
-
-class RayCheckpoint:
-    """Metadata of a checkpoint: those of its trainer, and those that user code sets."""
-
-    _data: Any
-    to_dict: Any
-
-    def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata."""
-        state = self.to_dict()
-        text = state.get("_files", {}).get(_FILE)
-        return dict(state.get("_metadata", {}) if text is None else json.loads(text))
-
-    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata, until the checkpoint is reported in memory only."""
-        self._data = with_metadata(self.to_dict(), metadata)
-
-    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add or change metadata."""
-        self.set_metadata({**self.get_metadata(), **metadata})
+logger = logging.getLogger(__name__)
 
 
 class OldNames:
@@ -43,3 +16,28 @@ class OldNames:
     def get_latest_checkpoint(self) -> Any:
         """Return ``latest_checkpoint``."""
         return getattr(self, "latest_checkpoint")  # noqa: B009
+
+
+class TorchAccelerator:
+    """The functions of ``raysgd.train.torch`` as methods."""
+
+    def __init__(self, amp: bool = False) -> None:
+        self.accelerate(amp)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("raysgd.train.torch"), name)
+
+
+def alias_modules(module: str, *names: str) -> None:
+    """Let older scripts import these submodules of a module. They are the module itself."""
+    for name in names:
+        sys.modules[f"{module}.{name}"] = sys.modules[module]
+
+
+def warn_of_old_methods(backend_cls: type[Any]) -> None:
+    """Warn of methods of old backends that raysgd does not call."""
+    if hasattr(backend_cls, "handle_failure"):
+        logger.warning(
+            "raysgd does not call %s.handle_failure. After a failure, raysgd calls on_start again.",
+            backend_cls.__name__,
+        )

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from raysgd.compat.ray_sgd import OldDataset, items_of
 
-class Dataset:
+
+class Dataset(OldDataset):
     """Items, such as paths or URLs, that the workers download, transform, and train on.
 
     Pass a data set to ``trainer.train(dataset=...)`` to replace the registered train loader. Each
@@ -39,24 +41,14 @@ class Dataset:
         max_concurrency: int = 0,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        if hasattr(data, "gather_sync"):  # a ParallelIterator of ray.util.iter
-            if "repeat=True" in repr(data):
-                raise ValueError(f"Dataset(data={data!r}): must end. Leave out repeat=True.")
-            data = data.gather_sync()
         if batch_size < 1:
             raise ValueError(f"Dataset(batch_size={batch_size}): must be at least 1.")
-        self.items = data if isinstance(data, Sequence) else list(data)
+        self.items = items_of(data)
         self.batch_size = batch_size
         self.uid = uuid.uuid4().hex
         self._download = download_func
         self._transform = transform
         self._max_concurrency = max_concurrency
-
-    def __getattr__(self, name: str) -> Any:
-        hint = ""
-        if name in ("set_num_shards", "get_shard"):
-            hint = ": trainer.train(dataset=...) partitions the items across the workers"
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __len__(self) -> int:
         """Number of items."""

@@ -14,7 +14,8 @@ def own_split(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
-    for part in (loader, *sources, batches, getattr(batches, "sampler", None)):
+    inner = [getattr(part, "sampler", None) for part in (batches, sources[1])]
+    for part in (loader, *sources, batches, *inner):
         if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
             return part.num_replicas, getattr(part, "rank", None)
         # split_dataset_by_node of Hugging Face sets this private attribute.
@@ -223,8 +224,8 @@ class PartitionedSource(BatchSource):
         return self._shard.batch_size, self._follows_share
 
     def set_batch_size(self, size: int, follows_share: bool) -> None:
-        given = self._given_batch if follows_share else None
-        self._shard = replace(self._shard, batch_size=size, global_batch=given)
+        global_batch = self._given_batch if follows_share else None
+        self._shard = replace(self._shard, batch_size=size, global_batch=global_batch)
         self._follows_share = follows_share
 
     def describe(self) -> str:

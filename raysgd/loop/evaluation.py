@@ -107,17 +107,17 @@ class Evaluation:
         if source.steps_left(0) == 0:
             raise no_batch("given", source)
         source.agree_on_order(0, 0, train_state)
-        positions, found = source.batch_positions(), []
+        positions, predictions = source.batch_positions(), []
         with train_state.evaluating():
             batches = self.batches = _Counted(source, source.batches(0, 0), self._signal)
             try:
                 for output in operator._predictions(batches):
                     check_rows(output, batches.num_drawn)
-                    found.append((next(positions), train_state.to_cpu(output)))
+                    predictions.append((next(positions), train_state.to_cpu(output)))
             finally:
                 self.batches = None
                 source.close_workers()
-        return found
+        return predictions
 
     def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.

@@ -35,7 +35,6 @@ Without either, training raises an error until a checkpoint is loaded.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +43,7 @@ from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
+from raysgd.compat.ray_sgd import epoch_arguments
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.evaluation import Evaluation, no_batch
@@ -186,13 +186,13 @@ class Loop:
             return None
         if since is None:
             return self.progress.result()
-        found = merge_segments(
+        merged = merge_segments(
             [metrics for start, metrics in self.progress.results if start >= since]
         )
-        found |= learning_rates(self.train_state.optimizers)
+        merged |= learning_rates(self.train_state.optimizers)
         for feature in self.train_state.features:
-            found |= feature.step_metrics()
-        return found
+            merged |= feature.step_metrics()
+        return merged
 
     def _steps_left(self, request: TrainRequest) -> int | None:
         """Return the number of steps to the goal, or None if the goal is an epoch."""
@@ -211,7 +211,7 @@ class Loop:
         started_at, train_state.counted = train_state.global_step, {}
         self.snapshots.maybe_take(self.state_with_call, begins=True)
         info = request.info or {}
-        positional, named = _arguments_of(operator, info, limit, train_state.epoch)
+        positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
@@ -285,8 +285,8 @@ class Loop:
     def _least(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""
         context = self.train_state.context
-        found = self.train_state.minimum(number * context.world_size + context.world_rank)
-        least, self._shortest = divmod(int(found), context.world_size)
+        smallest = self.train_state.minimum(number * context.world_size + context.world_rank)
+        least, self._shortest = divmod(int(smallest), context.world_size)
         return least
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
@@ -335,7 +335,7 @@ class Loop:
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
         source.reshard(settings.options.num_workers, 0, settings.batch_share)
-        positional, named = _arguments_of(operator, {}, 1, 0)
+        positional, named = epoch_arguments(operator, {}, 1, 0)
         with (
             unchanged(operator, [train_state]),
             unchanged(train_state),
@@ -355,30 +355,11 @@ class Loop:
         )
 
 
-def _arguments_of(
-    operator: Any, info: Any, num_steps: int | None, epoch_idx: int
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments that ``train_epoch`` takes. Older overrides end at ``info``."""
-    info = operator._info_of_epoch(info, num_steps)
-    parameters = inspect.signature(operator.train_epoch).parameters
-    kinds = [each.kind for each in parameters.values()]
-    named = {"num_steps": num_steps, "epoch_idx": epoch_idx}
-    positional = []
-    # Older overrides may give the second parameter another name.
-    if len(kinds) > 1 and kinds[1] <= inspect.Parameter.VAR_POSITIONAL:
-        positional = [info]
-    else:
-        named["info"] = info
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        named = {name: value for name, value in named.items() if name in parameters}
-    return positional, named
-
-
 def _shards(state: TrainState) -> list[Any]:
     """Return this worker's shards of each optimizer, and then of each sharded model."""
-    parts = {id(feature.optimizer): feature.shards() for feature in state.sharded_features}
-    found = [parts.get(id(optimizer), []) for optimizer in state.optimizers]
+    by_optimizer = {id(feature.optimizer): feature.shards() for feature in state.sharded_features}
+    of_optimizers = [by_optimizer.get(id(optimizer), []) for optimizer in state.optimizers]
     return [
-        *found,
+        *of_optimizers,
         *(shard for feature in state.sharded_features for shard in feature.model_shards()),
     ]

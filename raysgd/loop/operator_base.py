@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd.compat.ray_sgd import info_of_user
 from raysgd.data.source import BatchSource
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
@@ -130,11 +131,8 @@ class OperatorBase:
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
-        segment = self._train_state.segment
+        segment: StepIterator | None = self._train_state.segment
         return segment is None or not segment.drawn_from or segment.loop_ends_epoch
-
-    def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
-        return info
 
     def _count_steps(self) -> int:
         source: BatchSource = self._train_state.data.source("train")
@@ -159,7 +157,7 @@ class OperatorBase:
             "global_step": self._train_state.global_step
             + self._train_state.transaction.micro_batch.step,
             "epoch_idx": epoch_idx,
-            "info": info,
+            "info": info and info_of_user(info),
         }
 
     def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
@@ -176,11 +174,11 @@ class OperatorBase:
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
         state, kind = self._train_state, type(self).__name__
-        for what, held in (("models", state.given_models), ("optimizers", state.optimizers)):
-            if len(held) > 1:
+        for what, objects in (("models", state.given_models), ("optimizers", state.optimizers)):
+            if len(objects) > 1:
                 raise RuntimeError(
-                    f"{kind} registered {len(held)} {what}, and the default train_batch trains one "
-                    f"model with one optimizer. Override train_batch in {kind}."
+                    f"{kind} registered {len(objects)} {what}, and the default train_batch trains "
+                    f"one model with one optimizer. Override train_batch in {kind}."
                 )
 
     def _default(self, name: str) -> Any:
@@ -261,26 +259,3 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
             f"{operator_cls.__name__} must override setup(self, config), and register models, "
             "optimizers, and loaders there."
         )
-
-
-def class_from_creators(
-    caller: str, bases: tuple[type, ...], creators: Mapping[str, Any], required: Collection[str]
-) -> Any:
-    """Return an operator class that holds the creators as ``_model_creator`` and so on."""
-    for name, function in creators.items():
-        if not callable(function) and (function is not None or name in required):
-            raise TypeError(f"{caller}({name}=...) must be a function, but it is {function!r}.")
-    # A plain function in a class would become a method.
-    functions = {f"_{name}": staticmethod(f) for name, f in creators.items() if f is not None}
-    return type("CustomCreatorOperator", bases, functions)
-
-
-def created_loaders(created: Any) -> dict[str, Any]:
-    """Return the result of a ``data_creator`` as arguments of ``register_data``."""
-    loaders = created if isinstance(created, tuple | list) else (created,)
-    if len(loaders) > 2:
-        raise ValueError(
-            f"data_creator returned {len(loaders)} loaders; it must return a train loader, or a "
-            "train and a validation loader."
-        )
-    return dict(zip(("train_loader", "validation_loader"), loaders, strict=False))

@@ -31,30 +31,30 @@ class DataSources(ABC):
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         self.given += [train_loader, validation_loader]
-        given = {"train": train_loader, "validation": validation_loader}
-        for name, loader in given.items():
+        loaders = {"train": train_loader, "validation": validation_loader}
+        for name, loader in loaders.items():
             if loader is not None:
                 shown = f"register_data({name}_loader=...)"
                 self._sources[name] = self._wrapped(shown, loader, training=name == "train")
 
-    def _wrapped(self, given: str, loader: Any, training: bool) -> BatchSource:
+    def _wrapped(self, argument: str, loader: Any, training: bool) -> BatchSource:
         # Map-style data sets without __iter__ are iterable through __getitem__.
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
+            raise TypeError(f"{argument} must be iterable, but it is {loader!r}.")
         if isinstance(loader, GeneratorType):
             raise TypeError(
-                f"{given}: a generator can be read only once, so it has no second epoch. Register "
-                "a list, or an object whose __iter__ is the generator."
+                f"{argument}: a generator can be read only once, so it has no second epoch. "
+                "Register a list, or an object whose __iter__ is the generator."
             )
         source = self.wrap(loader, training=training)
         if not source.partitioned_by and self._settings.options.num_workers > 1:
             self._settings.warn_once(
-                given,
+                argument,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
                 "and num_samples counts each sample once for each worker. Select a part by "
                 "self.world_rank and self.world_size, and pass add_dist_sampler=False to the "
                 "trainer or give the loader an attribute num_replicas.",
-                given,
+                argument,
                 type(loader).__name__,
                 source.why_whole,
             )
@@ -123,11 +123,11 @@ class DataSources(ABC):
 
         Replacement workers do not compare batch sizes, which may differ in their setup.
         """
-        found = {name: source.fingerprint() for name, source in self._sources.items()}
+        texts = {name: source.fingerprint() for name, source in self._sources.items()}
         if with_batches:
             for name, (size, _) in self.batching().items():
-                found[name] += f", batch size {size}"
-        return {name: text for name, text in found.items() if text}
+                texts[name] += f", batch size {size}"
+        return {name: text for name, text in texts.items() if text}
 
     def batching(self) -> dict[str, tuple[int, bool]]:
         """Return the `BatchSource.batching` of each loader whose batches raysgd creates."""
@@ -166,8 +166,8 @@ class DataSources(ABC):
     @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        source, given = self._sources.get("train"), self._settings.global_batch
-        return source is not None and source.keeps_step and source.global_batch == given
+        source, global_batch = self._sources.get("train"), self._settings.global_batch
+        return source is not None and source.keeps_step and source.global_batch == global_batch
 
     def release(self) -> None:
         for source in self._sources.values():

@@ -40,7 +40,7 @@ class StepTransaction:
         self.plan = UpdatePlan()
         self.num_planned = 1  # micro-batches of the update
         self.is_split = False  # batches are trained in parts
-        self._num_begun = 0
+        self.index = -1  # of the current micro-batch; -1 before the first
         self._updates: Counter[int] = Counter()
         self.has_earlier_losses = self.has_loss = False
         self._counts_items = False
@@ -63,23 +63,24 @@ class StepTransaction:
         self.batches.append(batch)
 
     def begin_plan(self, plan: UpdatePlan) -> None:
+        """Set the micro-batches of the update, before the first one begins."""
         self.plan, self.is_split = plan, len(plan.micro_batches) > plan.num_steps
 
     def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
         self.is_open = True
-        self._num_begun += 1
+        self.index += 1
         self._set(micro_batch, is_last)
-
-    @property
-    def index(self) -> int:
-        """Number of earlier micro-batches in this step."""
-        return max(0, self._num_begun - 1)
 
     @property
     def is_only(self) -> bool:
         """Whether the update has only this micro-batch."""
-        return self.index == 0 and self.is_last
+        return self.index <= 0 and self.is_last
+
+    @property
+    def uses_backward(self) -> bool:
+        """Whether user code has passed a loss to `backward` of the operator."""
+        return self.has_loss or self.has_earlier_losses
 
     @property
     def has_several_updates(self) -> bool:
@@ -163,11 +164,12 @@ class StepTransaction:
         correction = 1.0
         if is_first or not self.is_open:
             self._add_items(count, is_repeated)
-            planned = self._planned(num_workers)
+            # An update of one micro-batch needs no plan.
+            planned = self._planned(num_workers) if not self.is_only else 0.0
             self._total = self._exact(num_workers, add_up) if self.is_last else planned
-            is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
-            if self.has_earlier_losses and self._total and not is_planned:
-                correction = planned / self._total
+            if self.has_earlier_losses and self._total:
+                is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
+                correction = 1.0 if is_planned else planned / self._total
         elif count is not None and count != self._count:
             raise ValueError(
                 f"backward(num_samples={count!r}) follows num_samples={self._count} for another "

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import ShardedFeature, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
+from raysgd.loop.saved_state import SavedState
 from raysgd.loop.settings import Settings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.step import StepTransaction
@@ -20,24 +21,7 @@ from raysgd.metrics import AverageMeterCollection
 _Feature = TypeVar("_Feature", bound=StepFeature)
 
 
-class Segment(Protocol):
-    """The progress of a segment of training."""
-
-    total_batches: int | None
-    num_batches: int
-    drawn_from: bool
-
-    @property
-    def num_finished(self) -> int: ...
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def loop_ends_epoch(self) -> bool: ...
-
-
-class TrainState(ABC):
+class TrainState(SavedState):
     """Models, optimizers, and the position in the data. Features add the rest of a step."""
 
     data: DataSources
@@ -62,7 +46,8 @@ class TrainState(ABC):
         self.meters: AverageMeterCollection | None = None
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
-        self.segment: Segment | None = None
+        self.segment: Any = None
+        """The `StepIterator` of the segment in progress, or None."""
 
     def _new_transaction(self) -> StepTransaction:
         return StepTransaction()
@@ -196,45 +181,3 @@ class TrainState(ABC):
     @property
     def ranks_in_sync(self) -> bool:
         return all(feature.ranks_in_sync for feature in self.sharded_features)
-
-    # ---- state
-
-    @abstractmethod
-    def user_settings(self) -> Any:
-        """Return values that user code may set between steps, such as learning rates."""
-
-    def flags(self) -> Any:
-        """Return what user code may set on models and no state dict has, for new workers."""
-        return None
-
-    def set_flags(self, flags: Any) -> None:  # noqa: B027
-        """Apply the result of `flags`."""
-
-    @abstractmethod
-    def training_state(self) -> dict[str, Any]:
-        """Return models, optimizers, and the state of features. Tensors stay on their device."""
-
-    @abstractmethod
-    def check_training_state(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError if a state does not fit the registered objects."""
-
-    @abstractmethod
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `training_state`."""
-
-    def places_of(
-        self, state: dict[str, Any], addresses: set[int]
-    ) -> tuple[dict[str, Any], dict[int, Any]]:
-        """Replace arrays at `addresses` in a state by equal ones of the training state.
-
-        Also return where to write the content of these arrays.
-        """
-        return state, {}
-
-    @abstractmethod
-    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
-        """Return a copy of a leaf of a state, on its device or in the memory of the host."""
-
-    @abstractmethod
-    def to_cpu(self, state: Any) -> Any:
-        """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""

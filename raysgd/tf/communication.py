@@ -37,9 +37,6 @@ class Communication:
         """Return the maximum of each element over the workers. Every worker must call this."""
         return list(values)
 
-    def minimum(self, value: int) -> int:
-        return -self.largest([-value])[0]
-
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         """Call `make` on the leader, and return its result on every worker."""
         return make()
@@ -70,9 +67,9 @@ class GlooWorkers(Communication):
         import torch
         import torch.distributed as dist
 
-        held = torch.tensor(values)
-        dist.all_reduce(held, op=dist.ReduceOp.MAX)
-        return [int(number) for number in held]
+        maxima = torch.tensor(values)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return [int(number) for number in maxima]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         import torch.distributed as dist
@@ -97,18 +94,14 @@ class HorovodGroup(Communication):
     """The workers of a Horovod group."""
 
     def __init__(self, size: int, rank: int) -> None:
+        import horovod.tensorflow as hvd
+
         super().__init__(size, rank)
-        self._mean = tf.function(self._mean_in_graph)
+        self._mean = tf.function(lambda tensors: hvd.grouped_allreduce(tensors, op=hvd.Average))
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
         check_dtypes([tensor.dtype.name for tensor in tensors])
         means: list[Any] = self._mean(list(tensors))
-        return means
-
-    def _mean_in_graph(self, tensors: Sequence[Any]) -> list[Any]:
-        import horovod.tensorflow as hvd
-
-        means: list[Any] = hvd.grouped_allreduce(list(tensors), op=hvd.Average)
         return means
 
     def largest(self, values: Sequence[int]) -> list[int]:

@@ -66,18 +66,18 @@ def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequen
     watched = [variable.value for variable in variables]
 
     @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
-    def compiled(*given: Any) -> Any:
+    def compiled(*arguments: Any) -> Any:
         with tf.GradientTape() as tape:
-            result = loss_of(*given)
+            result = loss_of(*arguments)
             loss = result[0] if isinstance(result, tuple | list) else result
             scaled = optimizer.scale_loss(loss)
-        found = tape.gradient(scaled, watched)
-        if all(each is None for each in found):
+        gradients = tape.gradient(scaled, watched)
+        if all(each is None for each in gradients):
             raise ValueError(
                 "The loss depends on no variable of the model. Compute the loss in TensorFlow from "
                 "the model's output."
             )
         # Gradients of embeddings are sparse.
-        return result, [each if each is None else tf.convert_to_tensor(each) for each in found]
+        return result, [each if each is None else tf.convert_to_tensor(each) for each in gradients]
 
     return compiled

@@ -34,8 +34,8 @@ class KerasReplication(StepFeature):
         communication = self._state.communication
         if communication.size == 1:
             return
-        held = [v.value for model in self._state.models for v in model.non_trainable_variables]
-        floats = [variable for variable in held if variable.dtype.is_floating]
+        variables = [v.value for model in self._state.models for v in model.non_trainable_variables]
+        floats = [variable for variable in variables if variable.dtype.is_floating]
         if floats:
             means = communication.mean([tf.identity(variable) for variable in floats])
             for variable, mean in zip(floats, means, strict=True):

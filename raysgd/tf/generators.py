@@ -43,17 +43,17 @@ class KerasGenerators(Generators):
 
     def _seeds(self) -> dict[str, list[Any]]:
         models = {id(seed): seed for seed in _seeds_of(self._operator._train_state.models)}
-        held = (seed for each in vars(self._operator).values() for seed in _seeds_of(each))
-        others = {id(seed): seed for seed in held if id(seed) not in models}
+        own = (seed for each in vars(self._operator).values() for seed in _seeds_of(each))
+        others = {id(seed): seed for seed in own if id(seed) not in models}
         return {"keras_models": list(models.values()), "keras_others": list(others.values())}
 
 
-def _seeds_of(held: Any) -> Iterator[Any]:
-    if isinstance(held, keras.random.SeedGenerator):
-        yield held.state
-    elif isinstance(held, keras.Layer):
-        weights = {id(variable) for variable in held.weights}
-        yield from (v for v in held.variables if id(v) not in weights)
-    elif isinstance(held, list | tuple | dict):
-        for each in held.values() if isinstance(held, dict) else held:
+def _seeds_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, keras.random.SeedGenerator):
+        yield value.state
+    elif isinstance(value, keras.Layer):
+        weights = {id(variable) for variable in value.weights}
+        yield from (v for v in value.variables if id(v) not in weights)
+    elif isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
             yield from _seeds_of(each)

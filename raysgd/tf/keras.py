@@ -54,8 +54,8 @@ def _own_objects(model: Any) -> dict[str, Any]:
 
     The decorators that register classes do not run on workers, so the driver needs the objects.
     """
-    found, held, seen = {}, [model], set()
-    for each in held:
+    objects, reachable, seen = {}, [model], set()
+    for each in reachable:
         if id(each) in seen:
             continue
         seen.add(id(each))
@@ -64,12 +64,12 @@ def _own_objects(model: Any) -> dict[str, Any]:
         module = getattr(kind, "__globals__", {"__name__": str(kind.__module__)})["__name__"]
         is_own = module.split(".")[0] not in ("builtins", "keras", "numpy", "tensorflow")
         if is_own and (hasattr(kind, "get_config") or isinstance(each, FunctionType)):
-            found[keras.saving.get_registered_name(kind)] = kind
+            objects[keras.saving.get_registered_name(kind)] = kind
         if isinstance(each, list | tuple | set | dict):
-            held.extend(each.values() if isinstance(each, dict) else each)
+            reachable.extend(each.values() if isinstance(each, dict) else each)
         if kind is not each and (hasattr(kind, "get_config") or module.startswith("keras.")):
-            held.extend(getattr(each, "__dict__", {}).values())
-    return found
+            reachable.extend(getattr(each, "__dict__", {}).values())
+    return objects
 
 
 def assembled(portable_model: Mapping[str, Any]) -> Any:

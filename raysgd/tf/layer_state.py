@@ -37,9 +37,11 @@ def _special(model: Any) -> list[Any]:
     """Return the preprocessing layers, and the user's layers that load more than variables."""
     layers = model._flatten_layers()  # Keras has no public method that includes inner layers
     loaders = [(layer, type(layer).load_own_variables.__module__) for layer in layers]
-    found = [layer for layer, m in loaders if ".preprocessing." in m or not m.startswith("keras.")]
+    special = [
+        layer for layer, m in loaders if ".preprocessing." in m or not m.startswith("keras.")
+    ]
     # The vocabulary of a TextVectorization is in its lookup layer.
-    return [each for each in found if not isinstance(each, keras.layers.TextVectorization)]
+    return [each for each in special if not isinstance(each, keras.layers.TextVectorization)]
 
 
 def _state_of(layer: Any) -> dict[str, Any]:

@@ -25,8 +25,8 @@ class MeanLoss:
         self.compiled = _compiled(model, loss=criterion)
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
-        given = [_tensors(each) for each in (target, output, sample_weight)]
-        values = self.compiled.compute_loss(None, *given)
+        tensors = [_tensors(each) for each in (target, output, sample_weight)]
+        values = self.compiled.compute_loss(None, *tensors)
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
 
@@ -46,16 +46,16 @@ def _compiled(model: Any, **arguments: Any) -> Any:
 
 def without_means(criterion: Any) -> list[str]:
     """Return the losses that are not means over samples, as text."""
-    found = []
+    losses = []
     for loss in tf.nest.flatten(criterion):
         name = getattr(loss, "__name__", loss if isinstance(loss, str) else type(loss).__name__)
         if getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight"):
-            found.append(f"{name}(reduction={loss.reduction!r})")
+            losses.append(f"{name}(reduction={loss.reduction!r})")
         elif getattr(loss, "ignore_class", None) is not None:
-            found.append(f"{name}(ignore_class={loss.ignore_class!r})")
+            losses.append(f"{name}(ignore_class={loss.ignore_class!r})")
         elif name.lower() in ("dice", "tversky"):  # ratios of sums over the batch
-            found.append(name)
-    return found
+            losses.append(name)
+    return losses
 
 
 class BatchMetrics:
@@ -69,41 +69,41 @@ class BatchMetrics:
         if given is not None:
             given = given if isinstance(given, list | tuple | dict) else [given]
             model = _compiled(model, metrics=given)
-        self._held = model._compile_metrics
+        self._compiled_metrics = model._compile_metrics
         self._names: list[str] = []
         self._checked: set[str] = set()
         """Metrics whose state is known to be a sum over batches."""
 
     def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
         """Return the values for one batch, in a form that merges exactly."""
-        if self._held is None:
+        if self._compiled_metrics is None:
             return {}
-        given = [_tensors(each) for each in (target, output, sample_weight)]
+        tensors = [_tensors(each) for each in (target, output, sample_weight)]
         if not self._names:
-            self._held.update_state(*given)  # the first batch creates the metrics
-            self._names = _stable(self._held.result(), self._held.metrics)
-        found: dict[str, MergeableMetric] = {}
-        updates = [(metric, metric.update_state) for metric in self._held.metrics]
+            self._compiled_metrics.update_state(*tensors)  # the first batch creates the metrics
+            self._names = _stable(self._compiled_metrics.result(), self._compiled_metrics.metrics)
+        values: dict[str, MergeableMetric] = {}
+        updates = [(metric, metric.update_state) for metric in self._compiled_metrics.metrics]
         try:
             for name, (metric, update) in zip(self._names, updates, strict=True):
-                metric.update_state = partial(self._measure, found, name, metric, update)
-            self._held.update_state(*given)
+                metric.update_state = partial(self._measure, values, name, metric, update)
+            self._compiled_metrics.update_state(*tensors)
         finally:
             for metric, update in updates:
                 metric.update_state = update
-        return found
+        return values
 
     def _measure(
-        self, found: Any, name: str, metric: Any, update: Any, *given: Any, **named: Any
+        self, values: Any, name: str, metric: Any, update: Any, *arguments: Any, **named: Any
     ) -> None:
-        updated = partial(update, *given, **named)
+        updated = partial(update, *arguments, **named)
         owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
         is_own = not owner.__module__.startswith("keras.")
         if is_own and name not in self._checked and _adds_up(metric, updated):
             self._checked.add(name)
         _begin(metric)
         updated()
-        found[name] = mergeable(metric, (given, named))
+        values[name] = mergeable(metric, (arguments, named))
 
 
 def kept_metrics(model: Any) -> list[Any]:
@@ -112,10 +112,10 @@ def kept_metrics(model: Any) -> list[Any]:
     return [metric for layer in [model, *inner] for metric in layer._metrics]
 
 
-def mergeable(metric: Any, given: Any) -> MergeableMetric:
+def mergeable(metric: Any, arguments: Any) -> MergeableMetric:
     if isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result:
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
-    return KerasMetric(metric, given)
+    return KerasMetric(metric, arguments)
 
 
 def _tensors(nest: Any) -> Any:
@@ -172,11 +172,11 @@ class KerasMetric(MergeableMetric):
 
     Args:
         metric: A metric whose variables are sums over samples, such as AUC.
-        given: Arguments of ``update_state``: a tuple and a dict.
+        arguments: Arguments of ``update_state``: a tuple and a dict.
     """
 
-    def __init__(self, metric: Any, given: Any) -> None:
-        self._specs = tf.nest.map_structure(_spec, given)
+    def __init__(self, metric: Any, arguments: Any) -> None:
+        self._specs = tf.nest.map_structure(_spec, arguments)
         self._config = (type(metric), metric.get_config())
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
@@ -190,8 +190,8 @@ class KerasMetric(MergeableMetric):
         kind, config = self._config
         metric = kind.from_config(config)
         if len(metric.variables) != len(self._sums):  # F1Score creates variables in the first batch
-            given, named = tf.nest.map_structure(_zeros, self._specs)
-            metric.update_state(*given, **named)
+            arguments, named = tf.nest.map_structure(_zeros, self._specs)
+            metric.update_state(*arguments, **named)
         for variable, value in zip(metric.variables, self._sums, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
         result = metric.result()

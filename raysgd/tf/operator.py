@@ -180,12 +180,12 @@ class TrainingOperator(OperatorBase):
         from raysgd.tf.registration import register
 
         state = self._train_state
-        found = register(state, models, optimizers, criterion, metrics, class_weight)
+        registered = register(state, models, optimizers, criterion, metrics, class_weight)
         if _is_default(self, "train_epoch", "train_batch"):
             self._check_own_steps("train_batch")
         if _is_default(self, "validate", "validate_batch"):
             self._check_own_steps("validate_batch")
-        return found
+        return registered
 
     def register_data(
         self,
@@ -254,12 +254,13 @@ class TrainingOperator(OperatorBase):
     # ---- helpers
 
     def _the_only(self, what: str) -> Any:
-        held = self._train_state.models if what == "model" else self._train_state.optimizers
-        if len(held) != 1:
+        registered = self._train_state.models if what == "model" else self._train_state.optimizers
+        if len(registered) != 1:
             raise RuntimeError(
-                f"{type(self).__name__} registered {len(held)} {what}s. Pass minimize({what}=...)."
+                f"{type(self).__name__} registered {len(registered)} {what}s. Pass "
+                f"minimize({what}=...)."
             )
-        return held[0]
+        return registered[0]
 
     def _check_own_steps(self, method: str) -> None:
         """Raise an error if a model overrides a step that the default `method` does not call."""
@@ -291,8 +292,8 @@ class TrainingOperator(OperatorBase):
         """Return the loss, the output, and the masks of the output, which graphs drop."""
         model = self._the_only("model")
         output = model(features, training=training)
-        given = (features, target, output, weights)
-        loss = self._train_state.total_loss(model, *given, training=training)
+        arguments = (features, target, output, weights)
+        loss = self._train_state.total_loss(model, *arguments, training=training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         return loss, output, masks
 

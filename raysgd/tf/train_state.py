@@ -74,9 +74,9 @@ class KerasTrainState(TrainState):
     ) -> Any:
         """Return the mean loss of a batch, including losses of layers."""
         if self._model_computes_loss:
-            given = (features, target, output, weights)
+            arguments = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
-            loss = model.compute_loss(*given, **({"training": training} if takes else {}))
+            loss = model.compute_loss(*arguments, **({"training": training} if takes else {}))
             return tf.reduce_mean(tf.cast(loss, tf.float32))
         losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
         if target is not None:
@@ -91,12 +91,12 @@ class KerasTrainState(TrainState):
             self._losses = losses_of_outputs(
                 self.models[0] if computes else self.criterion.compiled
             )
-        found: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
+        values: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
         for each in self._losses:
             each.reset_state()
-        found |= {each.name: mergeable(each, ((), {})) for each in kept_metrics(self.models[0])}
-        found |= self.metrics.measure(target, output, weights)
-        return {f"{prefix}_{name}": value for name, value in found.items()}
+        values |= {each.name: mergeable(each, ((), {})) for each in kept_metrics(self.models[0])}
+        values |= self.metrics.measure(target, output, weights)
+        return {f"{prefix}_{name}": value for name, value in values.items()}
 
     def check_masks(self, masks: Any) -> None:
         if any(mask is not None for mask in tf.nest.flatten(masks)):
@@ -117,7 +117,7 @@ class KerasTrainState(TrainState):
     # ---- the other workers
 
     def minimum(self, value: int) -> int:
-        return self.communication.minimum(value)
+        return -self.communication.largest([-value])[0]
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
@@ -177,8 +177,8 @@ def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_we
     if classes.ndim > 1:
         one_hot = classes.shape[-1] > 1
         classes = classes.argmax(axis=-1) if one_hot else classes[..., 0]
-    found = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
-    weights = np.asarray(found, np.float32).reshape(classes.shape)
+    factors = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
+    weights = np.asarray(factors, np.float32).reshape(classes.shape)
     if sample_weight is None:
         return weights
     sample_weight = np.asarray(sample_weight, np.float32)
@@ -189,9 +189,9 @@ def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     if len(arrays) != len(variables):
         return f"it has {len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):
-        found, expected = np.shape(array), tuple(variable.shape)
-        if found != expected:
-            return f"{name} has the shape {found}, not {expected}"
+        shape, expected = np.shape(array), tuple(variable.shape)
+        if shape != expected:
+            return f"{name} has the shape {shape}, not {expected}"
     return ""
 
 

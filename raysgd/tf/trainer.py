@@ -12,17 +12,17 @@ from raysgd._internal.imports import load_triton_first
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
+from raysgd.compat.creators import KerasCreators, creator_class
+from raysgd.compat.tf_trainer import OldTFTrainer, fit_plan, number_of_workers, with_old_names
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
-from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, with_old_names
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
 from raysgd.trainer.base import OperatorTrainer
-from raysgd.trainer.info import argument
 from raysgd.trainer.state import TrainerState
 
 
@@ -38,7 +38,7 @@ class KerasTrainerState(TrainerState):
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
 
 
-class TFTrainer(OperatorTrainer):
+class TFTrainer(OldTFTrainer, OperatorTrainer):
     """Trains a Keras model on one or several workers.
 
     The trainer runs on the driver, and takes a :class:`raysgd.tf.TrainingOperator`::
@@ -74,19 +74,6 @@ class TFTrainer(OperatorTrainer):
     _trainable = "TFTrainable"
     _state_cls = KerasTrainerState
 
-    num_replicas = OperatorTrainer.max_workers
-    verbose = OperatorTrainer.use_tqdm
-    model_creator = argument("training_operator_cls._model_creator")
-    data_creator = argument("training_operator_cls._data_creator")
-
-    @property
-    def workers(self) -> list[Any]:
-        """Raise an error. Older scripts use Ray actors here."""
-        raise AttributeError(
-            "TFTrainer has no attribute workers. Call a function on each worker with "
-            "apply_all_workers(fn) or apply_all_operators(fn)."
-        )
-
     def __init__(
         self,
         model_creator: Callable[[dict[str, Any]], Any] | None = None,
@@ -116,11 +103,11 @@ class TFTrainer(OperatorTrainer):
         load_triton_first()
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
         operator_cls = _operator(training_operator_cls, model_creator, data_creator)
-        made_from_functions = issubclass(operator_cls, CreatorOperator)
+        made_from_functions = issubclass(operator_cls, KerasCreators)
         options = TFOptions(
             training_operator_cls=operator_cls,
             config=config,
-            num_workers=_number_of_workers(num_workers, num_replicas),
+            num_workers=number_of_workers(num_workers, num_replicas),
             min_workers=min_workers,
             num_cpus_per_worker=num_cpus_per_worker,
             resources_per_worker=resources_per_worker,
@@ -218,19 +205,12 @@ class TFTrainer(OperatorTrainer):
         return arguments
 
 
-def _number_of_workers(num_workers: int | None, num_replicas: int | None) -> int:
-    if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
-        raise ValueError(
-            f"TFTrainer(num_workers={num_workers}, num_replicas={num_replicas}) got two values for "
-            "one argument with two names. Pass only num_workers."
-        )
-    given = num_replicas if num_workers is None else num_workers
-    return 1 if given is None else given
-
-
 def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
     if operator_cls is None and model_creator is not None:
-        return creator_operator(model_creator, data_creator)
+        creators = {"model_creator": model_creator, "data_creator": data_creator}
+        bases = (KerasCreators, TrainingOperator)
+        operator_cls = creator_class("TFTrainer", bases, creators, required=("model_creator",))
+        return cast(type[TrainingOperator], operator_cls)
     if model_creator is not None or data_creator is not None:
         raise TypeError(
             "TFTrainer takes training_operator_cls, or model_creator and data_creator, not both."

@@ -1,6 +1,7 @@
 """Names of older scripts: values of ``scheduler_step_freq``, keys of ``info``, and timeouts."""
 
 from raysgd._internal.config import env_seconds
+from raysgd.compat.ray_sgd import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 
 __all__ = [
     "NCCL_TIMEOUT_S",
@@ -13,13 +14,6 @@ __all__ = [
     "USE_FP16",
     "VALID_SCHEDULER_STEP",
 ]
-
-NUM_STEPS = "__num_steps__"
-"""Requested number of batches; None for the whole epoch."""
-SCHEDULER_STEP = "scheduler_step"
-"""The trainer's ``scheduler_step_freq``."""
-USE_FP16 = "__use_fp16__"
-"""Whether training runs in mixed precision."""
 
 SCHEDULER_STEP_BATCH = "batch"
 SCHEDULER_STEP_EPOCH = "epoch"

@@ -112,7 +112,7 @@ class ReplicatedModel(DistributedDataParallel):
             self._has_pass, self._first_pass = True, number
         if self._awaits_pass:
             pairs = zip(self._reduced, before, strict=True)
-            self._complete([each for each, held in pairs if gradient_of(each) == held])
+            self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
             local = [p for p in self._others if p.requires_grad]
         else:
             local = self._module_parameters
@@ -192,11 +192,11 @@ def wrapped(
         parameter.requires_grad for parameter in model.parameters()
     ):
         return model  # DistributedDataParallel rejects a model without trainable parameters
-    given = {"device_ids": None if device.index is None else [device.index], **arguments}
-    replica = ReplicatedModel(model, **given)
+    ddp_arguments = {"device_ids": None if device.index is None else [device.index], **arguments}
+    replica = ReplicatedModel(model, **ddp_arguments)
     # A criterion may run several times in a step, and a broadcast would modify its buffers.
     stays = is_criterion or only_running_statistics(model)
-    if stays and not given.keys() & {"broadcast_buffers", "forward_sync_buffers"}:
+    if stays and not ddp_arguments.keys() & {"broadcast_buffers", "forward_sync_buffers"}:
         # The argument of the constructor would also turn off the first broadcast before
         # PyTorch 2.13.
         replica.broadcast_buffers = False
@@ -330,12 +330,12 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     """
     group, comm_hooks = model.process_group, model._comm_hooks
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
-    held = required_gradients(model.module)
-    _require_gradients(model.module, {**held, **required})
+    before = required_gradients(model.module)
+    _require_gradients(model.module, {**before, **required})
     try:
         model.__setstate__(kept)  # sets up a wrapper as after unpickling
     finally:
-        _require_gradients(model.module, held)
+        _require_gradients(model.module, before)
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.
@@ -382,11 +382,11 @@ def averaged_parameters(model: DistributedDataParallel) -> dict[str, bool]:
 def no_forward_sync(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Keep models that user code wrapped from broadcasting buffers in their forward pass."""
     wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
-    held = [model.require_forward_param_sync for model in wrapped]
+    before = [model.require_forward_param_sync for model in wrapped]
     for model in wrapped:
         model.require_forward_param_sync = False
     try:
         yield
     finally:
-        for model, value in zip(wrapped, held, strict=True):
+        for model, value in zip(wrapped, before, strict=True):
             model.require_forward_param_sync = value

@@ -18,12 +18,14 @@ Override any of these methods, or none.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.compat.creators import TorchCreators
+from raysgd.compat.ray_sgd import OldOperator
+from raysgd.loop.operator_base import checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
@@ -34,10 +36,9 @@ from raysgd.torch.batches import (
     read_batch,
     scores_in,
 )
-from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
-from raysgd.torch.interop.creators import CreatorMethods, creator_operator
 from raysgd.torch.losses import ignored_index, is_sum, num_counted
+from raysgd.torch.operator_base import TorchOperatorBase
 from raysgd.torch.optimization import as_count
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
@@ -45,10 +46,8 @@ from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
 
-_INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 
-
-class TrainingOperator(OperatorBase):
+class TrainingOperator(OldOperator, TorchOperatorBase):
     """Defines training for :class:`raysgd.TorchTrainer`. Each worker has an instance.
 
     Override `setup`, and other methods if you need to::
@@ -91,12 +90,10 @@ class TrainingOperator(OperatorBase):
         self.train_mode(True)
         # An override may call this without the argument.
         epoch_idx = epoch_idx or self._train_state.epoch
-        given = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
         for batch in self._in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
-            batch_info["info"] = given
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
@@ -128,14 +125,14 @@ class TrainingOperator(OperatorBase):
         model, optimizer = self._default("model"), self._default("optimizer")
         timers, tx = self.timers, self._train_state.transaction
         batch = self.to_device(batch)
-        given = read_batch(batch, model)
+        read = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
             # Without a name, the output needs no memory in the backward pass.
-            loss = loss_of(self, model(*given.arguments, **given.keywords), given)
+            loss = loss_of(self, model(*read.arguments, **read.keywords), read)
         with timers.record("grad"):
-            num_samples = self._count_samples(given, batch_info)
-            num_items = self._count_items(batch, num_samples, given.target)
-            tx.is_sum = given.target is not None and self._loss_is_sum
+            num_samples = self._count_samples(read, batch_info)
+            num_items = self._count_items(batch, num_samples, read.target)
+            tx.is_sum = read.target is not None and self._loss_is_sum
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
@@ -221,17 +218,17 @@ class TrainingOperator(OperatorBase):
             (batch, 1, ...).
         """
         model, batch = self._default("model"), self.to_device(batch)
-        given = read_batch(batch, model)
+        read = read_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
-            output = model(*given.arguments, **given.keywords)
-            loss = loss_of(self, output, given)
+            output = model(*read.arguments, **read.keywords)
+            loss = loss_of(self, output, read)
         batch_info["output"] = output
-        num_samples = self._count_samples(given, batch_info)
-        num_items = self._count_items(batch, num_samples, given.target)
-        if given.target is not None and self._loss_is_sum:
+        num_samples = self._count_samples(read, batch_info)
+        num_items = self._count_items(batch, num_samples, read.target)
+        if read.target is not None and self._loss_is_sum:
             loss = loss / (num_samples or 1)
         metrics = {"val_loss": mean_of(loss, num_items), NUM_SAMPLES: num_samples}
-        target = given.keywords.get("labels") if given.target is None else given.target
+        target = read.keywords.get("labels") if read.target is None else read.target
         ignored = ignored_index(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:
             metrics["val_accuracy"] = accuracy
@@ -248,9 +245,9 @@ class TrainingOperator(OperatorBase):
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         is_feature = isinstance(batch, tuple | list) and len(batch) == 1
-        given = Batch(tuple(batch), {}, None) if is_feature else read_batch(batch, model)
+        read = Batch(tuple(batch), {}, None) if is_feature else read_batch(batch, model)
         with self.autocast():
-            return scores_in(model(*given.arguments, **given.keywords))
+            return scores_in(model(*read.arguments, **read.keywords))
 
     @torch.no_grad()
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -334,26 +331,6 @@ class TrainingOperator(OperatorBase):
         self._train_state.data.register(train_loader, validation_loader)
 
     @classmethod
-    def from_creators(
-        cls,
-        model_creator: Callable[..., Any],
-        optimizer_creator: Callable[..., Any],
-        data_creator: Callable[..., Any] | None = None,
-        loss_creator: Callable[..., Any] | type | None = None,
-        scheduler_creator: Callable[..., Any] | None = None,
-        serialize_data_creation: bool = True,
-    ) -> type[CreatorOperator]:
-        """Return an operator class made of creator functions, see :class:`CreatorOperator`."""
-        creators = {
-            "model_creator": model_creator,
-            "optimizer_creator": optimizer_creator,
-            "data_creator": data_creator,
-            "loss_creator": loss_creator,
-            "scheduler_creator": scheduler_creator,
-        }
-        return creator_operator(cls, CreatorOperator, creators, serialize_data_creation)
-
-    @classmethod
     def from_ptl(
         cls,
         lightning_module_cls: type[Any],
@@ -404,8 +381,8 @@ class TrainingOperator(OperatorBase):
         Args:
             loss: A tensor of one element, the mean over the samples of the batch.
             num_samples: Number of items, such as tokens, if `loss` is a mean over these items. A
-                batch of 0 items is ignored. Pass `num_samples` on all workers or on none. None
-                counts samples.
+                batch of 0 items is ignored. Pass `num_samples` on all workers or on none, and
+                the same number for all losses of a batch. None counts samples.
         """
         self._train_state.optimization.backward(loss, num_samples)
 
@@ -436,53 +413,9 @@ class TrainingOperator(OperatorBase):
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""
         return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
 
-    # ---- properties
-
-    @property
-    def device(self) -> torch.device:
-        """This worker's device."""
-        return self._train_state.settings.device
-
-    @property
-    def device_ids(self) -> list[int] | None:
-        """List with the index of this worker's GPU, or None without a GPU."""
-        return None if self.device.index is None else [self.device.index]
-
-    @property
-    def use_gpu(self) -> bool:
-        """Whether this worker has a GPU."""
-        return self.device.type == "cuda"
-
-    @property
-    def use_fp16_native(self) -> bool:
-        """Whether ``torch.amp`` provides mixed precision."""
-        return self._train_state.settings.options.use_fp16 is True
-
-    @property
-    def use_fp16_apex(self) -> bool:
-        """Whether NVIDIA Apex provides mixed precision."""
-        return self._train_state.settings.options.use_fp16 == "apex"
-
-    @property
-    def scheduler_step_freq(self) -> str | None:
-        """When schedulers step: "batch", "epoch", "manual", or None."""
-        return self._train_state.settings.options.scheduler_step_freq
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_amp", "_amp_scaler"):  # names of RaySGD v1
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}. Use self.autocast(), self.backward(loss), "
-                "and self.optimizer_step(optimizer) instead."
-            )
-        return super().__getattr__(name)
-
-    def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
-        given = (num_steps, self.use_fp16, self.scheduler_step_freq)
-        return {**info, **dict(zip(_INFO_KEYS, given, strict=True))}
-
     def _seed_worker(self) -> None:
         """Seed this worker after `setup`. The ready-made operators override this method."""
 
 
-class CreatorOperator(CreatorMethods, TrainingOperator):
+class CreatorOperator(TorchCreators, TrainingOperator):
     """An operator that creator functions define, see ``TrainingOperator.from_creators``."""

@@ -21,12 +21,12 @@ from raysgd.torch.state import multiply_all, version_of
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
 
-def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
+def as_count(count: Any, source: str = "backward(num_samples={})") -> float:
     """Return a number, or a tensor of one element, as a float. `source` is for errors."""
-    is_scalar = isinstance(given, torch.Tensor) and given.numel() == 1
-    value = given.item() if is_scalar else given
+    is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
+    value = count.item() if is_scalar else count
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{source.format(repr(given))}: the count must be a number.")
+        raise TypeError(f"{source.format(repr(count))}: the count must be a number.")
     if not 0 <= float(value) < math.inf:
         raise ValueError(f"{source.format(repr(value))}: the count must be finite and at least 0.")
     return float(value)
@@ -95,15 +95,14 @@ class Optimization(StepFeature):
 
     def before_commit(self, tx: StepTransaction) -> None:
         self.check_complete()
-        uses_backward = tx.has_loss or tx.has_earlier_losses
-        if self._has_uneven_share(tx) and not uses_backward and tx.has_updates:
+        if self._has_uneven_share(tx) and tx.has_updates and not tx.uses_backward:
             self._state.settings.warn_once(
                 "weight",
                 "ElasticConfig(shares=...): train_batch does not call self.backward(loss), so the "
                 "losses of workers with different shares have equal weight. Call it instead of "
                 "loss.backward().",
             )
-        if uses_backward and len(self.optimizers) > 1 and tx.has_updates:
+        if tx.uses_backward and len(self.optimizers) > 1 and tx.has_updates:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
@@ -111,7 +110,7 @@ class Optimization(StepFeature):
     def _has_uneven_share(self, tx: StepTransaction) -> bool:
         if self._state.settings.options.elastic.shares == "even" or tx.plan.total is None:
             return False
-        return tx.plan.samples * self._state.num_averaged != tx.plan.total
+        return tx.plan.samples * self._state.context.world_size != tx.plan.total
 
     def commit(self, tx: StepTransaction) -> None:
         self._accumulated.clear()
@@ -255,7 +254,7 @@ class Optimization(StepFeature):
             self._refuse_parts("train_batch calls optimizer.step(), not self.optimizer_step()")
         features = self._state.features
         why = next((each.needs_helper for each in features if each.needs_helper), "")
-        if not why and (tx.has_loss or tx.has_earlier_losses) and self.precision.scales:
+        if not why and tx.uses_backward and self.precision.scales:
             why = f"the scaled gradients of self.backward(loss) under {self.precision.name}"
         if why:
             raise RuntimeError(

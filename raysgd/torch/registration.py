@@ -68,9 +68,7 @@ def register(
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.settings.warn_once("apex", unused, apex_args, precision.name)
-    sharded: list[Any] = []
-    if sharding is not None:
-        sharded = _shard(state, sharding, sharding_args, bool(ddp_args))
+    sharded = _shard(state, sharding, sharding_args, bool(ddp_args))
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
@@ -153,8 +151,10 @@ def _add_features(
 
 
 def _shard(
-    state: TorchTrainState, sharding: str, arguments: dict[str, Any], has_ddp_args: bool
+    state: TorchTrainState, sharding: str | None, arguments: dict[str, Any], has_ddp_args: bool
 ) -> list[Any]:
+    if sharding is None:
+        return []
     precision, distributed = state.optimization.precision, state.context.distributed
     if state.settings.options.num_shards is not None:
         raise ValueError(

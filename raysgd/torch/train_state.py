@@ -61,8 +61,8 @@ class TorchTrainState(RegisteredState):
         if self.minimum(-int(follows and self.global_step > 0)) < 0:
             state = self.training_state()
             state["models"] = [
-                ddp.without_buffers(model, held)
-                for model, held in zip(self.models, state["models"], strict=True)
+                ddp.without_buffers(model, model_state)
+                for model, model_state in zip(self.models, state["models"], strict=True)
             ]
             own = collectives.fingerprint((self.global_step, state))
             expected = collectives.broadcast_object(own, leader)
@@ -177,12 +177,12 @@ class TorchTrainState(RegisteredState):
         with contextlib.ExitStack() as undoing:
             # Load models last, because loading changes their tensors in place.
             for kind, objects, states in reversed(stateful):
-                for index, (held, saved) in enumerate(zip(objects, states, strict=True)):
+                for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
                     load = None
                     if kind == "optimizers" and keeps_dtypes:
-                        load = functools.partial(load_optimizer, held)
-                    place, own = f"{kind}[{index}]", held.state_dict()
-                    undoing.enter_context(loading(held, own, saved, place, load))
+                        load = functools.partial(load_optimizer, each)
+                    place, own = f"{kind}[{index}]", each.state_dict()
+                    undoing.enter_context(loading(each, own, saved, place, load))
         for feature in self.features:
             feature.load_state_dict(state)
         self.transaction.is_partial = False
@@ -193,10 +193,10 @@ class TorchTrainState(RegisteredState):
         if self.num_criteria and isinstance(saved, list | tuple):
             # Older files lack the criterion.
             models = models[: max(len(saved), len(models) - self.num_criteria)]
-        found: list[tuple[str, list[Any], Any]] = [
+        kinds: list[tuple[str, list[Any], Any]] = [
             ("models", models, saved),
             ("optimizers", self.optimizers, state.get("optimizers", [])),
         ]
         if self.schedulers:
-            found.append(("schedulers", self.schedulers, state.get("schedulers", [])))
-        return found
+            kinds.append(("schedulers", self.schedulers, state.get("schedulers", [])))
+        return kinds

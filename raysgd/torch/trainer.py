@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,9 +13,11 @@ import torch
 
 from raysgd._internal.arguments import unknown_argument
 from raysgd.callbacks.base import Callback
+from raysgd.compat.creators import check_creators
+from raysgd.compat.ray_sgd import OldTorchTrainer, without_old_arguments
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch.operator import CreatorOperator, TrainingOperator
+from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import EqualBits, TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharding.shards import gather_state
@@ -29,25 +29,13 @@ __all__ = ["TorchTrainer"]
 
 logger = logging.getLogger(__name__)
 
-_OLD_ARGUMENTS = {
-    "model_creator": "training_operator_cls=TrainingOperator.from_creators(model_creator, ...)",
-    "data_creator": "training_operator_cls=TrainingOperator.from_creators(..., data_creator=...)",
-    "optimizer_creator": "training_operator_cls=TrainingOperator.from_creators(...)",
-    "scheduler_creator": "TrainingOperator.from_creators(..., scheduler_creator=...)",
-    "loss_creator": "TrainingOperator.from_creators(..., loss_creator=...)",
-    "num_replicas": "num_workers",
-    "batch_size": "config={raysgd.utils.BATCH_SIZE: ...}",
-    "apex_args": "the arguments of self.register(...) in setup",
-    "data_loader_args": "the arguments of the DataLoader that you make in setup",
-}
-
 
 class _State(TrainerState):
     def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return gather_state(state)
 
 
-class TorchTrainer(OperatorTrainer):
+class TorchTrainer(OldTorchTrainer, OperatorTrainer):
     """Trains a :class:`TrainingOperator` on one or several workers.
 
     Each worker is a Ray actor with its own copy of the operator. The workers average gradients at
@@ -129,9 +117,9 @@ class TorchTrainer(OperatorTrainer):
         elastic: ElasticConfig | None = None,
         callbacks: Iterable[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
-        **old_arguments: Any,
+        **others: Any,
     ) -> None:
-        for name in _without_old(old_arguments):
+        for name in without_old_arguments(others):
             kind = type(self)
             raise unknown_argument(kind.__name__, name, known_arguments(kind))
         options = TorchOptions(
@@ -160,11 +148,6 @@ class TorchTrainer(OperatorTrainer):
     wrap_ddp = argument("wrap_ddp")
     scheduler_step_freq = argument("scheduler_step_freq")
 
-    @functools.cached_property
-    def temp_dir(self) -> str:
-        """A temporary folder on the driver for older scripts, which delete it themselves."""
-        return tempfile.mkdtemp(prefix="raysgd")
-
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.
 
@@ -191,35 +174,14 @@ class TorchTrainer(OperatorTrainer):
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        arguments = super()._trial_arguments(_without_old(arguments))
+        arguments = super()._trial_arguments(without_old_arguments(arguments))
         _checked_operator(arguments.get("training_operator_cls"))
         return arguments
 
 
-def _without_old(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without arguments of older libraries that have no effect."""
-    left = {
-        n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None
-    }
-    for name in (name for name in _OLD_ARGUMENTS if name in left):
-        raise DeprecationWarning(
-            f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
-        )
-    if left.pop("serialize_data_creation", None):
-        logger.warning(
-            "TorchTrainer(serialize_data_creation=True) does nothing. Pass it to "
-            "TrainingOperator.from_creators(...)."
-        )
-    return left
-
-
 def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
     check_operator("TorchTrainer", operator_cls, TrainingOperator, "raysgd.TrainingOperator")
-    if issubclass(operator_cls, CreatorOperator) and not hasattr(operator_cls, "_model_creator"):
-        raise TypeError(
-            f"{operator_cls.__name__} has no creators. Pass the result of "
-            f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...)."
-        )
+    check_creators(operator_cls)
     return cast(type[TrainingOperator], operator_cls)
 
 

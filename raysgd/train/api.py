@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, here, worker_context
+from raysgd.train.session import Plan, Session, here, worker_context
 
 _WARNED: set[str] = set()
 
@@ -40,34 +40,22 @@ def report(
     run, it warns once and does nothing.
 
     Args:
-        metrics: picklable values by name. ``metrics=`` with a dict means the same unless
-            you also pass other metrics by name.
+        metrics: picklable values by name. ``metrics=`` with a dict means the same unless you also
+            pass other metrics by name.
         checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps the
             checkpoint of worker 0.
         named: metrics by name, in place of a dict.
     """
     if metrics is None and named.keys() == {"metrics"} and isinstance(named["metrics"], Mapping):
         metrics = named.pop("metrics")
-        if checkpoint is None and "metrics" not in _WARNED and world_rank() == 0:
-            _WARNED.add("metrics")
-            warnings.warn(
-                "report(metrics={...}) reports each entry of the dict. For one metric called "
-                "'metrics', as in Ray 1.13, write report({'metrics': {...}}). To avoid this "
-                "warning, write report({...}).",
-                stacklevel=2,
-            )
-    is_checkpoint = checkpoint is None or hasattr(checkpoint, "to_directory")
-    if metrics is None:  # every keyword is a metric, even `checkpoint`
-        if not is_checkpoint:
-            checkpoint, named = None, {"checkpoint": checkpoint, **named}
-    elif not isinstance(metrics, Mapping):
+    if not isinstance(metrics, Mapping | None):
         raise TypeError(f"report({metrics!r}): must be a dict. You can also pass metrics by name.")
-    elif named:
+    if metrics is not None and named:
         raise TypeError(
             f"report() has no argument {next(iter(named))!r}. Pass all metrics in the dict, or all "
             "by name."
         )
-    elif not is_checkpoint:
+    if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
         raise TypeError(
             f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
             "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
@@ -157,10 +145,7 @@ class TrainContext:
     """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    run: str = ""
-    folder: str = ""
+    plan: Plan = field(default_factory=Plan)
 
     def get_world_size(self) -> int:
         """Return the number of workers."""
@@ -192,27 +177,24 @@ class TrainContext:
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the trainer's ``metadata``."""
-        return dict(self.metadata)
+        return dict(self.plan.metadata)
 
     def get_experiment_name(self) -> str:
         """Return the name of the run or the trial."""
-        return self.name
+        return self.plan.name
 
     get_trial_name = get_experiment_name
 
     def get_trial_id(self) -> str:
         """Return the unique ID of the run."""
-        return self.run
+        return self.plan.run
 
     def get_trial_dir(self) -> str:
         """Return the folder of the run on the driver; empty in a trial of Tune."""
-        return self.folder
+        return self.plan.folder
 
 
 def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
-    session, worker = here.session, _worker_context()
-    if session is None:
-        return TrainContext(worker)
-    plan = session.plan
-    return TrainContext(worker, plan.metadata, plan.name, plan.run, plan.folder)
+    plan = Plan() if here.session is None else here.session.plan
+    return TrainContext(_worker_context(), plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -16,17 +17,17 @@ import cloudpickle
 
 from raysgd._internal.arguments import check_choice, check_int
 from raysgd.checkpoint.file import read_pickle
-from raysgd.compat.ray_train import RayCheckpoint
 
 _FILES = "_files"
 """Key of a packed folder: contents by relative file name."""
 _DICT = "dict_checkpoint.pkl"
+_METADATA = ".metadata.json"  # the file of Ray
 
 
 def load_checkpoint_from_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a checkpoint, as `Trainer.load_checkpoint_from_path` does."""
-    found: dict[str, Any] = pickle.loads(read_pickle(path)[0])
-    return found
+    state: dict[str, Any] = pickle.loads(read_pickle(path)[0])
+    return state
 
 
 @dataclass
@@ -49,7 +50,7 @@ class CheckpointStrategy:
         check_choice(name, "checkpoint_score_order", order, ("max", "min"))
 
 
-class Checkpoint(RayCheckpoint):
+class Checkpoint:
     """Values by name, or the files of a folder. Each form converts to the other.
 
     Create a checkpoint with `from_dict` or `from_directory`. A file loads on first access. Reading
@@ -105,16 +106,13 @@ class Checkpoint(RayCheckpoint):
         A folder that `to_directory` did not write becomes ``{"_files": {name: bytes}}``.
         """
         if self._data is not None:
-            data = dict(self._data)
-        elif self._path is not None and self._path.is_dir():
-            files = _read_folder(self._path)
-            is_dict = files.keys() == {_DICT}
-            data = pickle.loads(files[_DICT]) if is_dict else {_FILES: files}
-        elif self._path is not None:
-            data = load_checkpoint_from_path(self._path)
-        else:
-            data = {} if self._blob is None else pickle.loads(self._blob)
-        return data
+            return dict(self._data)
+        if self._path is None:
+            return {} if self._blob is None else dict(pickle.loads(self._blob))
+        if not self._path.is_dir():
+            return load_checkpoint_from_path(self._path)
+        files = _read_folder(self._path)
+        return pickle.loads(files[_DICT]) if files.keys() == {_DICT} else {_FILES: files}
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write the checkpoint into a folder, by default a new temporary one. Return its path.
@@ -143,6 +141,26 @@ class Checkpoint(RayCheckpoint):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    # ---- metadata of the trainer and of user code
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the metadata."""
+        state = self.to_dict()
+        text = state.get(_FILES, {}).get(_METADATA)
+        return dict(state.get("_metadata", {}) if text is None else json.loads(text))
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Replace the metadata, until the checkpoint is reported in memory only."""
+        state = self.to_dict()
+        if state.keys() == {_FILES}:
+            self._data = {_FILES: {**state[_FILES], _METADATA: json.dumps(metadata).encode()}}
+        else:
+            self._data = {**state, "_metadata": dict(metadata)}
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Add or change metadata."""
+        self.set_metadata({**self.get_metadata(), **metadata})
+
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={str(self._path)!r}"
         return f"Checkpoint({where})"
@@ -153,9 +171,6 @@ class Checkpoint(RayCheckpoint):
 
 def _read_folder(folder: Path) -> dict[str, bytes]:
     """Return the contents of the files of a folder, by relative name. Follow links."""
-    paths = [
-        Path(parent, name)
-        for parent, _, names in os.walk(folder, followlinks=True)
-        for name in names
-    ]
+    folders = os.walk(folder, followlinks=True)
+    paths = [Path(parent, name) for parent, _, names in folders for name in names]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

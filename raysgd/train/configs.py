@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raysgd._internal.arguments import check_int
 from raysgd._internal.paths import checked_path
@@ -63,22 +63,24 @@ class RunConfig:
     """Callbacks that receive the reports of the workers."""
 
 
-def checked_scaling(given: Any) -> ScalingConfig:
+_Config = TypeVar("_Config", ScalingConfig, FailureConfig, CheckpointConfig, RunConfig)
+
+
+def checked_scaling(config: Any) -> ScalingConfig:
     """Return the ScalingConfig for a trainer argument: a config of raysgd or Ray, or a dict."""
-    if isinstance(given, Mapping):
-        return ScalingConfig(**given)
-    if getattr(given, "label_selector", None):
+    if isinstance(config, Mapping):
+        return ScalingConfig(**config)
+    if getattr(config, "label_selector", None):
         raise ValueError(
-            f"ScalingConfig(label_selector={given.label_selector!r}) is not supported. Give the "
+            f"ScalingConfig(label_selector={config.label_selector!r}) is not supported. Give the "
             "nodes a custom resource, and request it with resources_per_worker."
         )
-    config: ScalingConfig = _converted(ScalingConfig, "scaling_config", given, "num_workers")
-    return config
+    return _converted(ScalingConfig, "scaling_config", config, "num_workers")
 
 
-def checked_run(given: Any) -> RunConfig:
+def checked_run(run_config: Any) -> RunConfig:
     """Return the RunConfig for a trainer argument, from raysgd or Ray."""
-    config: RunConfig = _converted(RunConfig, "run_config", given, "failure_config")
+    config = _converted(RunConfig, "run_config", run_config, "failure_config")
     failure, checkpoint = config.failure_config, config.checkpoint_config
     config.failure_config = _converted(FailureConfig, "failure_config", failure, "max_failures")
     config.checkpoint_config = _converted(
@@ -102,11 +104,11 @@ def checked_run(given: Any) -> RunConfig:
     return config
 
 
-def _converted(kind: Any, name: str, given: Any, attribute: str) -> Any:
+def _converted(kind: type[_Config], name: str, config: Any, attribute: str) -> _Config:
     """Return a raysgd config with the attributes of another config. None gives the defaults."""
-    if given is None:
+    if config is None:
         return kind()
-    if not hasattr(given, attribute):  # Ray's configs share no base class with raysgd's
-        raise TypeError(f"{name}={given!r}: must be a {kind.__name__}.")
+    if not hasattr(config, attribute):  # Ray's configs share no base class with raysgd's
+        raise TypeError(f"{name}={config!r}: must be a {kind.__name__}.")
     names = [field.name for field in fields(kind)]
-    return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+    return kind(**{name: getattr(config, name) for name in names if hasattr(config, name)})

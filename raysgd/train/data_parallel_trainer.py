@@ -158,9 +158,9 @@ class DataParallelTrainer:
 
     def with_config(self, config: Mapping[str, Any]) -> Self:
         """Return a copy with `config` merged over ``train_loop_config``."""
-        twin = copy.copy(self)
-        twin.train_loop_config = {**self.train_loop_config, **config}
-        return twin
+        copied = copy.copy(self)
+        copied.train_loop_config = {**self.train_loop_config, **config}
+        return copied
 
     def _is_split(self, name: str) -> bool:
         config = self.dataset_config
@@ -168,8 +168,8 @@ class DataParallelTrainer:
         if names is not None:
             return names == "all" or name in names
         config = {**self._dataset_config, **(config or {})}
-        given = config.get(name, config.get("*"))  # a bool, or an old DatasetConfig of Ray
-        split = getattr(given, "split", given)
+        choice = config.get(name, config.get("*"))  # a bool, or an old DatasetConfig of Ray
+        split = getattr(choice, "split", choice)
         return name == "train" if split is None else bool(split)
 
     # ---- keeping and restoring
@@ -185,9 +185,9 @@ class DataParallelTrainer:
     def _packed(self) -> bytes:
         """Return the pickled trainer, without data sets and callbacks that cannot be pickled."""
         stored = copy.copy(self)
-        if not _is_picklable(self.datasets):
+        if unpicklable_key({"datasets": self.datasets}):
             stored.datasets = {}
-        if not _is_picklable(self.run_config.callbacks):
+        if unpicklable_key({"callbacks": self.run_config.callbacks}):
             logger.warning(
                 "The callbacks cannot be pickled, so a restored run does not have them. Pass them "
                 "again to restore(path, run_config=RunConfig(callbacks=...))."
@@ -245,16 +245,8 @@ class DataParallelTrainer:
         ``run_config``, which receive the reports of all its workers.
         """
         functions = importlib.import_module("raysgd.tune.functions")
-        made: type[Any] = functions.trainer_trainable(self)
-        return made
+        trainable: type[Any] = functions.trainer_trainable(self)
+        return trainable
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"
-
-
-def _is_picklable(value: Any) -> bool:
-    try:
-        cloudpickle.dumps(value)
-    except Exception:
-        return False
-    return True

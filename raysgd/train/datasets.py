@@ -8,8 +8,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_UNNAMED = "dataset"
-
 
 class Datasets:
     """The data sets of a run: one, several by name, or None.
@@ -17,16 +15,17 @@ class Datasets:
     `is_split(name)` returns whether to split a data set. If False, every worker gets all rows.
     """
 
-    def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
-        self._has_names = isinstance(given, Mapping) and bool(given)
-        self._named: dict[str, Any] = (
-            dict(given) if isinstance(given, Mapping) else {_UNNAMED: given}
-        )
-        self._is_split = is_split
+    def __init__(self, datasets: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
+        is_dict = isinstance(datasets, Mapping)
+        self._has_names = is_dict and bool(datasets)
+        self._named: dict[str, Any] = dict(datasets) if is_dict else {"dataset": datasets}
+        self._split = {
+            n: data for n, data in self._named.items() if is_split(n) and data is not None
+        }
         self._fixed: dict[str, Any] = {}
-        for name, dataset in self._named.items():
-            is_dataset = hasattr(dataset, "split") and not isinstance(dataset, str)
-            if dataset is not None and is_split(name) and not is_dataset:
+        """Data sets to split with fixed rows, so that a restart gets the same shards."""
+        for name, dataset in self._split.items():
+            if not hasattr(dataset, "split") or isinstance(dataset, str):
                 shown = f"dataset {name!r}" if self._has_names else f"dataset={dataset!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of Datasets by name.")
 
@@ -36,20 +35,17 @@ class Datasets:
         With several data sets, each worker gets a dict of shards by name. Without data sets, each
         worker gets None.
         """
-        shares = {name: self._shares(name, data, actors) for name, data in self._named.items()}
+        self.materialize()
+        shards = {name: self._shards(name, actors) for name in self._named}
         if not self._has_names:
-            return shares.get(_UNNAMED, [None] * len(actors))
-        return [{name: each[rank] for name, each in shares.items()} for rank in range(len(actors))]
+            return shards.get("dataset", [None] * len(actors))
+        return [{name: each[rank] for name, each in shards.items()} for rank in range(len(actors))]
 
     def materialize(self) -> None:
         """Read the data sets to split before the workers reserve the CPUs that reading needs."""
-        for name, dataset in self._named.items():
-            if dataset is not None and self._is_split(name):
-                self._materialized(name, dataset)
-
-    def _materialized(self, name: str, dataset: Any) -> Any:
-        """Return the data set with fixed rows, so that a restart gets the same shards."""
-        if name not in self._fixed:
+        for name, dataset in self._split.items():
+            if name in self._fixed:
+                continue
             if _is_lazy(dataset):
                 logger.warning(
                     "Data set %r is read once, before training. Random map functions give the same "
@@ -58,18 +54,16 @@ class Datasets:
                     name,
                 )
                 _warn_without_cpu(name)
-            self._fixed[name] = getattr(dataset, "materialize", lambda: dataset)()
-        return self._fixed[name]
+            self._fixed[name] = getattr(dataset, "materialize", lambda: dataset)()  # noqa: B023
 
-    def _shares(self, name: str, dataset: Any, actors: Sequence[Any]) -> list[Any]:
-        if dataset is None or not self._is_split(name):
-            if _is_lazy(dataset):
+    def _shards(self, name: str, actors: Sequence[Any]) -> list[Any]:
+        dataset, num_workers = self._fixed.get(name), len(actors)
+        if dataset is None:
+            if _is_lazy(self._named[name]):
                 _warn_without_cpu(name)
-            return [dataset] * len(actors)
-        dataset, num_workers = self._materialized(name, dataset), len(actors)
+            return [self._named[name]] * num_workers
         num_rows = dataset.count() if hasattr(dataset, "count") else 0
-        num_unused = num_rows % num_workers
-        if num_unused:
+        if num_unused := num_rows % num_workers:
             logger.warning(
                 "%d of %d rows of data set %r are not used, so that %d workers get equal shards.",
                 num_unused,

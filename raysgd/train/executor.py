@@ -135,24 +135,20 @@ class BackendExecutor(OldNames):
         With `graceful_termination`, backend and workers clean up. Busy workers have `patience_s`
         seconds to finish.
         """
-        controller, gently = self._controller, False
+        controller, is_gentle = self._controller, False
         if controller is None:
             return
         controller.check_process()
         try:
-            # The `on_shutdown` hook of the backend would wait for busy workers forever.
-            gently = (
-                graceful_termination
-                and self._run is None
-                and isinstance(controller.state, Ready)
-                and function_calls.are_idle(controller.members, patience_s)
-            )
-            if gently:
+            if graceful_termination and self._run is None and isinstance(controller.state, Ready):
+                # The `on_shutdown` hook of the backend would wait for busy workers forever.
+                is_gentle = function_calls.are_idle(controller.members, patience_s)
+            if is_gentle:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
             logger.warning("%s.on_shutdown failed.", type(self._backend).__name__, exc_info=True)
         finally:
-            controller.shutdown(force=not gently)
+            controller.shutdown(force=not is_gentle)
             self._forget()
 
     def _forget(self) -> None:
@@ -211,8 +207,8 @@ class BackendExecutor(OldNames):
             latest_checkpoint_id or 0,
             self._overridden("decode_data"),
         )
-        if resume and (found := checkpoints.restore()) is not None:
-            iteration = found.global_step
+        if resume and (manifest := checkpoints.restore()) is not None:
+            iteration = manifest.global_step
         else:
             checkpoints.blob = packed_checkpoint(checkpoint)
         keeps_batch = self._elastic.global_batch == "keep"
@@ -232,7 +228,7 @@ class BackendExecutor(OldNames):
         self._earlier, self._checkpoints = self._saved, checkpoints
         call = Call(max_losses=self._max_losses)
         self._run = FunctionRun(controller, plan, checkpoints, datasets, call)
-        with self._aborting():
+        with self.aborting():
             self._run.start(self._elastic.max_attempts)
         return checkpoints
 
@@ -243,7 +239,7 @@ class BackendExecutor(OldNames):
         function, or TrainingWorkerError if workers are lost more often than ``max_retries`` allows.
         """
         run = self._training("fetch_next_result")
-        with self._aborting():
+        with self.aborting():
             return run.next_result(self._backend.decode_data)
 
     def pause_reporting(self) -> None:
@@ -259,6 +255,15 @@ class BackendExecutor(OldNames):
         self._run = None
         self._checkpoints.finish()
         return run.values
+
+    @contextlib.contextmanager
+    def aborting(self) -> Iterator[None]:
+        """End the current run if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         """End the current run, if any."""
@@ -318,14 +323,6 @@ class BackendExecutor(OldNames):
     def _saved(self) -> RunCheckpoints:
         """The checkpoints of the newest run that has saved one."""
         return self._checkpoints if self._checkpoints.has_saved else self._earlier
-
-    @contextlib.contextmanager
-    def _aborting(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.abort()
-            raise
 
     def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         own = getattr(self._backend, name)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from typing import Any
 
 from raysgd.backends import Backend as Transport
+from raysgd.compat.ray_train import warn_of_old_methods
 from raysgd.errors import RaySGDError, WorkerLostError
 from raysgd.train.worker_group import WorkerGroup
-
-logger = logging.getLogger(__name__)
 
 CONFIGS = {
     "torch": "raysgd.train.torch:TorchConfig",
@@ -83,20 +81,16 @@ class BackendConfig:
 
 
 def backend_class(config: BackendConfig) -> type[Backend]:
-    found: Any = config.backend_cls
-    if not inspect.isclass(found) and callable(found):
-        found = found()
-    if not inspect.isclass(found) or not issubclass(found, Backend):
+    backend_cls: Any = config.backend_cls
+    if not inspect.isclass(backend_cls) and callable(backend_cls):
+        backend_cls = backend_cls()
+    if not inspect.isclass(backend_cls) or not issubclass(backend_cls, Backend):
         raise TypeError(
-            f"{type(config).__name__}.backend_cls={found!r}: must be a subclass of "
+            f"{type(config).__name__}.backend_cls={backend_cls!r}: must be a subclass of "
             "raysgd.train.backend.Backend."
         )
-    if hasattr(found, "handle_failure"):
-        logger.warning(
-            "raysgd does not call %s.handle_failure. After a failure, raysgd calls on_start again.",
-            found.__name__,
-        )
-    return found
+    warn_of_old_methods(backend_cls)
+    return backend_cls
 
 
 def checked_config(backend: Any) -> BackendConfig:

@@ -10,8 +10,7 @@ from typing import Any
 from raysgd._internal.arguments import check_timeout
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import Backend as Transport
-from raysgd.comm.horovod import HorovodBackend as HorovodGroup
-from raysgd.comm.horovod import HorovodRendezvous, check_horovod
+from raysgd.comm.horovod import HorovodBackend, HorovodRendezvous, check_horovod
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
 
@@ -20,7 +19,7 @@ __all__ = ["HorovodConfig", "HorovodTrainer"]
 _LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
-class HorovodBackend(Backend):
+class TrainHorovodBackend(Backend):
     """Backend that sets up nothing, because the function calls ``hvd.init()``."""
 
     share_cuda_visible_devices = True
@@ -46,7 +45,7 @@ class HorovodConfig(BackendConfig):
     """Ignored; set ``TRAIN_PLACEMENT_GROUP_TIMEOUT_S`` in the environment. Kept for older
     scripts."""
 
-    backend_cls = HorovodBackend
+    backend_cls = TrainHorovodBackend
 
     def __post_init__(self) -> None:
         check_horovod()
@@ -65,7 +64,7 @@ class HorovodConfig(BackendConfig):
         return FunctionHorovod(self.timeout_s, variables)
 
 
-class FunctionHorovod(HorovodGroup):
+class FunctionHorovod(HorovodBackend):
     """Sets the environment of Horovod, for functions that call ``hvd.init()`` themselves.
 
     raysgd does not know which groups the function joins, so all workers restart after an error.
@@ -88,5 +87,4 @@ class HorovodTrainer(DataParallelTrainer):
     def __init__(
         self, *arguments: Any, horovod_config: HorovodConfig | None = None, **others: Any
     ) -> None:
-        backend_config = horovod_config or HorovodConfig()
-        super().__init__(*arguments, backend_config=backend_config, **others)
+        super().__init__(*arguments, backend_config=horovod_config or HorovodConfig(), **others)

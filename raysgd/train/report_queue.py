@@ -1,8 +1,8 @@
 """A queue of one turn between the thread of a training function and the driver.
 
 `put` waits until the driver has taken the previous turn, so no worker gets more than one report
-ahead of the slowest. `until_handled` waits until the driver asks for the next turn. Then the
-driver holds the checkpoint of the turn, and a loss of workers cannot lose it.
+ahead of the slowest. With a checkpoint, it also waits until the driver asks for the next turn. Then
+the driver holds the checkpoint, and a loss of workers cannot lose it.
 """
 
 from __future__ import annotations
@@ -61,53 +61,49 @@ class Turn:
     def value(self) -> Any:
         """The return value of the function. None, with a warning, if unpickling fails."""
         try:
-            return None if self.content is None else self.content.value()
-        except Exception as error:
-            logger.warning(
-                "The driver cannot unpickle the result of the training function: %r", error
-            )
+            return self.metrics
+        except TypeError as error:
+            text = "The driver cannot unpickle the result of the training function: %r"
+            logger.warning(text, error.__cause__)
             return None
 
 
 class ReportQueue:
-    """Passes turns to the driver. Only one thread calls `put` and `until_handled`."""
+    """Passes turns to the driver. Only one thread calls `put`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._turn: Turn | None = None
         self._taken: Turn | None = None
         self._stopped = False
-        self._waiting = False
+        self.blocked_on_driver = False
         """Whether the function is waiting for the driver or has ended."""
 
     # ---- used by the function
 
     def put(self, turn: Turn) -> None:
-        """Pass a turn to the driver as soon as the driver has taken the previous one."""
+        """Pass a turn to the driver. With a checkpoint, wait until the driver has handled it."""
         with self._changed:
             self._wait_until(lambda: self._turn is None)
             self._turn = turn
             self._changed.notify_all()
-
-    def until_handled(self, turn: Turn) -> None:
-        """Wait until the driver has handled a turn."""
-        with self._changed:
-            self._wait_until(lambda: turn is not self._turn and turn is not self._taken)
+            if turn.has_checkpoint:
+                self._wait_until(lambda: turn is not self._turn and turn is not self._taken)
 
     def end(self, turn: Turn) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""
         with self._changed:
-            self._waiting = True
+            self.blocked_on_driver = True
             self._changed.wait_for(lambda: self._turn is None or self._stopped)
             self._turn = turn
             self._changed.notify_all()
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
-        self._waiting = True
+        self.blocked_on_driver = True
         try:
             self._changed.wait_for(lambda: reached() or self._stopped)
         finally:
-            self._waiting = False
+            self.blocked_on_driver = False
         if self._stopped:
             raise RunStoppedError("The driver has stopped this training function.")
 
@@ -138,7 +134,3 @@ class ReportQueue:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-
-    @property
-    def blocked_on_driver(self) -> bool:
-        return self._waiting

@@ -54,15 +54,15 @@ def read_reports(path: Path) -> list[dict[str, Any]]:
     """Return the reports in a file of JSON lines, except those that a restart has repeated."""
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = []
+    reports: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):  # the writer was killed while writing this line
             report = json.loads(line)
             number = report.get(TRAINING_ITERATION, math.inf)
-            while found and found[-1].get(TRAINING_ITERATION, 0) >= number:
-                found.pop()
-            found.append(report)
-    return found
+            while reports and reports[-1].get(TRAINING_ITERATION, 0) >= number:
+                reports.pop()
+            reports.append(report)
+    return reports
 
 
 class ReportLog:

@@ -54,7 +54,7 @@ class FunctionRunner(Runner):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
 
     def setup(self, context: WorkerContext) -> None:
-        self._context = here.place = context
+        self._context = here.context = context
         if is_worker_process():
             sys.modules["ray.air.session"] = ray_session
 
@@ -64,7 +64,7 @@ class FunctionRunner(Runner):
 
     def teardown(self) -> None:
         self.request_stop(True)
-        here.place = None
+        here.context = None
 
     # ---- access from another thread
 
@@ -76,21 +76,11 @@ class FunctionRunner(Runner):
         return Progress(global_step=session.iteration, blocked_on_driver=waits)
 
     def request_stop(self, requested: bool) -> None:
-        session = self._session
-        if requested and session is not None:
-            session.report_queue.stop()
+        if requested and self._session is not None:
+            self._session.report_queue.stop()
 
     def pause_at(self, step: int | None) -> int:
-        return 0  # a function cannot pause
-
-    def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        return None  # the driver holds the checkpoints
-
-    def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
-        pass  # there are none
-
-    def warm_up(self) -> None:
-        pass  # no worker joins while a function runs
+        return 0  # a function cannot pause, and the driver has its checkpoints
 
     # ---- requests of the driver
 

@@ -5,7 +5,6 @@ A worker process has one session at a time, shared by all of its threads.
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import os
@@ -22,7 +21,7 @@ import cloudpickle
 from raysgd._internal.context import WorkerContext
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
-from raysgd.compat.ray_train import with_metadata
+from raysgd.compat.ray_session import __getattr__ as __getattr__  # for older scripts
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
@@ -34,9 +33,9 @@ logger = logging.getLogger(__name__)
 class Plan:
     """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
 
-    run: str
+    run: str = ""
     """Unique name of the run."""
-    function: bytes
+    function: bytes = b""
     checkpoint: bytes | None = None
     iteration: int = 0
     """Number of reports before the checkpoint."""
@@ -88,22 +87,20 @@ class Session:
                 state.AcceleratorState._reset_state(True)  # a run may use another precision
             before = num_collectives()
             value = pickle.loads(self.plan.function)()
-            if before is not None and num_collectives() == before:
-                self._warn_of_separate_models()
+            context = self.context
+            has_communicated = before is None or num_collectives() != before
+            if context.world_size > 1 and context.world_rank == 0 and not has_communicated:
+                logger.warning(
+                    "The training function ended on %d workers, and they never communicated. If "
+                    "they train one model, wrap it with raysgd.train.torch.prepare_model().",
+                    context.world_size,
+                )
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
             end = Turn("end", error=error)
         if here.session is self:
             here.session = None  # before the driver sees the end and begins another run
         self.report_queue.end(end)
-
-    def _warn_of_separate_models(self) -> None:
-        if self.context.world_size > 1 and self.context.world_rank == 0:
-            logger.warning(
-                "The training function ended on %d workers, and they never communicated. If they "
-                "train one model, wrap it with raysgd.train.torch.prepare_model().",
-                self.context.world_size,
-            )
 
     # ---- calls from the function
 
@@ -155,22 +152,22 @@ class Session:
         blob = None
         if checkpoint is not None:
             if self.plan.metadata:
-                own = Checkpoint(checkpoint).get_metadata()
-                checkpoint = with_metadata(checkpoint, {**self.plan.metadata, **own})
+                described = Checkpoint(checkpoint)
+                described.set_metadata({**self.plan.metadata, **described.get_metadata()})
+                checkpoint = described.to_dict()
             self._checkpoint = blob = _pickled(checkpoint)
             if self.plan.encode is not None:
                 blob = _pickled(self.plan.encode(checkpoint))
-        turn = Turn(
-            kind,
-            content=content,
-            checkpoint=blob if self.context.world_rank == 0 else None,
-            has_checkpoint=blob is not None,
-            numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
-            iteration=self.iteration,
+        self.report_queue.put(
+            Turn(
+                kind,
+                content=content,
+                checkpoint=blob if self.context.world_rank == 0 else None,
+                has_checkpoint=blob is not None,
+                numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
+                iteration=self.iteration,
+            )
         )
-        self.report_queue.put(turn)
-        if blob is not None:
-            self.report_queue.until_handled(turn)
 
 
 class _Pickler(Portable, cloudpickle.Pickler):  # type: ignore[misc]
@@ -223,21 +220,15 @@ def _returned(value: Any) -> Packed | None:
         return None
 
 
-def __getattr__(name: str) -> Any:
-    """Return a function of `raysgd.train`. Older scripts import them from this module."""
-    if name.startswith("_"):
-        raise AttributeError(name)
-    return getattr(importlib.import_module("raysgd.train.api"), name)
-
-
 # ---- state of this process
 
 
 class _Here:
     session: Session | None = None
-    place: WorkerContext | None = None
+    context: WorkerContext | None = None
     """Context of this worker. It stays set between runs, because `to_worker_group` needs it."""
     shards: Any = None
+    """This worker's data sets, for the next session."""
 
 
 here = _Here()
@@ -245,9 +236,8 @@ here = _Here()
 
 def worker_context() -> WorkerContext | None:
     """Return this worker's context, also between runs. None outside of a worker."""
-    return here.place if here.session is None else here.session.context
+    return here.context if here.session is None else here.session.context
 
 
 def receive_shards(shards: Any) -> None:
-    """Keep this worker's data sets for the next session."""
     here.shards = shards

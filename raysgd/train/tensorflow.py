@@ -7,8 +7,7 @@ from typing import Any
 
 from raysgd._internal.arguments import check_timeout
 from raysgd.backends import Backend as Transport
-from raysgd.comm.tensorflow import TensorflowBackend as CollectiveGroup
-from raysgd.comm.tensorflow import check_tensorflow
+from raysgd.comm.tensorflow import TensorflowBackend, check_tensorflow
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import BackendConfig
 
@@ -31,7 +30,7 @@ class TensorflowConfig(BackendConfig):
         check_timeout(type(self).__name__, self.timeout_s)
 
     def transport(self, use_gpu: bool = False) -> Transport:
-        return CollectiveGroup("tensorflow", self.timeout_s)
+        return TensorflowBackend("tensorflow", self.timeout_s)
 
 
 class TensorflowTrainer(DataParallelTrainer):
@@ -40,8 +39,9 @@ class TensorflowTrainer(DataParallelTrainer):
     def __init__(
         self, *arguments: Any, tensorflow_config: TensorflowConfig | None = None, **others: Any
     ) -> None:
-        backend_config = tensorflow_config or TensorflowConfig()
-        super().__init__(*arguments, backend_config=backend_config, **others)
+        super().__init__(
+            *arguments, backend_config=tensorflow_config or TensorflowConfig(), **others
+        )
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:

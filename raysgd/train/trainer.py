@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -11,16 +12,22 @@ from typing import Any
 
 from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.events import Event
 from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
-from raysgd.train.configs import FailureConfig, ScalingConfig
+from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.framework import BackendConfig, checked_config
 from raysgd.train.worker_group import TrainWorkerGroup
 
 __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
+
+
+def _of_executor(name: str) -> Any:
+    """Return a property of the trainer: a property of its executor."""
+    doc = getattr(BackendExecutor, name).__doc__
+    return property(operator.attrgetter(f"_executor.{name}"), doc=doc)
 
 
 class Trainer(OldNames):
@@ -65,7 +72,8 @@ class Trainer(OldNames):
         self._failure = FailureConfig(max_retries, elastic)
         self._executor = executor_for(self._config, self._scaling, self._failure)
         self._num_runs = 0
-        self._run_dir: Path | None = None
+        self.latest_run_dir: Path | None = None
+        """Folder of the newest run; None before the first run."""
         self._iterator: TrainingIterator | None = None
         self.logdir = run_folder("train", logdir)
         if logdir is None:
@@ -116,16 +124,12 @@ class Trainer(OldNames):
         callback_handler = CallbackHandler(callbacks)
         function, run_dir = self._prepared("run", train_func, config)
         with callback_handler.run(run_dir, config or {}):
-            self._executor.start_training(
-                function, run_dir, dataset, checkpoint, checkpoint_strategy
-            )
-            try:
-                while (results := self._executor.fetch_next_result()) is not None:
+            executor = self._executor
+            executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
+            with executor.aborting():  # also after errors and Ctrl-C in a callback
+                while (results := executor.fetch_next_result()) is not None:
                     callback_handler.handle(results)
-                return self._executor.finish_training()
-            except BaseException:  # including errors and Ctrl-C in a callback
-                self._executor.abort()
-                raise
+                return executor.finish_training()
 
     def run_iterator(
         self,
@@ -167,38 +171,26 @@ class Trainer(OldNames):
                 "to_tune_trainable() needs a trainer that is not started, because each trial "
                 "starts its own workers. Call shutdown() first."
             )
-        functions = importlib.import_module("raysgd.tune.functions")
-        trainable: type[Any] = functions.function_trainable(
-            self._config, self._scaling, self._failure, train_func, dataset
+        named = dataset if isinstance(dataset, Mapping) else {"dataset": dataset}
+        trainer = DataParallelTrainer(
+            train_func,
+            backend_config=self._config,
+            scaling_config=self._scaling,
+            run_config=RunConfig(failure_config=self._failure),
+            dataset_config=dict.fromkeys(named, True),
         )
+        trainer.datasets = dataset  # it may be a single dataset, without a name
+        functions = importlib.import_module("raysgd.tune.functions")
+        trainable: type[Any] = functions.function_trainable(trainer)
         return trainable
 
     # ---- results
 
-    @property
-    def latest_run_dir(self) -> Path | None:
-        """Folder of the newest run; None before the first run."""
-        return self._run_dir
-
-    @property
-    def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run that saved one, or None."""
-        return self._executor.latest_checkpoint
-
-    @property
-    def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of the newest run's checkpoints; None if no checkpoint is on disk."""
-        return self._executor.latest_checkpoint_dir
-
-    @property
-    def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint of the newest run; None if no checkpoint is on disk."""
-        return self._executor.latest_checkpoint_path
-
-    @property
-    def best_checkpoint_path(self) -> Path | None:
-        """Path of the best checkpoint of the newest run; None if no checkpoint is on disk."""
-        return self._executor.best_checkpoint_path
+    latest_checkpoint = _of_executor("latest_checkpoint")
+    latest_checkpoint_dir = _of_executor("latest_checkpoint_dir")
+    latest_checkpoint_path = _of_executor("latest_checkpoint_path")
+    best_checkpoint_path = _of_executor("best_checkpoint_path")
+    events = _of_executor("events")
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
@@ -214,11 +206,6 @@ class Trainer(OldNames):
         """
         return load_checkpoint_from_path(checkpoint_file_path)
 
-    @property
-    def events(self) -> list[Event]:
-        """Losses, restarts, and growth of the workers since `start`, oldest first."""
-        return self._executor.events
-
     def _prepared(
         self, method: str, train_func: Callable[..., Any], config: dict[str, Any] | None
     ) -> tuple[Callable[[], Any], Path]:
@@ -232,9 +219,9 @@ class Trainer(OldNames):
             self._iterator.abandon()
             self._iterator = None
         self._num_runs += 1
-        self._run_dir = self.logdir / f"run_{self._num_runs:03d}"
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        return function, self._run_dir
+        self.latest_run_dir = self.logdir / f"run_{self._num_runs:03d}"
+        self.latest_run_dir.mkdir(parents=True, exist_ok=True)
+        return function, self.latest_run_dir
 
 
 class TrainingIterator:

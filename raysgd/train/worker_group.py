@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from raysgd.train.constants import (
 
 
 @dataclass(frozen=True)
-class Worker:
+class TrainWorker:
     """One worker of a group: the Ray handle of its actor, and its location."""
 
     actor: Any
@@ -44,13 +43,7 @@ class WorkerGroup:
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float = 0,
         additional_resources_per_worker: Mapping[str, float] | None = None,
-        **others: Any,
     ) -> None:
-        if others:
-            raise TypeError(
-                f"WorkerGroup({next(iter(others))}=...): there is no such argument. For objects of "
-                "a class on the workers, call Trainer.to_worker_group(cls)."
-            )
         options = group_options(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
@@ -60,9 +53,9 @@ class WorkerGroup:
     @classmethod
     def over(cls, group: core.WorkerGroup) -> WorkerGroup:
         """Return a view of the workers that an executor supervises."""
-        made = cls.__new__(cls)
-        made._group = group
-        return made
+        view = cls.__new__(cls)
+        view._group = group
+        return view
 
     # ---- lifecycle
 
@@ -96,10 +89,10 @@ class WorkerGroup:
         return len(self._group.members)
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[TrainWorker]:
         """The workers, by rank."""
         members: list[Any] = self._group.members
-        return [Worker(member.actor, member.info) for member in members]
+        return [TrainWorker(member.actor, member.info) for member in members]
 
     # ---- functions
 
@@ -166,7 +159,6 @@ def group_options(
 
 # ---- a class of the user on every worker
 
-_NUM_RETURNS = "__ray_num_returns__"  # set by @ray.method(num_returns=...)
 _HOSTED: dict[str, Any] = {}
 """The worker's object of each `TrainWorkerGroup`, by the ID of the group."""
 
@@ -191,11 +183,7 @@ class TrainWorkerGroup:
         self._executor = executor
         group: WorkerGroup = executor.worker_group
         group.execute(_host, hosted_id, train_cls, args, dict(kwargs))
-        methods = inspect.getmembers(train_cls, lambda each: hasattr(each, _NUM_RETURNS))
-        num_returns = {name: getattr(each, _NUM_RETURNS) for name, each in methods}
-        self._workers = [
-            HostedWorker(worker.actor, hosted_id, num_returns) for worker in group.workers
-        ]
+        self._workers = [HostedWorker(worker.actor, hosted_id) for worker in group.workers]
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -218,23 +206,17 @@ class TrainWorkerGroup:
 class HostedWorker:
     """One object of the user's class in a worker. Call its methods with ``.remote(...)``."""
 
-    def __init__(self, actor: Any, hosted_id: str, num_returns: Mapping[str, int]) -> None:
+    def __init__(self, actor: Any, hosted_id: str) -> None:
         self.actor = actor
         """Ray handle of the object's worker, for ``ray.kill``."""
         self._id = hosted_id
-        self._num_returns = num_returns
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method, whose ``remote`` returns a reference or ``num_returns`` references."""
+        """Return a method, whose ``remote`` returns a reference."""
         if name.startswith("__"):
             raise AttributeError(name)
-
-        def method(num_returns: int) -> SimpleNamespace:
-            execute = self.actor.execute.options(num_returns=num_returns)
-            remote = partial(execute.remote, _call_hosted, self._id, name)
-            return SimpleNamespace(remote=remote, options=method)
-
-        return method(self._num_returns.get(name, 1))
+        remote = partial(self.actor.execute.remote, _call_hosted, self._id, name)
+        return SimpleNamespace(remote=remote)
 
 
 def _host(

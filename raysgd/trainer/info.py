@@ -52,8 +52,6 @@ class TrainerInfo:
         """The maximum number of workers, ``num_workers`` of the constructor."""
         return self._controller.max_workers
 
-    max_replicas = max_workers
-
     @property
     def min_workers(self) -> int:
         """The minimum number of workers."""

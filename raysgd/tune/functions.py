@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,10 +21,9 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, checked_scaling
+from raysgd.train.configs import checked_scaling
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.framework import BackendConfig
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
 _NOTHING = pickle.dumps(None)
@@ -133,6 +132,12 @@ class FunctionTrainable(Trainable):
             self._executor.shutdown(graceful_termination=False)
 
 
+def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
+    """Create the Trainable class of a trainer."""
+    # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
+    return type(type(trainer).__name__, (FunctionTrainable,), {"trainer": trainer})
+
+
 class _OldStyleTrainable(FunctionTrainable):
     """A trial whose config is the function's config."""
 
@@ -141,28 +146,7 @@ class _OldStyleTrainable(FunctionTrainable):
         return cls.trainer.with_config(config)
 
 
-def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
-    """Create the Trainable class of a trainer."""
-    # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
-    return type(type(trainer).__name__, (FunctionTrainable,), {"trainer": trainer})
-
-
-def function_trainable(
-    backend: BackendConfig,
-    scaling: ScalingConfig,
-    failure: FailureConfig,
-    train_func: Callable[..., Any],
-    dataset: Any,
-) -> type[FunctionTrainable]:
-    """Create the Trainable class of a function, for the older API."""
-    named = dataset if isinstance(dataset, Mapping) else {"dataset": dataset}
-    trainer = DataParallelTrainer(
-        train_func,
-        backend_config=backend,
-        scaling_config=scaling,
-        run_config=RunConfig(failure_config=failure),
-        dataset_config=dict.fromkeys(named, True),
-    )
-    trainer.datasets = dataset  # it may be a single dataset, without a name
-    name = getattr(train_func, "__name__", "train_func")
+def function_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
+    """Create the Trainable class of a function, for `Trainer.to_tune_trainable`."""
+    name = getattr(trainer.train_loop_per_worker, "__name__", "train_func")
     return type(name, (_OldStyleTrainable,), {"trainer": trainer})

@@ -18,6 +18,7 @@ import numpy as np
 from raysgd._internal.arguments import as_int
 from raysgd.cluster import ray_session
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.compat.tf_trainer import arguments_of_trial
 from raysgd.trainer.base import OperatorTrainer
 
 try:
@@ -123,12 +124,12 @@ class BaseTrainable(Trainable):
                 f"{cls.__name__} has no trainer. Pass the result of TorchTrainer.as_trainable(...) "
                 "to Tune, or override _create_trainer(self, config)."
             )
-        given = dict(cls.trainer_kwargs)
-        arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
+        kwargs = cls.trainer_kwargs
+        arguments = {name: kwargs.get(name, default) for name, default in cls.defaults.items()}
         for name in cls.defaults.keys() & config.keys():
             value = config[name]
             arguments[name] = as_int(value.item() if isinstance(value, np.generic) else value)
-        return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
+        return {**kwargs, **arguments, "config": {**(kwargs.get("config") or {}), **config}}
 
 
 class BaseTorchTrainable(BaseTrainable):
@@ -151,13 +152,7 @@ class TFTrainable(BaseTrainable):
     def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         if hasattr(cls, "trainer_kwargs"):
             return super().trainer_arguments(config)
-        names = ("model_creator", "data_creator", "use_gpu", "num_cpus_per_worker", "use_local")
-        return {
-            **cls.defaults,
-            **{name: config[name] for name in names if name in config},
-            "num_workers": config.get("num_replicas", 1),
-            "config": config.get("trainer_config"),
-        }
+        return {**cls.defaults, **arguments_of_trial(config)}
 
     @staticmethod
     def trainer_cls(**arguments: Any) -> OperatorTrainer:

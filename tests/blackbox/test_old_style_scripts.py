@@ -908,49 +908,6 @@ class HabitOperator(ModelOperator):
         self.register_data(train_loader=loader, validation_loader=loader)
 
 
-def test_an_older_train_epoch_may_use_info_as_a_dict_though_none_was_given():
-    class Operator(HabitOperator):
-        def train_epoch(self, iterator, info):
-            meters = AverageMeterCollection()
-            for batch_idx, batch in enumerate(iterator):
-                batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
-                batch_info.update(info)
-                metrics = self.train_batch(batch, batch_info=batch_info)
-                meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
-            return meters.summary()
-
-    stats, _ = train_alone(Operator)
-    assert stats["num_samples"] == NUM_TRAIN
-
-
-def test_an_own_train_epoch_may_count_the_global_step_itself():
-    class Operator(HabitOperator):
-        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
-            meters = AverageMeterCollection()
-            for batch_idx, batch in enumerate(iterator):
-                batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
-                metrics = self.train_batch(batch, batch_info)
-                meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
-                self.global_step += 1
-            return meters.summary()
-
-    stats, trainer = train_alone(Operator)
-    assert stats["num_samples"] == NUM_TRAIN
-    # each step counts once
-    assert trainer.global_step == NUM_TRAIN / 16
-
-
-def test_keys_of_info_are_found_in_batch_info():
-    class Operator(HabitOperator):
-        def train_batch(self, batch, batch_info):
-            metrics = super().train_batch(batch, batch_info)
-            metrics["scale"] = batch_info["scale"]
-            return metrics
-
-    stats, _ = train_alone(Operator, info={"scale": 3.0})
-    assert stats["scale"] == 3.0
-
-
 def test_an_older_validate_may_use_info_as_a_dict_though_none_was_given():
     class Operator(HabitOperator):
         def validate(self, val_iterator, info):
@@ -998,21 +955,6 @@ class HalvesItsRate(TrainingOperator):
             models=model, optimizers=optimizer, criterion=nn.MSELoss(), schedulers=scheduler
         )
         self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=80))
-
-
-def test_own_loop_may_step_its_scheduler_itself():
-    class Operator(HalvesItsRate):
-        def train_epoch(self, iterator, info):
-            for batch in iterator:
-                metrics = self.train_batch(batch, {})
-                self.scheduler.step()
-            return {"train_loss": metrics["train_loss"]}
-
-    trainer = TorchTrainer(
-        training_operator_cls=Operator, use_local=True, scheduler_step_freq="manual"
-    )
-    trainer.train()
-    assert learning_rates(trainer.get_local_operator()) == [0.25]
 
 
 @pytest.mark.parametrize(
@@ -1270,16 +1212,6 @@ def test_arguments_and_attributes_of_the_trainer(caplog):
         trainer.train(num_steps=2.5)
     with pytest.raises(ValueError, match=r"above 0. To reserve almost no CPU, pass 0\.001"):
         TorchTrainer(training_operator_cls=HabitOperator, num_cpus_per_worker=0)
-
-
-def test_results_that_are_no_dicts_are_refused_also_by_worker():
-    class Operator(HabitOperator):
-        def validate(self, val_iterator, info):
-            return 0.5
-
-    _, trainer = train_alone(Operator)
-    with pytest.raises(TypeError, match=r"validate returned float; it must return a dict"):
-        trainer.validate(reduce_results=False)
 
 
 def test_methods_that_shard_a_dataset_explain_that_it_shards_itself():

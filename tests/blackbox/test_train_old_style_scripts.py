@@ -266,41 +266,20 @@ def test_callbacks(trainer, capsys):
 # ---- data sets
 
 
-def test_a_dataset_shard(trainer):
+def test_shards_of_data_sets(trainer):
     def train_func():
-        shard = train.get_dataset_shard()
-        values = [row["item"] for row in shard.iter_rows()]
+        shard = train.get_dataset_shard("train")
+        values = [row["id"] for row in shard.iter_rows()]
         batches = list(shard.iter_torch_batches(batch_size=4))
-        return values, len(batches)
+        return values, len(batches), train.get_dataset_shard("val").count()
 
     import ray.data
 
-    data = ray.data.from_items(list(range(16)), override_num_blocks=2)
-    results = trainer.run(train_func, dataset=data)
-    assert sorted(results[0][0] + results[1][0]) == list(range(16))
-    assert [num_batches for _, num_batches in results] == [2, 2]
-
-
-def test_several_datasets(trainer):
-    def train_func(config):
-        train_shard = train.get_dataset_shard("train")
-        val_shard = train.get_dataset_shard("val")
-        train.report(num_train=train_shard.count(), num_val=val_shard.count())
-        with pytest.raises(KeyError, match="'train', 'val'"):
-            train.get_dataset_shard("test")
-
-    counts = []
-
-    class Count(TrainingCallback):
-        def handle_result(self, results, **info):
-            counts.extend((r["num_train"], r["num_val"]) for r in results)
-
-    import ray.data
-
-    sizes = {"train": 20, "val": 8}
+    sizes = {"train": 16, "val": 8}
     datasets = {name: ray.data.range(size, override_num_blocks=2) for name, size in sizes.items()}
-    assert trainer.run(train_func, {}, [Count()], datasets) == [None, None]
-    assert counts == [(10, 4), (10, 4)]
+    results = trainer.run(train_func, dataset=datasets)
+    assert sorted(results[0][0] + results[1][0]) == list(range(16))
+    assert [counts for _, *counts in results] == [[2, 4], [2, 4]]
 
 
 # ---- mixed precision
@@ -404,44 +383,31 @@ def test_torchmetrics(trainer):
 
 class StatefulTrainer:
     def __init__(self, config):
-        torch.manual_seed(0)
-        self.model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        self.model = train.torch.prepare_model(nn.Linear(1, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
+        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
         self.epochs = 0
 
     def train_epoch(self, factor=1.0):
-        loader = DataLoader(line(), batch_size=8)
-        loss = linear_epoch(loader, self.model, nn.MSELoss(), self.optimizer)
+        loss = linear_epoch(self.loader, self.model, nn.MSELoss(), self.optimizer)
         self.epochs += 1
         return self.epochs, loss * factor
+
+    def place(self):
+        ranks = train.world_rank(), train.local_rank(), train.world_size()
+        return ranks, len(self.loader.sampler)
 
 
 def test_a_stateful_class_on_every_worker(trainer):
     workers = trainer.to_worker_group(StatefulTrainer, config={"lr": 0.2})
     assert len(workers) == 2
+    places = ray.get([worker.place.remote() for worker in workers])
+    assert places == [((0, 0, 2), len(line()) // 2), ((1, 1, 2), len(line()) // 2)]
     first = ray.get([worker.train_epoch.remote() for worker in workers])
     second = ray.get([workers[i].train_epoch.remote(factor=1.0) for i in range(2)])
     assert [epochs for epochs, _ in first] == [1, 1]
     assert [epochs for epochs, _ in second] == [2, 2]
     assert second[0][1] < first[0][1]
-
-
-class Prepared:
-    def __init__(self):
-        self.model = train.torch.prepare_model(nn.Linear(1, 1))
-        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
-
-    def what(self):
-        place = train.world_rank(), train.local_rank(), train.world_size()
-        return place, type(self.model).__name__, len(self.loader.sampler)
-
-
-def test_a_class_on_every_worker_knows_its_rank_and_prepares_models(trainer):
-    workers = trainer.to_worker_group(Prepared)
-    found = ray.get([worker.what.remote() for worker in workers])
-    assert [place for place, _, _ in found] == [(0, 0, 2), (1, 1, 2)]
-    assert [name for _, name, _ in found] == ["DistributedDataParallel"] * 2
-    assert [size for _, _, size in found] == [len(line()) // 2] * 2
 
 
 # ---- a worker that dies

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer, backends
 from raysgd.checkpoint import read_file, read_manifest
-from raysgd.comm.torch import TorchBackend
+from raysgd.comm.torch import TorchProcessGroup
 from raysgd.errors import CheckpointError
 from raysgd.loop import runner
 from tests.ends import by_thread, check_that_shutdown_ends, hold
@@ -170,7 +170,7 @@ def test_a_save_is_ended_by_a_shutdown(two, tmp_path):
     assert not (tmp_path / "state.pt").exists()
 
 
-class OneGroup(TorchBackend):
+class OneGroup(TorchProcessGroup):
     """A gloo backend whose processes can join only one group."""
 
     rejoins = False

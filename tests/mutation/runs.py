@@ -172,7 +172,12 @@ def tests_of(mutant, seconds):
     contexts = data.contexts_by_lineno(str(TREE / mutant.file))
 
     def tests(lines):
-        found = {name.rsplit(" (", 1)[0] for line in lines for name in contexts.get(line, ())}
+        # In scripts, the name of a test follows that of the test which began their fork server.
+        found = {
+            name.rpartition("|")[2].rsplit(" (", 1)[0]
+            for line in lines
+            for name in contexts.get(line, ())
+        }
         return found & set(seconds)
 
     if "" in contexts.get(mutant.line, ()):

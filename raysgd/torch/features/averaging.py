@@ -86,13 +86,13 @@ class Averaging(StepFeature):
     def evaluating(self) -> Iterator[None]:
         """Replace the weights with the averages within the context, if averages exist."""
         pairs = self._pairs() if self.averages and self._count else []
-        held = [parameter.clone() for parameter, _ in pairs]
+        weights = [parameter.clone() for parameter, _ in pairs]
         try:
             for parameter, average in pairs:
                 parameter.copy_(average)
             yield
         finally:
-            for (parameter, _), value in zip(pairs, held, strict=True):
+            for (parameter, _), value in zip(pairs, weights, strict=True):
                 parameter.copy_(value)
 
     def user_settings(self) -> Any:
@@ -103,8 +103,8 @@ class Averaging(StepFeature):
     def state_dict(self) -> dict[str, Any]:
         if self.averages is None:
             return {}
-        held = {"decay": self._decay, "start_epoch": self._start_epoch, "count": self._count}
-        return {"averages": {**held, "models": self.averages}}
+        settings = {"decay": self._decay, "start_epoch": self._start_epoch, "count": self._count}
+        return {"averages": {**settings, "models": self.averages}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         if "averages" in state and not self._fits(state["averages"]):
@@ -115,17 +115,17 @@ class Averaging(StepFeature):
     def _fits(self, state: Any) -> bool:
         try:
             decay, counts = state["decay"], (state["count"], state["start_epoch"])
-            held, models = self._parameters(), state["models"]
+            parameters, models = self._parameters(), state["models"]
             return (
                 (decay is None or 0 < decay < 1)
                 and all(type(count) is int and count >= 0 for count in counts)
-                and len(held) == len(models)
+                and len(parameters) == len(models)
                 and all(
-                    own.keys() == given.keys()
+                    own.keys() == saved.keys()
                     and all(
-                        is_like(given[n], p) and given[n].shape == p.shape for n, p in own.items()
+                        is_like(saved[n], p) and saved[n].shape == p.shape for n, p in own.items()
                     )
-                    for own, given in zip(held, models, strict=True)
+                    for own, saved in zip(parameters, models, strict=True)
                 )
             )
         except (AttributeError, KeyError, TypeError):
@@ -133,12 +133,12 @@ class Averaging(StepFeature):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "averages" in state:
-            given = state["averages"]
-            self._decay, self._start_epoch = given["decay"], given["start_epoch"]
-            self._count = given["count"]
+            loaded = state["averages"]
+            self._decay, self._start_epoch = loaded["decay"], loaded["start_epoch"]
+            self._count = loaded["count"]
             self.averages = [
                 {name: saved[name].to(own.detach(), copy=True) for name, own in named.items()}
-                for named, saved in zip(self._parameters(), given["models"], strict=True)
+                for named, saved in zip(self._parameters(), loaded["models"], strict=True)
             ]
         elif self.averages is not None:
             self._count = 0  # start again from the loaded weights

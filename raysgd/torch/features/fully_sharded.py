@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class FullyShardedModel(ShardedOptimizer):
     """Shards models and their optimizer.
 
-    A worker sends its gradients to the workers that hold copies of its share, so that these workers
+    A worker sends its gradients to the workers that hold copies of its shard, so that these workers
     can repeat its update. Parameters change when all workers have computed their updates.
 
     Args:
@@ -59,7 +59,7 @@ class FullyShardedModel(ShardedOptimizer):
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(self.models.parameters))
         """Complete parameters for `take_state`, by index."""
         self._received: dict[int, UpdateBuffers] = {}
-        """Received gradients of the shares that this worker holds as copies, by share."""
+        """Received gradients of the shards that this worker holds as copies, by shard."""
         if dist.get_world_size() > 1:
             collectives.broadcast_tensors([p.detach() for p in self.models.parameters], source=0)
         super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
@@ -94,13 +94,13 @@ class FullyShardedModel(ShardedOptimizer):
         assert piece.base is not None
         return piece.base
 
-    def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
+    def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
         gradient = self.models.gradient(piece.which)
         if gradient is None:  # the loss does not depend on the parameter on any worker
             return None
-        if share != self._layout.rank:
-            gradient = self._received[share].parts[piece.which]
-        first, _ = self._layout.shares[share][piece.which]
+        if shard != self._layout.rank:
+            gradient = self._received[shard].parts[piece.which]
+        first, _ = self._layout.shards[shard][piece.which]
         return gradient[piece.start - first : piece.stop - first]
 
     def _put_in_place(self) -> None:
@@ -148,12 +148,12 @@ class FullyShardedModel(ShardedOptimizer):
         }
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
-        given: dict[Any, Any] = {
+        states: dict[Any, Any] = {
             parameter: dict(of_optimizer["state"][number])
             for parameter, number in zip(everything, numbers, strict=True)
             if number in of_optimizer["state"]
         }
-        self.optimizer.state = defaultdict(dict, given)
+        self.optimizer.state = defaultdict(dict, states)
         self.take_state()
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
@@ -185,8 +185,12 @@ class FullyShardedModel(ShardedOptimizer):
                 of_model[which] += (name,)
         return [
             [
-                (of_model[piece.which], *self._place_of(piece), {PARAMETER: self._now(piece)})
-                for piece in self._pieces_of(self._layout.rank)
+                (
+                    of_model[piece.which],
+                    *piece.place_in(self._parameters),
+                    {PARAMETER: self._now(piece)},
+                )
+                for piece in self._layout.own_pieces(self._pieces)
                 if piece.which in of_model
             ]
             for of_model in known_as
@@ -223,11 +227,11 @@ class FullyShardedModel(ShardedOptimizer):
         new = dict(zip(map(id, before), self._parameters, strict=True))
         for group in self.optimizer.param_groups:
             group["params"] = [new[id(parameter)] for parameter in group["params"]]
-        kept = {new[id(parameter)]: state for parameter, state in self._undivided.items()}
-        self._undivided = self.optimizer.state = defaultdict(dict, kept)
+        kept = {new[id(parameter)]: state for parameter, state in self._unsharded.items()}
+        self._unsharded = self.optimizer.state = defaultdict(dict, kept)
         layout = self._layout
-        for piece in self._pieces_of(layout.rank):
-            first, _ = layout.shares[layout.rank][piece.which]
+        for piece in layout.own_pieces(self._pieces):
+            first, _ = layout.shards[layout.rank][piece.which]
             rows = self.models.local(piece.which)[piece.start - first : piece.stop - first]
             piece.base = rows.copy_(self._now(piece))
 
@@ -238,12 +242,12 @@ class FullyShardedModel(ShardedOptimizer):
         # The collectives of DTensor would block, because they hold the GIL, which gloo needs.
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
-        for number, share in enumerate(layout.shares):
-            rows = {which: self.models.local(which) for which in share}
+        for number, shard in enumerate(layout.shards):
+            rows = {which: self.models.local(which) for which in shard}
             if number != layout.rank:
-                rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in share.items()}
+                rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
             collectives.broadcast_tensors(list(rows.values()), source=number)
-            for which, (start, stop) in share.items() if is_first else ():
+            for which, (start, stop) in shard.items() if is_first else ():
                 values[which].view(-1)[start:stop] = rows[which]
         if not is_first:
             return []
@@ -269,8 +273,8 @@ class FullyShardedModel(ShardedOptimizer):
 
 
 def own_rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    held: list[Any] = [p.grad for p in parameters if p.grad is not None]
-    return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
+    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+    return [SimpleNamespace(grad=gradient.to_local()) for gradient in gradients]
 
 
 def whole_norm(norm: torch.Tensor) -> torch.Tensor:

@@ -37,11 +37,11 @@ class GradientNorms(StepFeature):
 
     def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
         if self._is_logged or self._max_norm is not None:
-            held, norm = self._optimization.gradients(optimizer)
+            parameters, norm = self._optimization.gradients(optimizer)
             if self._is_logged:
                 self._norms[id(optimizer)] = norm
             if self._max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(held, self._max_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
         norms = [self._norms.get(id(each)) for each in self._optimization.optimizers]

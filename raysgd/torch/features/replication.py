@@ -36,13 +36,13 @@ class Replication(StepFeature):
 
     def start_together(self) -> None:
         models = self._state.models if self._state.settings.options.wrap_ddp else []
-        held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
+        tensors = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
         # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-        digest = collectives.fingerprint(held)
+        digest = collectives.fingerprint(tensors)
         differs = digest != self._state.from_rank(lambda: digest, 0)
         if models and self._state.minimum(-int(differs)) < 0:
-            given = self._state.from_rank(lambda: held, 0)
-            for own, value in zip(held, given, strict=False):
+            received = self._state.from_rank(lambda: tensors, 0)
+            for own, value in zip(tensors, received, strict=False):
                 if own.shape == value.shape:  # a buffer of another shape is a cache
                     own.copy_(value)
             self._state.buffers.update()
@@ -53,13 +53,13 @@ class Replication(StepFeature):
                 ddp.rebuild(model, names)
 
     def sync_buffers(self) -> None:
-        found: list[torch.Tensor] = []
+        buffers: list[torch.Tensor] = []
         for model in self._state.models:
             if ddp.replicated(model):
-                found += model.buffers()
+                buffers += model.buffers()
             elif self._state.settings.options.wrap_ddp:
-                found += ddp.running_statistics(model)
-        self._state.broadcast_buffers(found)
+                buffers += ddp.running_statistics(model)
+        self._state.broadcast_buffers(buffers)
 
     def check_trained(self) -> None:
         models = [ddp.unwrap(model) for model in self._state.models]

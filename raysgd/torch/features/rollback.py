@@ -154,8 +154,8 @@ class BufferCopies(StepFeature):
         self.update()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        found = [getattr(module, name, None) for module, name in self._slots]
-        return [None if buffer is None else buffer.detach() for buffer in found]
+        buffers = [getattr(module, name, None) for module, name in self._slots]
+        return [None if buffer is None else buffer.detach() for buffer in buffers]
 
     def commit(self, tx: StepTransaction) -> None:
         self.update()

@@ -1,11 +1,11 @@
 """Shard the state of an optimizer over the workers.
 
-Every worker has the complete parameters and gradients, and updates its share of the elements. Then
-the workers exchange the updated elements. With copies, a worker also updates shares of other
-workers, so that the state of these shares survives a worker loss. Copies need no extra messages.
+Every worker has the complete parameters and gradients, and updates its shard of the elements. Then
+the workers exchange the updated elements. With copies, a worker also updates shards of other
+workers, so that the state of these shards survives a worker loss. Copies need no extra messages.
 
-An update goes into a separate buffer. Parameters change when all shares have arrived, so that a
-step that loses a worker is repeated from the same parameters. A worker that has updated a share
+An update goes into a separate buffer. Parameters change when all shards have arrived, so that a
+step that loses a worker is repeated from the same parameters. A worker that has updated a shard
 already keeps that update and does not repeat it.
 """
 
@@ -32,7 +32,7 @@ from raysgd.torch.sharding.shards import (
     UpdateBuffers,
     elements_of,
     flat,
-    is_divided,
+    is_sharded,
     transfers,
 )
 from raysgd.torch.state import copy_all
@@ -56,10 +56,10 @@ _PARTIAL = -1
 
 
 class ShardedOptimizer(ShardedFeature):
-    """Lets the user's optimizer update this worker's share.
+    """Lets the user's optimizer update this worker's shard.
 
     Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of
-    the share instead of the parameters. Between steps, the optimizer has the parameters and no
+    the shard instead of the parameters. Between steps, the optimizer has the parameters and no
     state.
 
     Args:
@@ -114,22 +114,22 @@ class ShardedOptimizer(ShardedFeature):
 
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._check_step(args[1:], kwargs)
+        _check_step(optimizer, self._num_given, args[1:], kwargs)
         self._meet()
         layout = self._layout
         self._buffers = {
-            share: layout.new_buffers(share, self._device) for share in layout.held_shares()
+            shard: layout.new_buffers(shard, self._device) for shard in layout.held_shards()
         }
         pieces, views, content = [], [], []
-        for share, of_share in self._buffers.items():
-            for piece in self._pieces_of(share):
-                if (part := of_share.parts.get(piece.which)) is None:
+        for shard, of_shard in self._buffers.items():
+            for piece in layout.pieces_of(shard, self._pieces):
+                if (part := of_shard.parts.get(piece.which)) is None:
                     continue
-                first, _ = layout.shares[share][piece.which]
+                first, _ = layout.shards[shard][piece.which]
                 view = part[piece.start - first : piece.stop - first]
                 updated = piece.value if piece.version > self._version else None
                 if updated is None:
-                    view.grad = self._gradient(share, piece)
+                    view.grad = self._gradient(shard, piece)
                 pieces.append(piece)
                 views.append(view)
                 content.append(self._now(piece) if updated is None else updated)
@@ -157,7 +157,7 @@ class ShardedOptimizer(ShardedFeature):
     def _now(self, piece: Piece) -> torch.Tensor:
         return flat(self._parameters[piece.which])[piece.start : piece.stop]
 
-    def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
+    def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
         parameter = self._parameters[piece.which]
         if parameter.grad is None:
             return None
@@ -172,42 +172,42 @@ class ShardedOptimizer(ShardedFeature):
             piece.version = self._version + 1
         if self._train_state is not None and self._train_state.transaction.in_helper:
             for parameter in self._parameters:
-                parameter.grad = None  # frees memory for the shares of other workers
+                parameter.grad = None  # frees memory for the shards of other workers
         self._put_in_place()
         self._version += 1
 
     def _put_in_place(self) -> None:
         """Copy the updates of all workers into the parameters."""
         into, content = [], []
-        for share, of_share in self._exchange().items():
-            for which, updated in of_share.parts.items():
-                start, stop = self._layout.shares[share][which]
+        for shard, of_shard in self._exchange().items():
+            for which, updated in of_shard.parts.items():
+                start, stop = self._layout.shards[shard][which]
                 into.append(flat(self._parameters[which])[start:stop])
                 content.append(updated)
         copy_all(into, content)
 
     def _exchange(self) -> dict[int, UpdateBuffers]:
-        """Return the updated elements of all shares.
+        """Return the updated elements of all shards.
 
-        One broadcast per share sends as much as an all-gather, and needs half the memory.
+        One broadcast per shard sends as much as an all-gather, and needs half the memory.
         """
         layout, size = self._layout, self._layout.size
         if len(self._buffers) == size:
             return self._buffers
         own, device = self._buffers[layout.rank], self._device
-        buffers = {
+        updated = {
             n: own if n == layout.rank else layout.new_buffers(n, device) for n in range(size)
         }
         works = [
-            dist.broadcast(buffer, src=share, async_op=True)
-            for share, of_share in buffers.items()
-            for buffer in of_share.bytes()
+            dist.broadcast(buffer, src=shard, async_op=True)
+            for shard, of_shard in updated.items()
+            for buffer in of_shard.bytes()
         ]
         for work in works:
             work.wait()
         if device.type == "cuda":  # errors must surface before parameters change
             torch.cuda.current_stream().synchronize()
-        return buffers
+        return updated
 
     def _give_back(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
@@ -219,7 +219,7 @@ class ShardedOptimizer(ShardedFeature):
             assert piece.value is not None
             piece.state = self.optimizer.state.get(piece.value, {})
             piece.value.grad = None
-        self.optimizer.state = self._undivided
+        self.optimizer.state = self._unsharded
         self._swapped, self._stepped = None, []
 
     def commit(self, tx: StepTransaction) -> None:
@@ -238,23 +238,10 @@ class ShardedOptimizer(ShardedFeature):
         if tx.is_open and tx.has_several_updates:
             self._version = self._committed  # `Rollback` restores the parameters
 
-    def _check_step(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        kind = type(self.optimizer).__name__
-        if any(each is not None for each in (*args, *kwargs.values())):
-            raise RuntimeError(
-                f"register(sharding=...) does not support {kind}.step(closure). Compute the "
-                "gradients first, and call step() without a closure."
-            )
-        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._num_given:
-            raise RuntimeError(
-                f"The number of parameters of {kind} has changed since register(sharding=...). "
-                "Call add_param_group before register."
-            )
-
     # ---- state of this worker
 
     def take_state(self) -> None:
-        """Keep this worker's shares of the optimizer state.
+        """Keep this worker's shards of the optimizer state.
 
         Every worker starts with the full state.
         """
@@ -262,11 +249,11 @@ class ShardedOptimizer(ShardedFeature):
         updated = {self._parameters[which] for which in self._numbers}
         # Frozen parameters can have state too, such as in Adagrad. Their state is not sharded.
         rest = {p: whole[p] for p in whole.keys() - updated}
-        self._undivided = self.optimizer.state = defaultdict(dict, rest)
+        self._unsharded = self.optimizer.state = defaultdict(dict, rest)
         self._pieces, self._buffers = [], {}
         layout.lay_out()
-        for share in layout.held_shares():
-            for which, (start, stop) in layout.shares[share].items():
+        for shard in layout.held_shards():
+            for which, (start, stop) in layout.shards[shard].items():
                 parameter = self._parameters[which]
                 state = {
                     name: self._convert(name, elements_of(value, parameter, start, stop), parameter)
@@ -294,14 +281,10 @@ class ShardedOptimizer(ShardedFeature):
 
     def shards(self) -> list[tuple[Any, ...]]:
         return [
-            (self._numbers[piece.which], *self._place_of(piece), piece.state)
-            for piece in self._pieces_of(self._layout.rank)
+            (self._numbers[piece.which], *piece.place_in(self._parameters), piece.state)
+            for piece in self._layout.own_pieces(self._pieces)
             if piece.state
         ]
-
-    def _place_of(self, piece: Piece) -> tuple[Any, ...]:
-        parameter = self._parameters[piece.which]
-        return piece.start, piece.stop, tuple(parameter.shape)
 
     def export_replica(self) -> Any:
         messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]
@@ -311,8 +294,8 @@ class ShardedOptimizer(ShardedFeature):
         """Keep a replica of the same step. Ignore a replica of another step."""
         token, version, messages = replica
         if (token, version) == (self._token, self._version):
-            device = self._device  # values that are not divided, such as steps, stay on the CPU
-            moved = map_leaves(messages, lambda x: x.to(device) if is_divided(x) else x)
+            device = self._device  # values that are not sharded, such as steps, stay on the CPU
+            moved = map_leaves(messages, lambda x: x.to(device) if is_sharded(x) else x)
             self._pieces += [Piece(*message) for message in moved]
 
     def receive(self, leader: int) -> Callable[[], None]:
@@ -329,9 +312,9 @@ class ShardedOptimizer(ShardedFeature):
         holdings: list[Any] = [None] * size
         dist.all_gather_object(holdings, (self._token, self._version, own))
         token, version, _ = holdings[leader]
-        held = [pieces if of == token else [] for of, _, pieces in holdings]
-        shares = [layout.share(each, size) for each in range(size)]
-        planned = transfers(shares, layout.num_copies(size), version, held)
+        pieces_by_rank = [pieces if of == token else [] for of, _, pieces in holdings]
+        shards = [layout.shard(each, size) for each in range(size)]
+        planned = transfers(shards, layout.num_copies(size), version, pieces_by_rank)
         self.lacks_shards = planned is None
         if planned is None:
             return
@@ -356,39 +339,34 @@ class ShardedOptimizer(ShardedFeature):
         rank, device = dist.get_rank(), self._device
 
         def messages() -> list[tuple[Any, ...]]:
-            found = ((self._newest(each), each.start, each.stop) for each in batch)
-            return [self._message(*each, version) for each in found]
+            newest = ((each.newest(self._pieces), each.start, each.stop) for each in batch)
+            return [self._message(*each, version) for each in newest]
 
         if to == (source,):
             return messages() if rank == source else []
         sent: list[tuple[Any, ...]] = collectives.broadcast_state(messages, source, device)
         return sent
 
-    def _newest(self, planned: Transfer) -> Piece:
-        fitting = (
-            piece
-            for piece in self._pieces
-            if piece.which == planned.which
-            and piece.start <= planned.start
-            and planned.stop <= piece.stop
-        )
-        return max(fitting, key=lambda piece: piece.version)
-
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         """Return elements of a piece for workers whose parameters have this `version`."""
         return piece.message(start, stop, is_ahead=piece.version > version)
 
-    def _pieces_of(self, share: int) -> list[Piece]:
-        """Return this worker's pieces of a share."""
-        parts = self._layout.shares[share]
-        return [
-            piece
-            for piece in self._pieces
-            if piece.which in parts
-            and parts[piece.which][0] <= piece.start
-            and piece.stop <= parts[piece.which][1]
-        ]
-
     @property
     def _device(self) -> torch.device:
         return self._parameters[0].device
+
+
+def _check_step(
+    optimizer: torch.optim.Optimizer, num_parameters: int, args: Any, kwargs: Mapping[str, Any]
+) -> None:
+    kind = type(optimizer).__name__
+    if any(each is not None for each in (*args, *kwargs.values())):
+        raise RuntimeError(
+            f"register(sharding=...) does not support {kind}.step(closure). Compute the "
+            "gradients first, and call step() without a closure."
+        )
+    if sum(len(group["params"]) for group in optimizer.param_groups) != num_parameters:
+        raise RuntimeError(
+            f"The number of parameters of {kind} has changed since register(sharding=...). "
+            "Call add_param_group before register."
+        )

@@ -26,8 +26,8 @@ class Untracked(StepFeature):
         self._before: dict[str, Any] = {}
 
     def begin_call(self, logs_steps: bool) -> None:
-        found = self._identities()
-        self._before = {name: found.get(name) for name in self._tensors}
+        identities = self._identities()
+        self._before = {name: identities.get(name) for name in self._tensors}
 
     def check_trained(self) -> None:
         before, self._before = self._before, {}
@@ -47,17 +47,17 @@ class Untracked(StepFeature):
         Leave out metrics, and parameters and buffers of registered models.
         """
         registered = {id(each) for m in self._state.models for each in ddp.plain(m).modules()}
-        found: dict[str, Any] = {}
-        for place, held in held_by(self._operator):
-            found[place] = _identity(held)
-            if not isinstance(held, torch.nn.Module) or is_metric(held):
+        identities: dict[str, Any] = {}
+        for place, attribute in held_by(self._operator):
+            identities[place] = _identity(attribute)
+            if not isinstance(attribute, torch.nn.Module) or is_metric(attribute):
                 continue
-            for path, module in ddp.plain(held).named_modules(prefix=place):
+            for path, module in ddp.plain(attribute).named_modules(prefix=place):
                 own = {} if id(module) in registered else {**module._parameters, **module._buffers}
                 for key, each in {**vars(module), **own}.items():
                     if key[0] != "_" and key != "training":
-                        found[f"{path}.{key}"] = _identity(each)
-        return found
+                        identities[f"{path}.{key}"] = _identity(each)
+        return identities
 
     def _warn(self, by: str, before: dict[str, Any], names: Collection[str]) -> None:
         now = self._identities() if names else {}

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.batches import mean_of
-from raysgd.torch.interop.creators import lock_of_node, mixed_bases
 from raysgd.torch.interop.logged import REDUCTIONS, Reduced, TorchMetric, numbers_in
 
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
@@ -415,7 +415,8 @@ def lightning_operator(
         "_datamodule": datamodule,
     }
     own = type("LightningOperator", (LightningMethods, root), {})
-    return type("CustomLightningOperator", mixed_bases(base, own), given)
+    bases = (own,) if issubclass(own, base) else (base, own)
+    return type("CustomLightningOperator", bases, given)
 
 
 def _base_of(kind: type[Any]) -> Any:

@@ -17,8 +17,8 @@ from raysgd.torch.state import copy_leaf
 PARAMETER = "parameter"
 """Key of the model parameter in a worker's shard of the state."""
 _ALIGNMENT = 16
-"""Number of elements at whose multiples shares begin, because kernels prefer aligned tensors."""
-Share: TypeAlias = Mapping[int, tuple[int, int]]
+"""Number of elements at whose multiples shards begin, because kernels prefer aligned tensors."""
+Shard: TypeAlias = Mapping[int, tuple[int, int]]
 """For some parameters, by index, the first element and the exclusive end of a part."""
 
 
@@ -32,18 +32,27 @@ class Transfer(NamedTuple):
     source: int
     to: tuple[int, ...]
 
+    def newest(self, pieces: Sequence[Piece]) -> Piece:
+        """Return the newest piece that contains the elements."""
+        fitting = (
+            piece
+            for piece in pieces
+            if piece.which == self.which and piece.start <= self.start and self.stop <= piece.stop
+        )
+        return max(fitting, key=lambda piece: piece.version)
+
 
 def transfers(
-    shares: Sequence[Share],
+    shards: Sequence[Shard],
     copies: int,
     lowest: int,
     held: Sequence[Iterable[tuple[int, int, int, int]]],
 ) -> list[Transfer] | None:
-    """Plan the transfers that give each rank its share, and copies of the shares before it.
+    """Plan the transfers that give each rank its shard, and copies of the shards before it.
 
     Args:
-        shares: the share of each rank. The shares together contain all elements.
-        copies: the number of other ranks that hold each share.
+        shards: the shard of each rank. The shards together contain all elements.
+        copies: the number of other ranks that hold each shard.
         lowest: version of the parameters. State of an older version is unusable.
         held: for each rank, the parts of parameters that it has: index, start, end, and version.
 
@@ -53,8 +62,8 @@ def transfers(
     >>> transfers([{0: (0, 3)}, {0: (3, 6)}], 0, 1, [[(0, 0, 4, 1)], []]) is None
     True
     """
-    size = len(shares)
-    parts = [(which, *part) for share in shares for which, part in share.items()]
+    size = len(shards)
+    parts = [(which, *part) for shard in shards for which, part in shard.items()]
     parts += [(which, start, stop) for each in held for which, start, stop, _ in each]
     cuts = sorted({(which, bound) for which, *bounds in parts for bound in bounds})
     place = {cut: number for number, cut in enumerate(cuts)}
@@ -65,9 +74,9 @@ def transfers(
                 # A rank may hold a range twice, because it also imported a replica.
                 versions[number][rank] = max(version, versions[number].get(rank, version))
     planned: list[Transfer] = []
-    for owner, share in enumerate(shares):
+    for owner, shard in enumerate(shards):
         holders = [(owner + each) % size for each in range(min(copies, size - 1) + 1)]
-        for which, (first, end) in share.items():
+        for which, (first, end) in shard.items():
             for number in range(place[which, first], place[which, end]):
                 (_, start), (_, stop) = cuts[number : number + 2]
                 newest = max(versions[number].values(), default=lowest - 1)
@@ -83,7 +92,7 @@ def transfers(
 
 
 class UpdateBuffers(NamedTuple):
-    """Memory for the updated elements of a share."""
+    """Memory for the updated elements of a shard."""
 
     buffers: list[torch.Tensor]
     """One buffer per dtype."""
@@ -96,13 +105,13 @@ class UpdateBuffers(NamedTuple):
 
 
 class Layout:
-    """The shares of all ranks.
+    """The shards of all ranks.
 
     Args:
         parameters: the parameters.
         updated: indices of the parameters that the optimizer updates.
-        copies: number of other ranks that hold each share. None: 1 with three or more ranks.
-        by_rows: whether a share has the rows of each parameter that ``fully_shard`` gives a rank.
+        copies: number of other ranks that hold each shard. None: 1 with three or more ranks.
+        by_rows: whether a shard has the rows of each parameter that ``fully_shard`` gives a rank.
             Otherwise it is a part of all elements, concatenated.
     """
 
@@ -118,10 +127,10 @@ class Layout:
         self._dtypes = {which: parameters[which].dtype for which in updated}
         self._copies, self._by_rows = copies, by_rows
         self.rank = 0
-        self.shares: list[Share] = []
+        self.shards: list[Shard] = []
 
-    def share(self, number: int, size: int) -> Share:
-        """Return a share in a group of `size` ranks."""
+    def shard(self, number: int, size: int) -> Shard:
+        """Return a shard in a group of `size` ranks."""
         found, before = {}, 0
         chunk = -(-self._total // (size * _ALIGNMENT)) * _ALIGNMENT
         for index, shape in enumerate(self._shapes):
@@ -138,26 +147,40 @@ class Layout:
         return found
 
     def lay_out(self) -> None:
-        """Compute the shares for the current group."""
+        """Compute the shards for the current group."""
         # A worker that loads a snapshot before it enters a group has no process group.
         is_in_group = dist.is_initialized()
         self.rank, size = (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
-        self.shares = [self.share(number, size) for number in range(size)]
+        self.shards = [self.shard(number, size) for number in range(size)]
 
     @property
     def size(self) -> int:
-        return len(self.shares)
+        return len(self.shards)
 
     def num_copies(self, size: int) -> int:
         return min(int(size >= 3) if self._copies is None else self._copies, size - 1)
 
-    def held_shares(self) -> list[int]:
-        """Return the shares that this rank holds, its own first."""
+    def held_shards(self) -> list[int]:
+        """Return the shards that this rank holds, its own first."""
         return [(self.rank - n) % self.size for n in range(self.num_copies(self.size) + 1)]
 
-    def new_buffers(self, share: int, device: torch.device) -> UpdateBuffers:
+    def pieces_of(self, shard: int, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces of a shard."""
+        parts = self.shards[shard]
+        return [
+            piece
+            for piece in pieces
+            if piece.which in parts
+            and parts[piece.which][0] <= piece.start
+            and piece.stop <= parts[piece.which][1]
+        ]
+
+    def own_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
+        return self.pieces_of(self.rank, pieces)
+
+    def new_buffers(self, shard: int, device: torch.device) -> UpdateBuffers:
         lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
-        for which, (start, stop) in self.shares[share].items():
+        for which, (start, stop) in self.shards[shard].items():
             if (dtype := self._dtypes.get(which)) is not None:
                 lengths[dtype][which] = stop - start
         new = UpdateBuffers([], {})
@@ -188,6 +211,10 @@ class Piece:
     base: torch.Tensor | None = None
     """The elements before the update. None if this worker has the complete parameter."""
 
+    def place_in(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int, tuple[int, ...]]:
+        """Return the first element, the exclusive end, and the shape of the parameter."""
+        return self.start, self.stop, tuple(parameters[self.which].shape)
+
     def message(self, start: int, stop: int, is_ahead: bool) -> tuple[Any, ...]:
         """Return a copy of some elements, as the fields of a piece.
 
@@ -195,7 +222,7 @@ class Piece:
         """
         first, last = start - self.start, stop - self.start
         state = {
-            name: copy_leaf(value[first:last] if is_divided(value) else value)
+            name: copy_leaf(value[first:last] if is_sharded(value) else value)
             for name, value in self.state.items()
         }
         value = self.value[first:last].clone() if is_ahead and self.value is not None else None
@@ -203,7 +230,7 @@ class Piece:
         return self.which, start, stop, self.version, state, value, base
 
 
-def is_divided(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """Return whether a value of a piece has an entry per element. Other values are scalars."""
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
@@ -226,17 +253,17 @@ def elements_of(value: Any, parameter: torch.Tensor, start: int, stop: int) -> A
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a state with the shards of all workers into an unsharded state."""
     merged = dict(state)
-    shares = merged.pop("shares", None)
-    if shares is None:
+    shards = merged.pop("shares", None)
+    if shards is None:
         return merged
     count = len(state["optimizers"])
     merged["optimizers"] = [
         {**optimizer, "state": {**optimizer["state"], **_join(itertools.chain(*parts))}}
         for optimizer, *parts in zip(
-            state["optimizers"], *(share[:count] for share in shares), strict=True
+            state["optimizers"], *(shard[:count] for shard in shards), strict=True
         )
     ]
-    of_models = [share[count:] for share in shares]
+    of_models = [shard[count:] for shard in shards]
     if any(of_models):
         merged["models"] = [
             {**model, **_named(_join(itertools.chain(*parts)))}
@@ -256,7 +283,7 @@ def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
         of_parameter = found.setdefault(number, {})
         missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
         for name, value in values.items():
-            if not is_divided(value):
+            if not is_sharded(value):
                 of_parameter[name] = value
                 continue
             if name not in of_parameter:

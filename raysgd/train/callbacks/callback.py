@@ -62,13 +62,13 @@ class FileCallback(TrainingCallback):
     def __init__(
         self, logdir: str | os.PathLike[str] | None, workers: int | list[int] | None
     ) -> None:
-        self._given = logdir
+        self._chosen_folder = logdir
         self.results_preprocessor = IndexedResultsPreprocessor(workers)
 
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
-        self.logdir = checked_path("logdir", self._given or Path(logdir, self._subfolder))
+        self.logdir = checked_path("logdir", self._chosen_folder or Path(logdir, self._subfolder))
         self.logdir.mkdir(parents=True, exist_ok=True)
         self._is_restored = bool(read_reports(Path(logdir, REPORTS)))
         self._begin(config or {})

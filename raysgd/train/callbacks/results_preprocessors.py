@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd.callbacks.values import numbers_in
+from raysgd.compat.ray_train import alias_modules
 
 __all__ = [
     "AverageResultsPreprocessor",
@@ -22,8 +22,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-for _name in ("aggregate", "index", "keys", "preprocessor"):  # modules of older scripts
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
+alias_modules(__name__, "aggregate", "index", "keys", "preprocessor")
 
 Results = list[dict[str, Any]]
 
@@ -130,8 +129,8 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
 
     def _aggregate(self, numbers: Mapping[int, float], results: Results) -> float:
         key = self._weight_key
-        found = {rank: numbers_in(results[rank]).get(key, math.nan) for rank in numbers}
-        weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in found.items()}
+        weights = {rank: numbers_in(results[rank]).get(key, 0.0) for rank in numbers}
+        weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in weights.items()}
         total = sum(weights.values())
         if total == 0:
             logger.warning(

@@ -21,7 +21,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
 from raysgd.train.api import world_rank, world_size
-from raysgd.train.torch.loading import prepared_loader
+from raysgd.train.torch.loading import PreparedLoader
 
 _KEY = "raysgd.train.torch"
 _SEED = "raysgd.train.torch.seed"
@@ -37,9 +37,6 @@ class _Accelerator:
         self.share = 1.0
         """Weight of the current batch's loss in the mean over the workers."""
 
-    def weigh(self, share: float) -> None:
-        self.share = share
-
 
 _OUTSIDE: dict[str, Any] = {}  # replaces `Session.extras` outside of a run
 
@@ -53,8 +50,8 @@ def _accelerator() -> _Accelerator:
     extras = _extras()
     if _KEY not in extras:
         extras[_KEY] = _Accelerator(amp=False)
-    found: _Accelerator = extras[_KEY]
-    return found
+    accelerator: _Accelerator = extras[_KEY]
+    return accelerator
 
 
 def accelerate(amp: bool = False) -> None:
@@ -135,9 +132,10 @@ def prepare_data_loader(
 
     A pass trains on every sample once, in an order that changes with each pass if the loader
     shuffles. ``loader.sampler.set_epoch(n)`` sets the epoch of the next pass. A pass counts if the
-    workers communicate during it, so one worker alone may look at some batches. Batches of a step
-    may differ by one sample, and `backward` weights their losses by size. If a last step has fewer
-    samples than workers, some workers repeat a sample with weight 0.
+    workers communicate during it, so one worker alone may read batches. raysgd cannot count the
+    collectives of NCCL, or of process groups of your own. Then a pass counts from its second batch.
+    Batches of a step may differ by one sample, and `backward` weights their losses by size. If a
+    last step has fewer samples than workers, some workers repeat a sample with weight 0.
 
     Args:
         data_loader: the loader, with the same sampler on all workers. Its batch size is that of one
@@ -158,7 +156,7 @@ def prepare_data_loader(
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
     running = session.here.session
-    return prepared_loader(
+    return PreparedLoader(
         data_loader,
         world_size=world_size() if add_dist_sampler else 1,
         rank=world_rank(),
@@ -167,7 +165,7 @@ def prepare_data_loader(
         seed=_extras().get(_SEED, 0),
         full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
         shares=None if running is None else running.context.shares,
-        weigh=accelerator.weigh,
+        weigh=functools.partial(setattr, accelerator, "share"),
         num_collectives=session.num_collectives,
     )
 
@@ -212,20 +210,6 @@ def enable_reproducibility(seed: int = 0) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     _extras()[_SEED] = seed
-
-
-class TorchAccelerator:
-    """The functions of this module as methods, for scripts of Ray 1.13."""
-
-    def __init__(self, amp: bool = False) -> None:
-        accelerate(amp)
-
-    prepare_model = staticmethod(prepare_model)
-    prepare_data_loader = staticmethod(prepare_data_loader)
-    prepare_optimizer = staticmethod(prepare_optimizer)
-    backward = staticmethod(backward)
-    get_device = staticmethod(get_device)
-    enable_reproducibility = staticmethod(enable_reproducibility)
 
 
 class _Autocast:

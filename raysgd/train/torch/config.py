@@ -12,8 +12,7 @@ from raysgd._internal.arguments import check_choice, check_timeout
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd.backends import Backend as Transport
-from raysgd.comm.torch import TorchBackend as ProcessGroup
-from raysgd.comm.torch import TorchRendezvous
+from raysgd.comm.torch import TorchProcessGroup, TorchRendezvous
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
 
@@ -48,7 +47,7 @@ class TorchConfig(BackendConfig):
         return TrainProcessGroup(name, self.timeout_s, self.init_method == "env")
 
 
-class TrainProcessGroup(ProcessGroup):
+class TrainProcessGroup(TorchProcessGroup):
     """A process group, also for a single worker, with the environment variables of torchrun."""
 
     def __init__(self, name: str, timeout_s: float, sets_env: bool) -> None:
@@ -92,5 +91,4 @@ class TorchTrainer(DataParallelTrainer):
     def __init__(
         self, *arguments: Any, torch_config: TorchConfig | None = None, **others: Any
     ) -> None:
-        backend_config = torch_config or TorchConfig()
-        super().__init__(*arguments, backend_config=backend_config, **others)
+        super().__init__(*arguments, backend_config=torch_config or TorchConfig(), **others)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from raysgd.data.source import own_split
 from raysgd.torch.batches import move_to_device
 from raysgd.torch.loading import ShardedLoader, changed, makes_own_batches
 from raysgd.torch.orders import is_plain_shuffle
@@ -16,33 +17,45 @@ from raysgd.torch.orders import is_plain_shuffle
 logger = logging.getLogger(__name__)
 
 
-def prepared_loader(
-    loader: DataLoader[Any],
-    *,
-    world_size: int,
-    rank: int,
-    device: torch.device | None,
-    ahead: bool,
-    seed: int,
-    full_size: int | None = None,
-    shares: tuple[float, ...] | None = None,
-    weigh: Callable[[float], None] | None = None,
-    num_collectives: Callable[[], int | None] = lambda: None,
-) -> PreparedLoader:
-    """Return a loader that gives this worker its part of the data, on its device.
+class PreparedLoader(DataLoader[Any]):
+    """Iterates over this worker's part of another loader, and moves the batches to a device.
 
+    All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
     `full_size` is the number of workers of the full group, which sets the global batch size. None
     scales the batch with the group. `weigh` receives the loss weight of each batch.
     `num_collectives` returns the number of collectives so far; None if unknown.
     """
-    while isinstance(loader, PreparedLoader):
-        loader = loader._loader
-    full_size, shared = full_size or world_size, None
-    if full_size > 1 and _can_share(loader):
+
+    _loader: DataLoader[Any]
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        world_size: int,
+        rank: int,
+        device: torch.device | None,
+        ahead: bool,
+        seed: int,
+        full_size: int | None = None,
+        shares: tuple[float, ...] | None = None,
+        weigh: Callable[[float], None] | None = None,
+        num_collectives: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        while isinstance(loader, PreparedLoader):
+            loader = loader._loader
+        full_size = full_size or world_size
+        self._shared: _SharedSampler | None = None
+        self._device, self._weigh = device, weigh
+        self._ahead = ahead and device is not None and device.type == "cuda"
+        if is_shared := full_size > 1 and _can_share(loader):
+            loader = changed(loader, pin_memory=loader.pin_memory or self._ahead)
+        self.__dict__.update(loader.__dict__)
+        self._loader = loader
+        if not is_shared:
+            return
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
-        pin = ahead and device is not None and device.type == "cuda"
-        loader = changed(loader, pin_memory=loader.pin_memory or pin)
         source = ShardedLoader(
             loader,
             training=True,
@@ -52,34 +65,9 @@ def prepared_loader(
             full_size=full_size,
         )
         source.weigh(shares if world_size == len(shares or ()) else None)
-        shared = _SharedSampler(source, seed, num_collectives)
-    return PreparedLoader(loader, shared, device, ahead, weigh)
-
-
-class PreparedLoader(DataLoader[Any]):
-    """Iterates over another loader, and moves its batches to a device.
-
-    All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        shared: _SharedSampler | None,
-        device: torch.device | None,
-        ahead: bool,
-        weigh: Callable[[float], None] | None,
-    ) -> None:
-        self.__dict__.update(loader.__dict__)
-        self._shared = shared
-        if shared is not None:
-            self.sampler = shared
-            if loader.batch_size is not None:
-                self.batch_sampler = BatchSampler(shared, loader.batch_size, loader.drop_last)
-        self._loader = loader
-        self._weigh = weigh
-        self._device = device
-        self._ahead = ahead and device is not None and device.type == "cuda"
+        self.sampler = self._shared = _SharedSampler(source, seed, num_collectives)
+        if loader.batch_size is not None:
+            self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # bypass the guards of DataLoader
@@ -106,7 +94,8 @@ def _weighed(
 ) -> Iterator[Any]:
     try:
         for step, batch in enumerate(batches):
-            weigh(source.places(source.offset_after(0, step), 1, in_parts=False)[0].share)
+            plan = source.plan(source.offset_after(0, step), 1, in_parts=False)
+            weigh(plan.samples * source.shard.world_size / (plan.total or 1))
             yield batch
     finally:
         weigh(1.0)
@@ -138,9 +127,9 @@ class _SharedSampler(DistributedSampler[Any]):
     def __init__(
         self, source: ShardedLoader, seed: int, num_collectives: Callable[[], int | None]
     ) -> None:
-        shard, self._given = source.shard, source.order_sampler
-        shuffle = is_plain_shuffle(self._given)
-        super().__init__(self._given, shard.world_size, shard.rank, shuffle=shuffle, seed=seed)
+        shard, self._order = source.shard, source.order_sampler
+        shuffle = is_plain_shuffle(self._order)
+        super().__init__(self._order, shard.world_size, shard.rank, shuffle=shuffle, seed=seed)
         self.source = source
         self.dataset = source.loader.dataset
         self._num_collectives = num_collectives
@@ -150,7 +139,7 @@ class _SharedSampler(DistributedSampler[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of the next pass. The epoch of the user's sampler takes precedence."""
-        own = getattr(self._given, "epoch", None) if hasattr(self._given, "set_epoch") else None
+        own = getattr(self._order, "epoch", None) if hasattr(self._order, "set_epoch") else None
         return own if isinstance(own, int) else self._epoch
 
     @epoch.setter
@@ -159,8 +148,8 @@ class _SharedSampler(DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch, self._last = epoch, (-1, None)
-        if hasattr(self._given, "set_epoch"):
-            self._given.set_epoch(epoch)
+        if hasattr(self._order, "set_epoch"):
+            self._order.set_epoch(epoch)
 
     def __len__(self) -> int:
         return sum(stop - start for start, stop in self.source.shard.batches())
@@ -178,29 +167,30 @@ class _SharedSampler(DistributedSampler[Any]):
         """Yield the items of a pass. The next pass has the next epoch if this one counts.
 
         One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
-        counts if the workers communicate during it, or between its last item and the next pass. It
-        also counts if it ends before they ever communicate. Without a count of collectives, it
-        counts from its second item, or at its end.
+        counts if the workers communicate during it. If they communicated before, they may also do
+        it between its last item and the next pass. Without a count of collectives, a pass counts
+        from its second item, or at its end.
         """
-        begun, ended = self._num_collectives(), False
+        begun, is_over = self._num_collectives(), False
         try:
             for item in items:
                 yield item
-                self._count(epoch, begun, begun is None)
-            ended = True
+                self._count(epoch, begun)
+            is_over = True
         finally:
-            self._count(epoch, begun, ended and not begun)
-            if ended and self.epoch == epoch:
+            if is_over or begun or self.source.shard.world_size == 1:
+                self._count(epoch, begun)
+            if is_over and begun and self.epoch == epoch:
                 self._last = epoch, begun
 
-    def _count(self, epoch: int, begun: int | None, ended: bool = False) -> None:
-        has_trained = begun and begun < (self._num_collectives() or 0)
-        if self.epoch == epoch and (ended or has_trained or self.source.shard.world_size == 1):
+    def _count(self, epoch: int, begun: int | None) -> None:
+        has_trained = begun is None or begun < (self._num_collectives() or 0)
+        if self.epoch == epoch and (has_trained or self.source.shard.world_size == 1):
             self.set_epoch(epoch + 1)
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:
-    if makes_own_batches(loader) or _is_part(loader.sampler):
+    if makes_own_batches(loader) or own_split(loader) is not None:
         return False
     if type(loader).__iter__ is not DataLoader.__iter__:
         reason = f"{type(loader).__name__} has its own __iter__"
@@ -213,13 +203,4 @@ def _can_share(loader: DataLoader[Any]) -> bool:
         "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",
         reason,
     )
-    return False
-
-
-def _is_part(sampler: Any) -> bool:
-    """Return whether a sampler, or one that it wraps, selects the part of one worker."""
-    while sampler is not None:
-        if hasattr(sampler, "num_replicas"):  # the name in PyTorch and most other libraries
-            return True
-        sampler = getattr(sampler, "sampler", None)
     return False

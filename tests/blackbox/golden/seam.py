@@ -7,7 +7,7 @@ change, adapt this file and keep the recorded orders.
 import itertools
 
 from raysgd.torch.loading import wrap_loader
-from raysgd.train.torch.loading import prepared_loader
+from raysgd.train.torch.loading import PreparedLoader
 
 __all__ = ["keras_epoch", "operator_epoch", "prepared_passes"]
 
@@ -60,7 +60,7 @@ def prepared_passes(make_loader, *, world_size, seed):
     """Read a loader that a training function has prepared, twice."""
     workers = []
     for rank in range(world_size):
-        loader = prepared_loader(
+        loader = PreparedLoader(
             make_loader(), world_size=world_size, rank=rank, device=None, ahead=False, seed=seed
         )
         workers.append([[_samples(batch) for batch in loader] for _ in range(2)])

@@ -103,6 +103,41 @@ def test_errors_of_gloo_reach_the_caller(group):
         future.wait()
 
 
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda group: group.allreduce([torch.ones(2)]).wait(),
+        lambda group: group.barrier().get_future().wait(),
+        lambda group: group.recv([torch.ones(2)], 1, 0).wait(),
+        lambda group: group.recv([torch.ones(2)], 1, 0).result(),
+        lambda group: group.send([torch.ones(10**8)], 1, 0).get_future().wait(),
+    ],
+)
+def test_operations_without_their_peer_time_out(monkeypatch, wait):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, timeout = HashStore(), datetime.timedelta(seconds=0.3)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: GlooGroup(store, rank, 2, timeout), range(2)))
+    with pytest.raises(RuntimeError, match="imed out"):
+        wait(groups[0])
+    wait_until(lambda: groups[0].collective() is None)
+    for group in groups:
+        group.release()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("all_gather_single", ()), ("reduce_scatter_single", ()), ("all_to_all_single", ([], []))],
+)
+def test_names_that_newer_versions_of_pytorch_call_can_be_interrupted(group, name, more):
+    result = torch.zeros(2)
+    getattr(group, name)(result, torch.ones(2), *more).wait()
+    assert result.tolist() == [1, 1]
+    group.interrupt()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        getattr(group, name)(result, torch.ones(2), *more)
+
+
 def test_after_an_interruption_every_collective_fails(group):
     group.interrupt()
     group.interrupt()
@@ -112,13 +147,30 @@ def test_after_an_interruption_every_collective_fails(group):
 
 def test_the_last_operation_that_ends_wakes_the_wait_for_the_end():
     running = _Running()
-    running.begin(0, print)
+    running.begin(0, print, is_collective=True)
     waits = threading.Thread(target=running.wait_for_end, daemon=True)
     waits.start()
     wait_until(lambda: running._changed._waiters)
     running.finish(0)
     waits.join(10)
     assert not waits.is_alive()
+
+
+def test_an_operation_that_never_ends_does_not_block_the_release(group):
+    """The destructor of gloo would wait for it."""
+
+    def ending():
+        return [each for each in threading.enumerate() if each.name == "raysgd-gloo-end"]
+
+    group.release()
+    assert not ending()
+    group._running.begin(0, print, is_collective=True)
+    group.release()
+    (thread,) = ending()
+    assert thread.daemon
+    group._running.finish(0)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 PEER = """

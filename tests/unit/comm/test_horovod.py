@@ -1,6 +1,8 @@
 """The environment of Horovod, its rendezvous, and the error if Horovod is missing."""
 
 import contextlib
+import os
+import pickle
 import socket
 import urllib.request
 
@@ -9,9 +11,14 @@ import pytest
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import horovod as module
-from raysgd.comm.horovod import HorovodRendezvous, horovod_environment
+from raysgd.comm.horovod import (
+    HorovodBackend,
+    HorovodRendezvous,
+    check_dtypes,
+    horovod_environment,
+)
 from raysgd.comm.network import listeners
-from tests.conftest import import_horovod
+from tests.conftest import Script, import_horovod
 
 
 @pytest.fixture
@@ -57,6 +64,107 @@ def test_a_worker_alone_needs_no_rendezvous(environment):
     found = horovod_environment(WorkerContext(), None, 1800)
     assert (found["HOROVOD_RANK"], found["HOROVOD_SIZE"]) == ("0", "1")
     assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in found
+
+
+@pytest.mark.parametrize(("timeout_s", "expected"), [(0.5, "1"), (5.7, "5"), (1800, "30")])
+def test_joining_has_the_timeout_up_to_half_a_minute(environment, timeout_s, expected):
+    variables = horovod_environment(WorkerContext(), None, timeout_s)
+    assert variables["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
+
+
+@pytest.fixture
+def without_framework(monkeypatch):
+    """A backend for functions that call ``hvd.init()`` themselves."""
+    import_horovod()
+    monkeypatch.setattr(os, "environ", {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "old", "HOROVOD_X": "own"})
+    return HorovodBackend("horovod", 30, framework=None)
+
+
+def test_the_environment_of_a_group_is_set_and_removed(environment, without_framework):
+    backend = without_framework
+    rendezvous = HorovodRendezvous("10.0.0.9", 777, ("a", "a"), False)
+    backend.setup(WorkerContext(world_rank=1, world_size=2, node_ip="a"), rendezvous)
+    assert os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.9"
+    assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == ("1", "2")
+    os.environ["HOROVOD_SIZE"] = "changed by the user"
+    backend.teardown()
+    left = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD")}
+    assert left == {"HOROVOD_SIZE": "changed by the user", "HOROVOD_X": "own"}
+
+
+def test_a_worker_alone_leaves_the_earlier_rendezvous(environment, without_framework):
+    without_framework.setup(WorkerContext(), None)
+    assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ
+    assert os.environ["HOROVOD_SIZE"] == "1"
+
+
+def test_functions_can_reach_the_rendezvous_until_it_is_closed(without_framework):
+    rendezvous = without_framework.prepare(["127.0.0.1"])
+    place = (rendezvous.host, rendezvous.port)
+    without_framework.met()
+    assert place in listeners()
+    without_framework.prepare(["127.0.0.1"])  # of the next generation
+    assert place not in listeners()
+    without_framework.close()
+
+
+def test_only_tensorflow_cannot_join_a_second_group():
+    import_horovod()
+    frameworks = ("torch", "tensorflow", None)
+    rejoins = [HorovodBackend("horovod", 30, framework).rejoins for framework in frameworks]
+    assert rejoins == [True, False, True]
+
+
+def test_bfloat16_is_refused_by_name():
+    check_dtypes(["float32", "torch.float16"])
+    with pytest.raises(TypeError, match=r"averages no bfloat16.*backend=\"gloo\""):
+        check_dtypes(["float32", "torch.bfloat16"])
+
+
+RANK = """
+import os, pickle, sys
+import horovod.torch as hvd, torch
+from raysgd._internal.context import WorkerContext
+from raysgd.backends import create_backend
+
+rank, rendezvous = int(sys.argv[1]), pickle.loads(bytes.fromhex(sys.argv[2]))
+backend = create_backend("horovod", 30)
+context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
+backend.setup(context, rendezvous)
+assert (hvd.rank(), hvd.size()) == (rank, 2)
+assert hvd.allreduce(torch.tensor([2.0 * rank]), op=hvd.Average).item() == 1
+print("joined", flush=True)
+sys.stdin.readline()  # the driver has stopped the rendezvous
+backend.interrupt()
+try:
+    hvd.allreduce(torch.ones(1))
+except Exception as error:
+    assert backend.is_communication_error(error), repr(error)
+else:
+    raise AssertionError("not interrupted")
+for error in (RuntimeError("shapes do not match"), KeyError("gloo")):
+    assert not backend.is_communication_error(error)
+assert backend.is_communication_error(RuntimeError("Horovod has been shut down"))
+backend.teardown()
+assert "HOROVOD_RANK" not in os.environ
+print("good", flush=True)
+os._exit(0)
+"""
+
+
+def test_two_workers_form_a_group_that_the_driver_can_interrupt():
+    import_horovod("horovod.torch")
+    driver = create_backend("horovod", 30)
+    rendezvous = pickle.dumps(driver.prepare(["127.0.0.1"] * 2)).hex()
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(contextlib.closing(Script(RANK, r, rendezvous))) for r in (0, 1)
+        ]
+        assert [rank.stdout.readline() for rank in ranks] == ["joined\n"] * 2
+        driver.met()
+        for rank in ranks:
+            print(file=rank.stdin, flush=True)
+        assert [rank.stdout.read() for rank in ranks] == ["good\n"] * 2
 
 
 def test_rendezvous_listens_on_loopback_and_ignores_strangers():

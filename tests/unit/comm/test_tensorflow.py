@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -33,9 +34,9 @@ def test_every_worker_knows_all_and_its_own_place(environment):
         backend = create_backend("tensorflow", 20)
         environment.setattr(module.os, "environ", Recorded(seen, rank))
         backend.setup(WorkerContext(world_rank=rank, world_size=2), rendezvous)
-        assert backend._held is not None
+        assert backend._reserved_port is not None
         backend.teardown()
-        assert backend._held is None
+        assert backend._reserved_port is None
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(setup, (1, 0)))
@@ -47,15 +48,78 @@ def test_every_worker_knows_all_and_its_own_place(environment):
     assert sorted(c["task"]["index"] for c in configs) == [0, 1]
 
 
+@needs_tensorflow
+@pytest.mark.parametrize(("single_node", "host"), [(True, "127.0.0.1"), (False, "10.1.2.3")])
+def test_a_worker_is_reached_at_the_address_of_its_node(environment, single_node, host):
+    driver = create_backend("tensorflow", 20)
+    rendezvous = replace(driver.prepare(["127.0.0.1"]), single_node=single_node)
+    driver.setup(WorkerContext(node_ip="10.1.2.3"), rendezvous)
+    (worker,) = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
+    port = driver._reserved_port.getsockname()[1]
+    driver.teardown()
+    driver.close()
+    assert worker == f"{host}:{port}"
+    assert "TF_CONFIG" not in os.environ
+
+
+@needs_tensorflow
+def test_a_worker_cannot_begin_alone(environment):
+    with pytest.raises(RuntimeError, match="cannot set up alone"):
+        create_backend("tensorflow", 20).setup(WorkerContext(), None)
+
+
+@needs_tensorflow
+def test_a_worker_that_does_not_come_is_named(environment):
+    driver = create_backend("tensorflow", 0.1)
+    rendezvous = driver.prepare(["127.0.0.1"] * 2)
+    with pytest.raises(TimeoutError, match=r"did not set .*1 within 0\.1 s"):
+        driver.setup(WorkerContext(world_size=2), rendezvous)
+    driver.teardown()
+    driver.close()
+
+
+def test_the_open_server_of_tensorflow_causes_one_warning(environment, caplog):
+    driver = create_backend("tensorflow", 20)
+    for size in (1, 2, 2):
+        driver.prepare(["127.0.0.1"] * size)
+        assert caplog.text.count("Protect it with a firewall") == (size > 1)
+    driver.close()
+
+
+@needs_tensorflow
+def test_errors_of_collectives_are_distinguished_from_others():
+    from tensorflow import errors
+
+    backend = create_backend("tensorflow", 20)
+    yes = [
+        ConnectionError("the store is closed"),
+        errors.UnavailableError(None, None, "gone"),
+        errors.DeadlineExceededError(None, None, "late"),
+        errors.InternalError(None, None, "Connection reset by peer"),
+    ]
+    no = [errors.InvalidArgumentError(None, None, "shapes"), RuntimeError("Collective"), KeyError()]
+    assert all(map(backend.is_communication_error, yes))
+    assert not any(map(backend.is_communication_error, no))
+    backend.interrupt()  # returns without a server
+
+
+def test_without_tensorflow_no_error_is_one_of_its_collectives(environment):
+    backend = create_backend("tensorflow", 20)
+    assert not backend.is_communication_error(RuntimeError("Collective"))
+    environment.delitem(sys.modules, "tensorflow.python.eager.context", raising=False)
+    backend.interrupt()
+    backend.teardown()
+
+
 def test_a_port_is_kept_for_tensorflow_until_it_listens_there():
-    held = module._held_port()
-    port = held.getsockname()[1]
+    reserved = module._reserve_port()
+    port = reserved.getsockname()[1]
     for address in ("127.0.0.1", "127.0.0.2"):  # gRPC needs the port on all addresses
         with pytest.raises(OSError, match="in use"), socket.socket() as other:
             other.bind((address, port))  # like a process without SO_REUSEADDR
     with socket.create_server(("0.0.0.0", port)) as server:  # like gRPC
         assert server.getsockname()[1] == port
-    held.close()
+    reserved.close()
 
 
 class Recorded(dict):

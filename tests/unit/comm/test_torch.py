@@ -2,10 +2,13 @@
 
 import contextlib
 import datetime
+import json
+import os
 import pickle
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +76,28 @@ def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
     assert dist.is_initialized()
 
 
+def test_leaving_twice_does_not_end_a_group_of_the_users_own(backend):
+    joined(backend)
+    backend.teardown()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend.teardown()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_stale"),
+    [
+        (ValueError("Group <x> is not registered, please create group with new_group"), True),
+        (ValueError("Invalid process group specified"), True),
+        (ValueError("shapes do not match"), False),
+        (RuntimeError("Invalid process group specified"), False),
+    ],
+)
+def test_errors_of_earlier_groups_get_advice(backend, error, is_stale):
+    assert ("on_world_change" in backend.advice(error)) == is_stale
+
+
 @pytest.mark.parametrize("wake", ["close", "interrupt"])
 def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
     """If a worker is lost meanwhile, the driver closes the store or interrupts the others."""
@@ -87,6 +112,59 @@ def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
         with pytest.raises(dist.DistNetworkError, match="has ended") as caught:
             joins.result(10)
     assert backend.is_communication_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "interface", "is_meshed"),
+    [(1, None, False), (2, None, True), (16, None, True), (17, None, False), (2, "none", False)],
+)
+def test_small_groups_reduce_by_a_mesh_on_the_interface_of_gloo(
+    backend, monkeypatch, size, interface, is_meshed
+):
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    rendezvous = backend.prepare(["127.0.0.1"] * size)
+    with ThreadPoolExecutor(1) as pool:
+        joins = pool.submit(backend.setup, WorkerContext(world_size=size), rendezvous)
+        store = TorchStore(rendezvous.store, datetime.timedelta(seconds=30))
+        address = json.loads(store.get("here/0"))
+        assert (address is not None) == is_meshed
+        assert address is None or tuple(address) in listeners()
+        if size > 1:
+            assert not joins.done()
+            backend.interrupt()
+        joins.exception(10)
+    backend.teardown()
+    assert address is None or tuple(address) not in listeners()
+
+
+@pytest.mark.parametrize(("single_node", "address"), [(True, "127.0.0.1"), (False, "10.1.2.3")])
+def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch, single_node, address):
+    monkeypatch.setattr(torch_backend, "interface_of", lambda address: f"of {address}")
+    rendezvous = replace(backend.prepare(["127.0.0.1"] * 2), single_node=single_node)
+    backend.close()
+    with pytest.raises(dist.DistNetworkError):
+        backend.setup(WorkerContext(world_size=2, node_ip="10.1.2.3"), rendezvous)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == f"of {address}"
+    backend.teardown()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_workers_that_do_not_come_are_named(backend):
+    backend._timeout = datetime.timedelta(seconds=0.1)
+    with pytest.raises(dist.DistStoreError, match=r"here/1, here/2 within 0\.1 s") as caught:
+        backend.setup(WorkerContext(world_size=3), backend.prepare(["127.0.0.1"] * 3))
+    assert backend.is_communication_error(caught.value)
+
+
+def test_the_collective_of_this_worker_is_known(backend):
+    assert backend.collective() is None
+    joined(backend)
+    assert backend.collective() is None
+    backend._group._running.begin(1, print, is_collective=True)
+    assert backend.collective() == 1
+    backend._group._running.finish(1)
+    assert dist.group.WORLD._gloo.options._timeout == datetime.timedelta(seconds=30)
 
 
 def test_an_interruption_ends_the_connecting_of_gloo(backend):

@@ -69,8 +69,8 @@ def test_parts_of_a_step_follow_the_shares(splits):
         total = len(left) + len(right)
         assert total in (size, 8)
         assert (len(left), len(right)) == (total * 3 // 4, total // 4)
-    places = [source.places(0, 1, False)[0] for source in pair]
-    assert [place.share for place in places] == [1.5, 0.5]
+    plans = [source.plan(0, 1, False) for source in pair]
+    assert [plan.samples / plan.total for plan in plans] == [0.75, 0.25]
     assert sorted(x for source in pair for batch in drawn(source) for x in batch) == list(range(40))
 
 

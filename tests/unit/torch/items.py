@@ -53,12 +53,12 @@ class Case:
     @property
     def is_valid(self):
         """Whether raysgd supports this combination."""
-        if self.by_hand:
-            is_plain = self.shares is None and not self.num_missing
-            knows_sizes = self.kind != "samples" or self.num_losses == 1
-            fits = all(stop - start >= self.num_workers for start, stop in self.steps())
-            return is_plain and knows_sizes and fits
-        return self.kind != "sum" or self.num_losses == 1
+        is_one_loss = self.num_losses == 1
+        if not self.by_hand:
+            return is_one_loss or self.kind != "sum"
+        is_plain = self.shares is None and not self.num_missing
+        fits = all(stop - start >= self.num_workers for start, stop in self.steps())
+        return is_plain and fits and (is_one_loss or self.kind == "tokens")
 
     def steps(self):
         """Return the first and the last sample of each step."""

@@ -339,9 +339,8 @@ def register_all(**given):
     return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit"
-)  # a DeprecationWarning, or a FutureWarning since 2.15
+# PyTorch 2.15 raises a FutureWarning, and older versions a DeprecationWarning.
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [

@@ -7,17 +7,13 @@ from raysgd.train.session import Plan, Session, here
 
 
 class FakeQueue:
-    """Takes every turn immediately, and records for which turns the function waits."""
+    """Takes every turn immediately."""
 
     def __init__(self):
         self.turns = []
-        self.waited = []
 
     def put(self, turn):
         self.turns.append(turn)
-
-    def until_handled(self, turn):
-        self.waited.append(turn)
 
 
 @pytest.fixture

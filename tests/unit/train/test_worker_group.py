@@ -21,10 +21,6 @@ class Actor:
     def execute(self):
         return self
 
-    def options(self, num_returns=1):
-        self.num_returns = num_returns
-        return self
-
     def remote(self, function, *args, **kwargs):
         return function(*args, **kwargs)
 
@@ -142,9 +138,8 @@ class Counter:
         self.value += times * self.by
         return self.value
 
-    @ray.method(num_returns=2)
-    def _both(self):
-        return self.value, self.by
+    def _value(self):
+        return self.value
 
 
 @pytest.fixture
@@ -153,18 +148,9 @@ def hosted(workers, monkeypatch):
     return TrainWorkerGroup(SimpleNamespace(worker_group=workers), Counter, (5,), {"by": 2})
 
 
-def test_methods_of_a_hosted_class_may_be_private_and_return_several_references(hosted):
+def test_methods_of_a_hosted_class_may_be_private(hosted):
     for worker in (hosted[0], cloudpickle.loads(cloudpickle.dumps(hosted[0]))):  # as in a task
-        assert worker._both.remote() == (5, 2)
-        assert worker.actor.num_returns == 2
-        assert worker._both.options(num_returns=1).remote() == (5, 2)
-        assert worker.actor.num_returns == 1
-
-
-@pytest.mark.parametrize("name", ["actor_cls", "placement_group"])
-def test_arguments_that_are_gone_are_named_with_the_way(name):
-    with pytest.raises(TypeError, match=rf"WorkerGroup\({name}=.*to_worker_group"):
-        WorkerGroup(**{name: object})
+        assert worker._value.remote() == 5
 
 
 def test_a_second_class_on_the_workers_leaves_the_first_as_it_is(hosted):

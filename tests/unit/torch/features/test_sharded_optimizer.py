@@ -83,9 +83,9 @@ def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
     everything = {(which, n) for which, p in enumerate(parameters) for n in range(p.numel())}
     held = {groups[0][0]: [(which, 0, p.numel(), 0) for which, p in enumerate(parameters)]}
     for group in groups:
-        shares = [layout.share(rank, len(group)) for rank in range(len(group))]
-        assert sorted(n for share in map(elements, shares) for n in share) == sorted(everything)
-        planned = transfers(shares, 1, 0, [held.get(worker, []) for worker in group])
+        shards = [layout.shard(rank, len(group)) for rank in range(len(group))]
+        assert sorted(n for shard in map(elements, shards) for n in shard) == sorted(everything)
+        planned = transfers(shards, 1, 0, [held.get(worker, []) for worker in group])
         assert planned is not None
         for which, start, stop, _, source, _ in planned:  # each source holds what it sends
             has = [(a, b) for n, a, b, _ in held[group[source]] if n == which]
@@ -95,7 +95,7 @@ def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
         }
         for rank, worker in enumerate(group):
             has = {(which, n) for which, a, b, _ in held[worker] for n in range(a, b)}
-            assert has == elements(shares[rank]) | elements(shares[rank - 1])
+            assert has == elements(shards[rank]) | elements(shards[rank - 1])
 
 
 def elements(share):

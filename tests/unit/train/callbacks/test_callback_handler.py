@@ -75,5 +75,5 @@ def test_a_callback_gets_the_reserved_metrics_that_it_names(keys):
 
 @pytest.mark.parametrize("callbacks", [[object()], [Recorder(), Recorder], Recorder()])
 def test_anything_but_a_list_of_callbacks_is_refused(callbacks):
-    with pytest.raises(TypeError, match="must be a"):
+    with pytest.raises(TypeError, match=r"must be a list.*TuneReportCallback, write"):
         CallbackHandler(callbacks)

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOperator
+from raysgd._internal import files
 from raysgd.testing import run_operator
-from raysgd.torch.interop import creators
 
 
 def model_creator(config):
@@ -98,7 +98,7 @@ def test_data_is_created_under_a_lock_of_the_node(serialize, monkeypatch):
         held.append("created")
         return make_loader()
 
-    monkeypatch.setattr(creators, "FileLock", lock)
+    monkeypatch.setattr(files, "FileLock", lock)
     run_operator(
         TrainingOperator.from_creators(
             model_creator, optimizer_creator, create, serialize_data_creation=serialize

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.tf.creators import fit_plan
+from raysgd.compat.tf_trainer import fit_plan
 
 
 @pytest.mark.parametrize(
