@@ -157,20 +157,21 @@ class ShardedLoader(PartitionedSource):
         order, shard = self._order_of(epoch), self.shard
         first, again = itertools.tee(shard.batches(offset, num_steps, in_parts))
         if self._tensors is not None:
-            return self._complete((self._rows(order, *span) for span in first), order, again)
-        loader = self._reader()
-        loader._index_sampler.begin(order, first, None if shard.num_shards is None else epoch)
+            rows = (self._rows(order, *span) for span in first)
+            return self._complete(rows, order, again, epoch)
+        loader, seeds = self._reader(), (self._seed, epoch)
+        loader._index_sampler.begin(order, first, None if shard.num_shards is None else seeds)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
-        return self._complete(iter(loader), order, again)
+        return self._complete(iter(loader), order, again, epoch)
 
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
         return [each[keys] for each in self._tensors or ()]
 
     def _complete(
-        self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]]
+        self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
     ) -> Iterator[Any]:
         """Yield the batches of a loader. Raise an error if samples are missing at the end."""
         for number, (start, stop) in enumerate(spans):
@@ -183,6 +184,8 @@ class ShardedLoader(PartitionedSource):
             self.num_drawn = stop - start if self.counts_samples else None
             if self._deals_batches:
                 self.num_drawn = sum(map(len, picked(order, start, stop)))
+            if self._shard.num_shards is not None:
+                seed_all(hash((self._seed, epoch, start)))  # for user code in a validation
             yield batch
         next(batches, None)  # ends the loader's processes
 
@@ -197,7 +200,7 @@ class ShardedLoader(PartitionedSource):
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             made = changed(self.loader, **{name: _Indices(flat=self.loader.batch_size is None)})
             if self._shard.num_shards is not None:
-                made = changed(made, dataset=SeededSamples(self.loader.dataset, self._seed))
+                made = changed(made, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
                 self._kept_loader = made
         return made
@@ -329,33 +332,49 @@ class _Indices:
         self._flat = flat
 
     def begin(
-        self, order: Order, spans: Iterator[tuple[int, int]], epoch: int | None = None
+        self, order: Order, spans: Iterator[tuple[int, int]], seeds: tuple[int, int] | None = None
     ) -> None:
-        """Begin an epoch. If it is given, each index is a pair of the epoch and the index."""
-        self._order, self._spans, self._epoch = order, spans, epoch
+        """Begin an epoch. If `seeds` are given, they and the position precede each index."""
+        self._order, self._spans, self._seeds = order, spans, seeds
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] = (picked(self._order, *span) for span in self._spans)
-        if self._epoch is not None:
-            batches = ([(self._epoch, key) for key in batch] for batch in batches)
+        batches = (self._batch(*span) for span in self._spans)
         return itertools.chain.from_iterable(batches) if self._flat else batches
+
+    def _batch(self, start: int, stop: int) -> Any:
+        keys = picked(self._order, start, stop)
+        if self._seeds is None:
+            return keys
+        return [((*self._seeds, start + number), key) for number, key in enumerate(keys)]
 
 
 class SeededSamples(Dataset[Any]):
-    """A data set whose random numbers follow from the seed, the epoch, and the sample.
+    """A data set whose random numbers follow from the seed, the epoch, and the position in it.
 
-    Its indices are pairs of the epoch and the index. The epoch travels with them, because loader
-    processes have copies of this object.
+    Its indices are pairs of these seeds and the index, because loader processes have copies of this
+    object. Attributes are those of the user's data set.
     """
 
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data, self._seed = data, seed
+    __getitems__ = None  # PyTorch would call the method of the user's data set
 
-    def __getitem__(self, key: tuple[int, Any]) -> Any:
-        epoch, index = key
-        text = repr((self._seed, epoch, index))
-        seed_all(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()))
+    def __init__(self, data: Any) -> None:
+        vars(self)["_data"] = data
+
+    def __getitem__(self, key: tuple[tuple[int, ...], Any]) -> Any:
+        seeds, index = key
+        seed_all(hash(seeds))
         return self._data[index]
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_data":  # the attribute is missing while unpickling
+            raise AttributeError(name)
+        return getattr(self._data, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._data, name, value)
 
 
 def _check_shards(name: str, source: BatchSource) -> None:
