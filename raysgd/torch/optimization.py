@@ -143,7 +143,8 @@ class Optimization(StepFeature):
         if count == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self.precision.backward(loss if weight == 1.0 else loss * weight, tx.is_last)
-        if self.precision.scales or not tx.is_last:
+        is_part = not tx.is_last or state.settings.options.num_shards is not None
+        if self.precision.scales or is_part:
             self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self.optimizers}
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:

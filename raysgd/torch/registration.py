@@ -182,6 +182,7 @@ def _replicate(
     if options.num_shards is not None:
         shards = ShardReplication(state, options.num_shards)
         state.optimization.average, state.optimization.keep = shards.average, shards.keep
+        state.optimization.needs_helper = shards.needs_helper
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)

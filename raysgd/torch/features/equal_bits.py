@@ -9,8 +9,10 @@ and Improved Utilization on GPUs", 2023, for the idea of logical workers.
 
 from __future__ import annotations
 
-import math
+import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -26,26 +28,31 @@ from raysgd.torch.state import multiply_all, version_of
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
 
 _KEY = "num_shards"
+_SKIPPED = (
+    "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
+    "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
+    "for every batch."
+)
 
 
 class ShardedTransaction(StepTransaction):
     """A step whose losses have weights that do not depend on the workers.
 
-    The weight of a loss is ``items of the shard / planned items of the update``. After the sum over
-    all shards, the gradients are multiplied by ``planned items / counted items``.
+    The weight of a loss is ``items of the shard / samples of the update``. If user code counts
+    items, the counts are added up like gradients, and the sum is then multiplied by
+    ``samples / items of the update``.
     """
 
-    factor = 1.0
+    @property
+    def counted(self) -> float | None:
+        """Items of the current shard, or None if samples count."""
+        return self._items if self._counts_items else None
 
     def _planned(self, num_workers: int) -> float:
-        return self.reference if self._counts_items else float(self.plan.total or 1)
+        return float(self.plan.total or 1)
 
     def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        planned, self.factor = self._planned(num_workers), 1.0
-        if self._counts_items and (total := add_up(self._num_items)):
-            self.factor = planned / total
-            self.reference = 2.0 ** round(math.log2(total))
-        return planned
+        return self._planned(num_workers)
 
 
 class ShardReplication(Replication):
@@ -56,6 +63,7 @@ class ShardReplication(Replication):
 
     def __init__(self, state: RegisteredState, num_shards: int) -> None:
         super().__init__(state, wraps=True)
+        _check_modules(state.models)
         self._num_shards = num_shards
         self._shard = 0
         self._ends_group = True  # the shard has no later micro-batch in this update
@@ -67,6 +75,8 @@ class ShardReplication(Replication):
         self._earlier: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._has_gradient: dict[int, list[bool]] = {}
         self._buffers_of: dict[int, list[torch.Tensor | None]] = {}
+        self._stepped: list[int] = []  # optimizers, by number, in the current shard
+        self._stepped_before: list[int] | None = None  # in the earlier shards
 
     def enter(self) -> None:
         """Check that all workers compute with the same bits."""
@@ -102,20 +112,45 @@ class ShardReplication(Replication):
     def _partition(self) -> EpochPartition:
         return self._state.data.source(self._state.data.trains_on).shard  # type: ignore[no-any-return]
 
+    def begin_call(self, logs_steps: bool) -> None:
+        self.end_epoch(self._state.epoch)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Seed the generators for code of ``train_epoch`` before its first batch."""
+        seed_all(hash((self._state.seed, epoch)))
+
     def begin_micro_batch(self, tx: StepTransaction) -> None:
-        owned = self._partition.owned
-        self._shard = owned[tx.index % len(owned)]
-        self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
+        owned, buffers = self._partition.owned, self._state.buffers
         if tx.index > 0:
+            self._end_shard()
             for optimizer in tx.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
-        buffers = self._state.buffers
-        start = self._buffers_of.get(self._shard)
-        if tx.index > 0 or start is not None:
-            buffers.write(buffers.copies if start is None else start)
-        self._versions = [-1 if b is None else version_of(b) for b in buffers.tensors()]
+        self._shard = owned[tx.index % len(owned)]
+        self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
+        self._start = self._buffers_of.get(self._shard, buffers.copies)
+        if tx.index > 0:
+            buffers.write(self._start)
+        self._versions = self._buffer_versions()
         step = self._state.global_step + tx.micro_batch.step
         seed_all(hash((self._state.seed, step, self._shard)))
+
+    def _end_shard(self) -> None:
+        """Check that all shards have stepped the same optimizers, and only then ended."""
+        if self._stepped and self._versions != self._buffer_versions():
+            raise RuntimeError(
+                f"{self.needs_helper}: train_batch changes buffers after self.optimizer_step, for "
+                "example by a forward pass in train mode. Change them before it."
+            )
+        if self._stepped_before not in (None, self._stepped):
+            raise RuntimeError(_SKIPPED.format(self.needs_helper, self._state.global_step))
+        self._stepped, self._stepped_before = [], self._stepped
+
+    def before_commit(self, tx: StepTransaction) -> None:
+        has_stepped = bool(self._stepped)
+        self._end_shard()
+        if not has_stepped and tx.index >= 0:
+            self._agree(0, [])
+            self._state.buffers.write(self._state.buffers.copies)
 
     def commit(self, tx: StepTransaction) -> None:
         super().commit(tx)
@@ -137,23 +172,36 @@ class ShardReplication(Replication):
             )
         for parameter in parameters:
             parameter.grad = None
+        if (count := self._transaction.counted) is not None:
+            gradients.append(torch.tensor(count, dtype=torch.float64, device=parameters[0].device))
         if (earlier := self._earlier.pop(key, None)) is not None:
             gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
         if not self._ends_group:
             self._earlier[key] = gradients
         else:
             known = self._has_gradient.setdefault(key[0], [False] * len(parameters))
-            for index, gradient in enumerate(gradients):
+            leaf = []
+            for index, parameter in enumerate(parameters):
+                gradient = gradients[index]
                 known[index] |= gradient is not None
-            pairs = zip(parameters, gradients, strict=True)
-            leaf = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+                leaf.append(torch.zeros_like(parameter) if gradient is None else gradient)
+            leaf += gradients[len(parameters) :]
             self._trees.setdefault(key[0], TreeSum()).add(0, self._shard, leaf)
         self._keep_buffers()
+        self._stepped.append(self._number_of(optimizer))
+
+    @property
+    def _transaction(self) -> ShardedTransaction:
+        assert isinstance(self._state.transaction, ShardedTransaction)
+        return self._state.transaction
+
+    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the position of a registered optimizer, from 1."""
+        return [id(each) for each in self._state.optimizers].index(id(optimizer)) + 1
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all shards into the gradients. Every rank must call this."""
-        tx = self._state.transaction
-        assert isinstance(tx, ShardedTransaction)
+        tx = self._transaction
         if not tx.is_open or all(optimizer is not each for each in self._state.optimizers):
             raise RuntimeError(
                 f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
@@ -162,69 +210,110 @@ class ShardReplication(Replication):
         self.keep(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         tree = self._trees.pop(id(optimizer))
-        has_own = self._has_gradient.pop(id(optimizer))
-        *has_gradient, has_changed = self._agree([*has_own, bool(self._buffers_of)])
+        flags = [*self._has_gradient.pop(id(optimizer)), *self._buffer_changes()]
+        kind = 2 * self._number_of(optimizer) + (tx.counted is not None)
+        flags = self._agree(kind, flags)
         total = sum_over_workers(tree, self._num_shards, self._partition.weights)
-        if tx.factor != 1.0:
-            multiply_all(total, tx.factor)
-        for parameter, gradient, has in zip(parameters, total, has_gradient, strict=True):
-            parameter.grad = gradient if has else None
-        if has_changed:
-            self._merge_buffers()
+        if tx.counted is not None:
+            *total, count = total
+            if num_items := count.item():
+                multiply_all(total, (tx.plan.total or 1) / num_items)
+        for parameter, gradient, has in zip(parameters, total, flags, strict=False):
+            # Sums of workers have another layout, which may change the order of later sums.
+            parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None
+        self._merge_buffers(flags[len(parameters) :])
 
-    def _agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Return whether any worker has set each flag. Check that all are in the same step."""
+    def _agree(self, kind: int, flags: Sequence[int]) -> list[int]:
+        """Return the maximum of each flag over the workers. Check that all do the same."""
         if not dist.is_initialized():
             return list(flags)
+        # Messages of different optimizers have equal sizes, so that they can be compared.
+        width = max(sum(len(g["params"]) for g in o.param_groups) for o in self._state.optimizers)
+        padding = [0] * (width + len(self._state.buffers.copies) - len(flags))
         step = self._state.global_step
-        device = self._state.settings.device
-        found = torch.tensor([*flags, step, -step], dtype=torch.int64, device=device)
+        sent = [step, kind, -step, -kind, *flags, *padding]
+        found = torch.tensor(sent, dtype=torch.int64, device=self._state.settings.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        *numbers, newest, oldest = found.tolist()
-        if newest != -oldest:
-            raise RuntimeError(
-                f"{self.needs_helper}: a worker is in step {-oldest}, and another in step "
-                f"{newest}, because it has skipped an update. Call self.backward(loss) and "
-                "self.optimizer_step(optimizer) for every batch."
-            )
-        return [bool(number) for number in numbers]
+        newest, largest, oldest, smallest, *agreed = found.tolist()
+        if (newest, largest) != (-oldest, -smallest):
+            raise RuntimeError(_SKIPPED.format(self.needs_helper, -oldest))
+        return agreed[: len(flags)]
 
     # ---- buffers
 
-    def _keep_buffers(self) -> None:
-        """Store the buffers that the newest micro-batch has changed, such as statistics."""
+    def _buffer_versions(self) -> list[Any]:
         found = self._state.buffers.tensors()
-        if any(
-            b is not None and version_of(b) != v for b, v in zip(found, self._versions, strict=True)
-        ):
-            self._buffers_of[self._shard] = [None if b is None else b.clone() for b in found]
+        return [None if b is None else (b.data_ptr(), version_of(b)) for b in found]
 
-    def _merge_buffers(self) -> None:
-        """Set each buffer to its old value and the mean of the changes by all shards."""
-        buffers, owned = self._state.buffers, self._partition.owned
-        before: list[Any] = buffers.copies
-        plan, tree = self._state.transaction.plan, TreeSum()
-        places = [i for i, b in enumerate(before) if b is not None and b.is_floating_point()]
+    def _keep_buffers(self) -> None:
+        """Store the buffers that the shard has changed, such as running statistics."""
+        before, after = self._versions, self._buffer_versions()
+        if before == after:
+            return
+        if self._stepped:
+            self._end_shard()
+        kept = self._buffers_of[self._shard] = list(self._start)
+        for index, buffer in enumerate(self._state.buffers.tensors()):
+            if before[index] != after[index]:
+                kept[index] = None if buffer is None else buffer.clone()
+        self._versions = after
+
+    def _buffer_changes(self) -> list[int]:
+        """Return for each buffer: 0 if it is unchanged, else how to merge it."""
+        changes = []
+        for index, before in enumerate(self._state.buffers.copies):
+            kept = [each[index] for each in self._buffers_of.values()]
+            changes.append(max((_change(before, after) for after in kept), default=0))
+        return changes
+
+    def _merge_buffers(self, changes: Sequence[int]) -> None:
+        """Set floats to their old values and the mean of the changes, others as in shard 0."""
+        if not any(changes):
+            return
+        before: list[Any] = self._state.buffers.copies
+        merged, first = list(before), self._buffers_of.get(0, before)
+        is_distributed = dist.is_initialized()
+        means, others, objects = ([i for i, c in enumerate(changes) if c == k] for k in (1, 2, 3))
+        if means:
+            for i, change in zip(means, self._mean_change(means), strict=True):
+                merged[i] = before[i] + change
+        if others:
+            values: Any = torch.cat([first[i].reshape(-1).to(torch.int64) for i in others])
+            if is_distributed:
+                dist.broadcast(values, 0)
+            pieces = values.split([before[i].numel() for i in others])
+            for i, piece in zip(others, pieces, strict=True):
+                merged[i] = piece.view(before[i].shape).to(before[i].dtype)
+        if objects:
+            found = [first[i] for i in objects]
+            if is_distributed:
+                found = self._state.from_rank(lambda: found, 0)
+            for i, value in zip(objects, found, strict=True):
+                merged[i] = value
+        self._buffers_of = {}
+        self._state.buffers.write(merged)
+        self._versions = self._buffer_versions()
+
+    def _mean_change(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
+        before: list[Any] = self._state.buffers.copies
+        plan, owned, tree = self._state.transaction.plan, self._partition.owned, TreeSum()
         for position, shard in enumerate(owned):
             samples = sum(m.samples or 0 for m in plan.micro_batches[position :: len(owned)])
-            after, share = self._buffers_of.get(shard, before), samples / (plan.total or 1)
-            tree.add(0, shard, [_change(before[i], after[i]) * share for i in places])
-        self._buffers_of = {}
-        if not places:
-            return
-        merged: list[Any] = list(buffers.tensors())
-        total = sum_over_workers(tree, self._num_shards, self._partition.weights)
-        for i, change in zip(places, total, strict=True):
-            if merged[i] is not None and merged[i].shape == change.shape:
-                merged[i] = before[i] + change
-        buffers.write(merged)
+            after: list[Any] = self._buffers_of.get(shard, before)
+            share = samples / (plan.total or 1)
+            tree.add(0, shard, [(after[i] - before[i]) * share for i in places])
+        return sum_over_workers(tree, self._num_shards, self._partition.weights)
 
 
 def _arithmetic(device: torch.device) -> str:
     """Return what decides the bits of a result, apart from data and seeds."""
-    kind = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
+    else:
+        # Libraries choose operations by the model of the CPU, for example by its cache sizes.
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        kind = model[1] if model else platform.machine()
+        kind += f" ({torch.backends.cpu.get_cpu_capability()})"
     return f"{kind}, PyTorch {torch.__version__}, and {torch.get_num_threads()} threads"
 
 
@@ -234,10 +323,30 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     return first.add_(second)
 
 
-def _change(before: Any, after: Any) -> torch.Tensor:
-    if after is None or after.shape != before.shape:  # a cache, whose shape depends on the batch
-        return torch.zeros_like(before)
-    return after - before  # type: ignore[no-any-return]
+def _change(before: torch.Tensor | None, after: torch.Tensor | None) -> int:
+    """Return how to merge a buffer: 0 not at all, 1 by means, 2 by values, 3 as an object."""
+    if after is before:
+        return 0
+    if before is None or after is None:
+        return 3
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        return 3
+    return 1 if before.is_floating_point() or before.is_complex() else 2
+
+
+def _check_modules(models: Sequence[torch.nn.Module]) -> None:
+    """Reject modules whose results depend on the other samples of a worker."""
+    for module in (module for model in models for module in model.modules()):
+        name = type(module).__name__
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            why, remedy = "communicates in each forward pass", "Use BatchNorm"
+        elif getattr(module, "max_norm", None):
+            why, remedy = "with max_norm changes its weight in each forward pass", "Leave it out"
+        elif any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
+            why, remedy = "has uninitialized parameters", "Call the model once before register()"
+        else:
+            continue
+        raise ValueError(f'exact="bits" does not work with {name}, which {why}. {remedy}.')
 
 
 def _refuse(why: str, tx: StepTransaction) -> NoReturn:

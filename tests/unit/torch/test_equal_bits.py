@@ -2,20 +2,21 @@
 
 import datetime
 import pickle
+from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from raysgd import EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.metrics import merge_workers
+from raysgd.torch.loading import SeededSamples, ShardedLoader
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from tests.conftest import assert_names, running_ranks
-from tests.unit.torch.bits import CASES, Trains, digest, make_runner
+from tests.conftest import assert_names, run_ranks, running_ranks
+from tests.unit.torch.bits import CASES, Augmented, Trains, digest, make_runner, merged
 
 PLAY = """
 from tests.unit.torch.bits import play
@@ -36,12 +37,6 @@ def results():
                 keys = [f"{name}/{size}/{rank}" for rank in range(size)]
                 found[name, size] = [pickle.loads(store.get(key)) for key in keys]
     return found
-
-
-def merged(results):
-    kept = ("train_loss", "val_loss", "val_accuracy", "num_samples")
-    metrics = [merge_workers(parts) for parts in zip(*[r[1:] for r in results], strict=True)]
-    return [{name: each[name] for name in kept if name in each} for each in metrics]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -88,9 +83,42 @@ def sparse(operator, batch):
     operator.optimizer_step(operator.optimizer)
 
 
+def clipped(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    torch.nn.utils.clip_grad_norm_(operator.model.parameters(), 0.1)
+    operator.optimizer_step(operator.optimizer)
+
+
+def skipped(operator, batch):
+    if batch[0].sum() < 60:
+        operator.backward(operator.model(batch[0]).mean())
+        operator.optimizer_step(operator.optimizer)
+
+
+def forward_after_step(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    operator.optimizer_step(operator.optimizer)
+    operator.model(batch[0])
+
+
+class Noise(Dataset):
+    """Its samples are random numbers. Its ``__getitems__`` does not know pairs of indices."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return index + self.scale * torch.rand(())
+
+    def __getitems__(self, indices):
+        raise TypeError
+
+
 class Refused(TrainingOperator):
     def setup(self, config):
         model = torch.nn.Linear(2, 1)
+        if config["model"] is not None:
+            model = torch.nn.Sequential(config["model"](), model)
         if config["train_batch"] is sparse:
             model.table = torch.nn.Embedding(3, 2, sparse=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -112,11 +140,22 @@ class Refused(TrainingOperator):
         ({"train_batch": own_step}, ["optimizer.step()", "self.optimizer_step"]),
         ({"train_batch": steps_before_a_loss}, ["after it has stepped", "exact"]),
         ({"train_batch": sparse}, ["SGD", "sparse=False"]),
+        ({"train_batch": clipped}, ["changes gradients", "exact"]),
+        ({"train_batch": skipped}, ["exact", "step 0", "self.optimizer_step"]),
+        (
+            {"train_batch": forward_after_step, "model": partial(torch.nn.BatchNorm1d, 2)},
+            ["exact", "buffers", "self.optimizer_step"],
+        ),
+        ({"model": partial(torch.nn.SyncBatchNorm, 2)}, ["exact", "SyncBatchNorm"]),
+        ({"model": partial(torch.nn.Embedding, 2, 2, max_norm=1.0)}, ["exact", "max_norm"]),
+        ({"model": partial(torch.nn.LazyLinear, 2)}, ["exact", "LazyLinear", "uninitialized"]),
     ],
 )
 def test_operators_that_do_not_fit_are_refused(settings, words):
-    loader = DataLoader(TensorDataset(torch.zeros(8, 2), torch.zeros(8, 1)), 4)
-    config = {"sharding": None, "train_batch": own_step, "loader": loader, **settings}
+    x = torch.arange(32.0).reshape(16, 2)
+    loader = DataLoader(TensorDataset(x, torch.zeros(16, 1)), 4)
+    usual = {"sharding": None, "train_batch": own_step, "loader": loader, "model": None}
+    config = {**usual, **settings}
     options = TorchOptions(
         training_operator_cls=Refused, config=config, use_gpu=False, exact=EqualBits(2)
     )
@@ -127,8 +166,63 @@ def test_operators_that_do_not_fit_are_refused(settings, words):
     assert_names(caught.value, words)
 
 
+SKIP = """
+import pytest
+import torch
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.features.equal_bits import ShardReplication
+from tests.unit.torch.bits import CASES, Trains, make_runner
+
+class Skips(Trains):
+    def train_batch(self, batch, batch_info):
+        if rank == 0 or batch_info["global_step"] < 2:
+            return super().train_batch(batch, batch_info)
+        return {}
+
+join()
+runner = make_runner(CASES["perceptron"], 2, num_shards=2, operator_cls=Skips)
+context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
+runner.prepare(context)
+runner.setup(context)
+with pytest.raises(RuntimeError, match="the shards of step 2 .* only for some of them"):
+    runner.handle(TrainRequest(call=0, until_step=3))
+replication = runner._train_state.feature(ShardReplication)
+replication.enter()
+torch.set_num_threads(1 + rank)
+with pytest.raises(RuntimeError, match="needs workers of one kind.* 1 threads"):
+    replication.enter()
+print("good")
+"""
+
+
+def test_workers_that_differ_are_refused():
+    run_ranks(SKIP, 2)
+
+
+def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():
+    data = SeededSamples(Noise())
+    data.scale = 2.0  # as in a worker_init_fn
+    reader = DataLoader(data, batch_sampler=[[((1, 2, position), 5) for position in (3, 4, 3)]])
+    first, second, again = next(iter(reader)).tolist()
+    assert first == again != second
+    assert len(data) == 7
+
+
+def test_kept_loader_processes_use_a_new_seed():
+    loader = DataLoader(Augmented(8, False), 4, num_workers=1, persistent_workers=True)
+    sizes = {"training": True, "world_size": 1, "rank": 0, "full_size": 1, "num_shards": 1}
+    source, fresh = ShardedLoader(loader, seed=1, **sizes), ShardedLoader(loader, seed=2, **sizes)
+    batches = list(source.batches(0, 0))
+    source.reseed(2)
+    again, expected = list(source.batches(0, 0)), list(fresh.batches(0, 0))
+    source.close_workers()
+    fresh.close_workers()
+    assert digest(again) == digest(expected) != digest(batches)
+
+
 def test_state_of_another_number_of_shards_is_refused():
-    runner = make_runner("perceptron", 0, 1)
+    runner = make_runner(CASES["perceptron"], 1)
     runner.setup(WorkerContext(in_driver=True))
     state = {**runner._train_state.training_state(), "num_shards": 8}
     with pytest.raises(CheckpointError) as caught:
