@@ -221,6 +221,17 @@ def test_kept_loader_processes_use_a_new_seed():
     assert digest(again) == digest(expected) != digest(batches)
 
 
+def test_a_local_worker_restores_the_settings_of_the_process():
+    found = []
+    runner = make_runner(CASES["perceptron"], 1)
+    for step in (None, runner.prepare, runner.prepare, lambda context: runner.teardown()):
+        if step is not None:
+            step(WorkerContext(in_driver=True, num_cpus=torch.get_num_threads() + 1))
+        found.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
+    assert [is_deterministic for is_deterministic, _ in found] == [False, True, True, False]
+    assert found[0] == found[3] != found[1]
+
+
 def test_state_of_another_number_of_shards_is_refused():
     runner = make_runner(CASES["perceptron"], 1)
     runner.setup(WorkerContext(in_driver=True))
