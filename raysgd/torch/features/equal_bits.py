@@ -22,9 +22,10 @@ from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
 from raysgd.loop.step import StepTransaction
 from raysgd.torch.features.replication import Replication
+from raysgd.torch.features.shard_buffers import ShardBuffers
 from raysgd.torch.orders import seed_all
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.state import multiply_all, version_of
+from raysgd.torch.state import multiply_all
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
 
 _KEY = "num_shards"
@@ -67,6 +68,7 @@ class ShardReplication(Replication):
         self._num_shards = num_shards
         self._shard = 0
         self._ends_group = True  # the shard has no later micro-batch in this update
+        self._buffers = ShardBuffers(state)
         self._clear()
         state.micro_batching.refuse = _refuse  # type: ignore[method-assign]
 
@@ -74,7 +76,7 @@ class ShardReplication(Replication):
         self._trees: dict[int, TreeSum] = {}
         self._earlier: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._has_gradient: dict[int, list[bool]] = {}
-        self._buffers_of: dict[int, list[torch.Tensor | None]] = {}
+        self._buffers.clear()
         self._stepped: list[int] = []  # optimizers, by number, in the current shard
         self._stepped_before: list[int] | None = None  # in the earlier shards
 
@@ -120,30 +122,31 @@ class ShardReplication(Replication):
         seed_all(hash((self._state.seed, epoch)))
 
     def begin_micro_batch(self, tx: StepTransaction) -> None:
-        owned, buffers = self._partition.owned, self._state.buffers
+        owned = self._partition.owned
         if tx.index > 0:
             self._end_shard()
             for optimizer in tx.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
         self._shard = owned[tx.index % len(owned)]
         self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
-        self._start = self._buffers_of.get(self._shard, buffers.copies)
-        if tx.index > 0:
-            buffers.write(self._start)
-        self._versions = self._buffer_versions()
+        self._buffers.begin(self._shard, is_first=tx.index <= 0)
         step = self._state.global_step + tx.micro_batch.step
         seed_all(hash((self._state.seed, step, self._shard)))
 
     def _end_shard(self) -> None:
-        """Check that all shards have stepped the same optimizers, and only then ended."""
-        if self._stepped and self._versions != self._buffer_versions():
+        """Check that all shards have stepped the same optimizers, and have then ended."""
+        if self._stepped:
+            self._check_buffers()
+        if self._stepped_before not in (None, self._stepped):
+            raise RuntimeError(_SKIPPED.format(self.needs_helper, self._state.global_step))
+        self._stepped, self._stepped_before = [], self._stepped
+
+    def _check_buffers(self) -> None:
+        if self._buffers.have_changed:
             raise RuntimeError(
                 f"{self.needs_helper}: train_batch changes buffers after self.optimizer_step, for "
                 "example by a forward pass in train mode. Change them before it."
             )
-        if self._stepped_before not in (None, self._stepped):
-            raise RuntimeError(_SKIPPED.format(self.needs_helper, self._state.global_step))
-        self._stepped, self._stepped_before = [], self._stepped
 
     def before_commit(self, tx: StepTransaction) -> None:
         has_stepped = bool(self._stepped)
@@ -162,7 +165,7 @@ class ShardReplication(Replication):
 
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradients of a shard, when its optimizer would step."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _trained(optimizer)
         key = id(optimizer), self._shard
         gradients = [p.grad for p in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
@@ -170,24 +173,26 @@ class ShardReplication(Replication):
                 f"{self.needs_helper}: {type(optimizer).__name__} has sparse gradients, whose sums "
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
-        for parameter in parameters:
-            parameter.grad = None
+        optimizer.zero_grad(set_to_none=True)
         if (count := self._transaction.counted) is not None:
-            gradients.append(torch.tensor(count, dtype=torch.float64, device=parameters[0].device))
+            device = self._state.settings.device
+            gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         if (earlier := self._earlier.pop(key, None)) is not None:
             gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
         if not self._ends_group:
             self._earlier[key] = gradients
         else:
             known = self._has_gradient.setdefault(key[0], [False] * len(parameters))
-            leaf = []
+            leaf: list[Any] = []
             for index, parameter in enumerate(parameters):
                 gradient = gradients[index]
                 known[index] |= gradient is not None
                 leaf.append(torch.zeros_like(parameter) if gradient is None else gradient)
             leaf += gradients[len(parameters) :]
             self._trees.setdefault(key[0], TreeSum()).add(0, self._shard, leaf)
-        self._keep_buffers()
+        if self._stepped:  # another optimizer
+            self._check_buffers()
+        self._buffers.keep()
         self._stepped.append(self._number_of(optimizer))
 
     @property
@@ -208,12 +213,13 @@ class ShardReplication(Replication):
                 "draws from its iterator, and for registered optimizers."
             )
         self.keep(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _trained(optimizer)
         tree = self._trees.pop(id(optimizer))
-        flags = [*self._has_gradient.pop(id(optimizer)), *self._buffer_changes()]
+        flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
         kind = 2 * self._number_of(optimizer) + (tx.counted is not None)
         flags = self._agree(kind, flags)
-        total = sum_over_workers(tree, self._num_shards, self._partition.weights)
+        partition = self._partition
+        total = sum_over_workers(tree, self._num_shards, partition.weights)
         if tx.counted is not None:
             *total, count = total
             if num_items := count.item():
@@ -221,7 +227,7 @@ class ShardReplication(Replication):
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):
             # Sums of workers have another layout, which may change the order of later sums.
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None
-        self._merge_buffers(flags[len(parameters) :])
+        self._buffers.merge(flags[len(parameters) :], partition)
 
     def _agree(self, kind: int, flags: Sequence[int]) -> list[int]:
         """Return the maximum of each flag over the workers. Check that all do the same."""
@@ -239,70 +245,9 @@ class ShardReplication(Replication):
             raise RuntimeError(_SKIPPED.format(self.needs_helper, -oldest))
         return agreed[: len(flags)]
 
-    # ---- buffers
 
-    def _buffer_versions(self) -> list[Any]:
-        found = self._state.buffers.tensors()
-        return [None if b is None else (b.data_ptr(), version_of(b)) for b in found]
-
-    def _keep_buffers(self) -> None:
-        """Store the buffers that the shard has changed, such as running statistics."""
-        before, after = self._versions, self._buffer_versions()
-        if before == after:
-            return
-        if self._stepped:
-            self._end_shard()
-        kept = self._buffers_of[self._shard] = list(self._start)
-        for index, buffer in enumerate(self._state.buffers.tensors()):
-            if before[index] != after[index]:
-                kept[index] = None if buffer is None else buffer.clone()
-        self._versions = after
-
-    def _buffer_changes(self) -> list[int]:
-        """Return for each buffer: 0 if it is unchanged, else how to merge it."""
-        changes = []
-        for index, before in enumerate(self._state.buffers.copies):
-            kept = [each[index] for each in self._buffers_of.values()]
-            changes.append(max((_change(before, after) for after in kept), default=0))
-        return changes
-
-    def _merge_buffers(self, changes: Sequence[int]) -> None:
-        """Set floats to their old values and the mean of the changes, others as in shard 0."""
-        if not any(changes):
-            return
-        before: list[Any] = self._state.buffers.copies
-        merged, first = list(before), self._buffers_of.get(0, before)
-        is_distributed = dist.is_initialized()
-        means, others, objects = ([i for i, c in enumerate(changes) if c == k] for k in (1, 2, 3))
-        if means:
-            for i, change in zip(means, self._mean_change(means), strict=True):
-                merged[i] = before[i] + change
-        if others:
-            values: Any = torch.cat([first[i].reshape(-1).to(torch.int64) for i in others])
-            if is_distributed:
-                dist.broadcast(values, 0)
-            pieces = values.split([before[i].numel() for i in others])
-            for i, piece in zip(others, pieces, strict=True):
-                merged[i] = piece.view(before[i].shape).to(before[i].dtype)
-        if objects:
-            found = [first[i] for i in objects]
-            if is_distributed:
-                found = self._state.from_rank(lambda: found, 0)
-            for i, value in zip(objects, found, strict=True):
-                merged[i] = value
-        self._buffers_of = {}
-        self._state.buffers.write(merged)
-        self._versions = self._buffer_versions()
-
-    def _mean_change(self, places: Sequence[int]) -> Sequence[torch.Tensor]:
-        before: list[Any] = self._state.buffers.copies
-        plan, owned, tree = self._state.transaction.plan, self._partition.owned, TreeSum()
-        for position, shard in enumerate(owned):
-            samples = sum(m.samples or 0 for m in plan.micro_batches[position :: len(owned)])
-            after: list[Any] = self._buffers_of.get(shard, before)
-            share = samples / (plan.total or 1)
-            tree.add(0, shard, [(after[i] - before[i]) * share for i in places])
-        return sum_over_workers(tree, self._num_shards, self._partition.weights)
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def _arithmetic(device: torch.device) -> str:
@@ -321,17 +266,6 @@ def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tenso
     if first is None or second is None:
         return second if first is None else first
     return first.add_(second)
-
-
-def _change(before: torch.Tensor | None, after: torch.Tensor | None) -> int:
-    """Return how to merge a buffer: 0 not at all, 1 by means, 2 by values, 3 as an object."""
-    if after is before:
-        return 0
-    if before is None or after is None:
-        return 3
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-        return 3
-    return 1 if before.is_floating_point() or before.is_complex() else 2
 
 
 def _check_modules(models: Sequence[torch.nn.Module]) -> None:
