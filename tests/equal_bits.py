@@ -139,28 +139,38 @@ def disturbed(case, seed):
     raise AssertionError
 
 
+def compare_ranks():
+    columns = {str(size): hashes_of_ranks(size) for size in SIZES}
+    columns |= {f"{size} with shares": hashes_of_ranks(size, s) for size, s in SHARES.items()}
+    print(f"Hashes with {', '.join(columns)} workers:")
+    failed = False
+    for name in MODELS:
+        found = {column: hashes[name] for column, hashes in columns.items()}
+        differs = len(set(found.values())) > 1
+        failed |= differs
+        print(f"{name:32} {found['1']} {found if differs else 'equal'}", flush=True)
+    return failed
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="disturbed runs of each model")
+    parser.add_argument("--killed", nargs="*", default=KILLED, help="models of these runs")
+    parser.add_argument("--no-table", action="store_true", help="train only these models")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    columns = {str(size): hashes_of_ranks(size) for size in SIZES}
-    columns |= {f"{size} with shares": hashes_of_ranks(size, s) for size, s in SHARES.items()}
-    failed = False
-    print(f"Hashes with {', '.join(columns)} workers:")
-    for name in MODELS:
-        found = {column: hashes[name] for column, hashes in columns.items()}
-        failed |= len(set(found.values())) > 1
-        print(f"{name:32} {found['1']} {'equal' if len(set(found.values())) == 1 else found}")
+    failed = False if args.no_table else compare_ranks()
     if args.seeds:
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    for name in KILLED if args.seeds else ():
+    for name in args.killed if args.seeds else ():
         expected = undisturbed(MODELS[name])
         for seed in range(args.seeds):
             found, num_killed, sizes = disturbed(MODELS[name], seed)
             failed |= found != expected
             outcome = "equal" if found == expected else f"differs: {found}"
-            print(f"{name:32} {expected} {outcome} ({num_killed} kills, workers {sizes})")
+            print(
+                f"{name:32} {expected} {outcome} ({num_killed} kills, workers {sizes})", flush=True
+            )
     sys.exit(failed)
 
 
