@@ -19,7 +19,7 @@ class Slow(Trains):
         return super().train_batch(batch, batch_info)
 
 
-def make_trainer(num_workers):
+def make_trainer(num_workers, use_local=False):
     return TorchTrainer(
         training_operator_cls=Slow,
         config={"case": CASE, BATCH_SIZE: 24},
@@ -28,6 +28,7 @@ def make_trainer(num_workers):
         use_gpu=False,
         exact=EqualBits(NUM_SHARDS),
         scheduler_step_freq="batch",
+        use_local=use_local,
     )
 
 
@@ -39,7 +40,7 @@ def result_of(trainer):
 
 @pytest.fixture(scope="module")
 def undisturbed(module_cluster):
-    with make_trainer(1) as trainer:
+    with make_trainer(1, use_local=True) as trainer:
         trainer.train()
         trainer.train()
         return result_of(trainer)
