@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from raysgd.elastic.config import ElasticConfig
     from raysgd.tf import TFTrainer
     from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
-    from raysgd.torch.options import EqualBits
+    from raysgd.torch.options import EqualBits, Guard
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "CreatorOperator",
     "ElasticConfig",
     "EqualBits",
+    "Guard",
     "TFTrainer",
     "TorchTrainer",
     "TrainingOperator",
@@ -32,6 +33,7 @@ _HOMES = {
     "CreatorOperator": "raysgd.torch",
     "ElasticConfig": "raysgd.elastic.config",
     "EqualBits": "raysgd.torch.options",
+    "Guard": "raysgd.torch.options",
     "TFTrainer": "raysgd.tf",
     "TorchTrainer": "raysgd.torch",
     "TrainingOperator": "raysgd.torch",

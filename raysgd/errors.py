@@ -6,6 +6,7 @@
     ├── WorkerLostError              (RuntimeError)  a worker or its node died
     ├── WorkerTimeoutError           (TimeoutError)  workers did not answer in time
     ├── CollectiveError              (RuntimeError)  communication between workers failed
+    ├── ReplicasDifferError          (RuntimeError)  workers that must be equal differ
     ├── InsufficientResourcesError   (RuntimeError, TimeoutError)  no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
     ├── CallbackError                (RuntimeError)  a callback of the trainer raised
@@ -17,6 +18,8 @@ An exception from user code on a worker reaches the caller unchanged. Its ``__ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "CallbackError",
     "CheckpointError",
@@ -25,6 +28,7 @@ __all__ = [
     "RaySGDError",
     "RemoteError",
     "RemoteTraceback",
+    "ReplicasDifferError",
     "WorkerLostError",
     "WorkerTimeoutError",
 ]
@@ -59,6 +63,20 @@ class WorkerTimeoutError(RaySGDError, TimeoutError):
 
 class CollectiveError(RaySGDError, RuntimeError):
     """A collective operation failed although all workers are alive, such as after a timeout."""
+
+
+class ReplicasDifferError(RaySGDError, RuntimeError):
+    """Workers differ in parameters, optimizers, or options that must be equal.
+
+    Training continues only after a state is loaded. The page "Equal replicas" lists the causes.
+
+    Attributes:
+        ranks: World ranks of the minority; empty if there is no majority.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class InsufficientResourcesError(RaySGDError, TimeoutError, RuntimeError):

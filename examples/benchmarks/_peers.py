@@ -293,12 +293,13 @@ class Regression(TrainingOperator):
 
 
 class Raysgd:
-    def __init__(self, name, num_steps, compiled=False):
+    def __init__(self, name, num_steps, compiled=False, **arguments):
         self.trainer = TorchTrainer(
             training_operator_cls=Regression,
             config={"name": name, "num_steps": num_steps, "compiled": compiled},
             num_workers=NUM_WORKERS,
             min_workers=NUM_WORKERS,
+            **arguments,
         )
 
     def epoch(self, epoch):
@@ -324,3 +325,9 @@ COMPILED_PEERS = {
     "raysgd": lambda name, num_steps, num_epochs: Raysgd(name, num_steps, compiled=True),
 }
 """The same with compiled models."""
+
+GUARD_PEERS = {
+    "no guard": lambda name, num_steps, num_epochs: Raysgd(name, num_steps, guard=None),
+    "guard": lambda name, num_steps, num_epochs: Raysgd(name, num_steps),
+}
+"""raysgd without and with comparisons of the replicas."""

@@ -3,11 +3,13 @@
     python examples/benchmarks/epoch.py
     python examples/benchmarks/epoch.py --runs 3 --peers "raw DDP" raysgd
     python examples/benchmarks/epoch.py --compiled
+    python examples/benchmarks/epoch.py --guard
 
 Each side has two workers with one thread each, which stay alive for the whole run. The sides take
 turns, and their losses must agree after each epoch. *mlp* is a tiny network that measures overhead.
 *resnet* measures arithmetic. ``--compiled`` compares raysgd and plain DDP with compiled models,
-which compile in the warm-up epochs.
+which compile in the warm-up epochs. ``--guard`` compares raysgd with and without comparisons of the
+replicas.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import time
 from pathlib import Path
 
 import ray
-from _peers import COMPILED_PEERS, PEERS
+from _peers import COMPILED_PEERS, GUARD_PEERS, PEERS
 from _workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
 
 WARM_UP = 2
@@ -63,12 +65,14 @@ def main():
     parser.add_argument("--runs", type=int, default=9, help="counted epochs of each side")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--compiled", action="store_true", help="models that torch has compiled")
+    parser.add_argument("--guard", action="store_true", help="raysgd with and without a guard")
     parser.add_argument("--smoke-test", action="store_true", help="few steps, three runs")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
     runs = 3 if args.smoke_test else args.runs
     known = COMPILED_PEERS if args.compiled else PEERS
     peers = {peer: known[peer] for peer in args.peers if peer in known}
+    peers = GUARD_PEERS if args.guard else peers
     os.environ["OMP_NUM_THREADS"] = "1"
     # Enough CPUs for the idle workers of the other side.
     ray.init("local", num_cpus=2 * NUM_WORKERS, include_dashboard=False, log_to_driver=False)
@@ -81,8 +85,8 @@ def main():
         for peer, row in rows.items():
             ratio = row["ratio"]
             print(
-                f"{peer:12}{row['median']:9.3f} s{ratio['median']:15.2f}   "
-                f"({ratio['min']:.2f} to {ratio['max']:.2f})",
+                f"{peer:12}{row['median']:9.3f} s{ratio['median']:15.3f}   "
+                f"({ratio['min']:.3f} to {ratio['max']:.3f})",
                 flush=True,
             )
     if args.json:

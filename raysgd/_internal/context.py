@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raysgd._internal.step_timing import Totals
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
@@ -54,9 +56,12 @@ class Progress:
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
     divided: bool = False  # whether each worker holds only a shard of the state
     lacks_shards: bool = False  # whether every worker that held some shard of the state was lost
+    repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
     partial: bool = False  # whether an optimizer raised within a step
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
     terminated: bool = False
+    timing: Totals | None = None  # where the time of training went on this worker
+    links: Mapping[str, float] = field(default_factory=dict)  # bytes/s to the hosts of others
     collective: int | None = None  # number of the collective that the worker waits for
 
 
@@ -65,7 +70,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Name for messages: ``update_schedulers`` for `UpdateSchedulersRequest`."""
+        """Name for messages: ``train`` for `TrainRequest`."""
         words = type(self).__name__.removesuffix("Request")
         return re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
 

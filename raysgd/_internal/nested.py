@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,10 @@ def unchanged(owner: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
             if len(part) <= _MANY:
                 parts += part.values() if isinstance(part, dict) else part
         elif _may_hold_totals(part):
-            parts.append(vars(part))
+            parts.append(getattr(part, "__dict__", ()))
+            slots = {name: getattr(part, name) for name in _slots_of(part) if hasattr(part, name)}
+            parts += slots.values()
+            restore.append(partial(_set_attributes, part, slots))
     try:
         yield
     finally:
@@ -120,6 +124,12 @@ def _restoring(part: Any) -> Callable[[], Any] | None:
         content = part.copy()
         fill = "extend" if isinstance(part, list | deque) else "update"
         return lambda: (part.clear(), getattr(part, fill)(content))
+    if type(part).__name__ in ("Random", "Generator", "RandomState"):  # of random, NumPy, PyTorch
+        for read, write in (("getstate", "setstate"), ("get_state", "set_state")):
+            if hasattr(part, read):
+                return partial(getattr(part, write), getattr(part, read)())
+        source = getattr(part, "bit_generator", None)
+        return source and partial(setattr, source, "state", source.state)
     with contextlib.suppress(Exception):  # objects of other types, and sparse tensors
         if part.nbytes <= _LARGE_BYTES:
             array = part.detach() if hasattr(part, "detach") else part
@@ -132,12 +142,27 @@ def _fill(array: Any, values: Any) -> None:
         array[...] = values
 
 
-_FOREIGN = sys.stdlib_module_names - {"abc", "typing"} | {"torch", "tensorflow", "keras", "ray"}
+_FOREIGN = {"torch", "tensorflow", "keras", "ray", *sys.stdlib_module_names} - {
+    "abc",
+    "collections",
+    "typing",
+}
+
+
+def _slots_of(part: Any) -> Iterable[str]:
+    own = [vars(kind).get("__slots__", ()) for kind in type(part).__mro__]
+    return itertools.chain.from_iterable([each] if isinstance(each, str) else each for each in own)
+
+
+def _set_attributes(part: Any, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        with contextlib.suppress(AttributeError):  # frozen
+            setattr(part, name, value)
 
 
 def _may_hold_totals(part: Any) -> bool:
     """Return whether an object is a metric, or an object of user code."""
-    if not hasattr(part, "__dict__") or isinstance(part, type):
+    if isinstance(part, type):
         return False
     if hasattr(part, "named_parameters"):
         return not any(True for _ in part.named_parameters())

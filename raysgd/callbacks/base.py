@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
@@ -23,6 +23,8 @@ class LastCall(NamedTuple):
     """When the call ended, in seconds since the Unix epoch."""
     seconds: float
     """Duration of the call in seconds, without the time in callbacks."""
+    speed: Mapping[str, Sequence[float]] = {}
+    """Mean seconds per step by rank for each phase (``data_s``, ...), and ``samples_per_s``."""
 
 
 class Callback:

@@ -47,6 +47,8 @@ class CallbackList:
         self._failure: CallbackError | None = None
         self._inside: list[str] = []
         self._depth = 0
+        self.saving: Callable[[], contextlib.AbstractContextManager[None]]
+        self.saving = contextlib.nullcontext  # surrounds the hooks of callbacks that save
         self._loaded: dict[str, Any] = {}
         """States that wait for their callbacks."""
         self._detached: dict[str, Any] = {}
@@ -153,8 +155,10 @@ class CallbackList:
     def _call_one(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""
         self._inside.append(hook)
+        around = self.saving if entry.callback.saves_state else contextlib.nullcontext
         try:
-            getattr(entry.callback, hook)(*arguments)
+            with around():
+                getattr(entry.callback, hook)(*arguments)
         except Exception as error:
             self._fail(entry, hook, error)
             return False
@@ -189,10 +193,10 @@ class CallbackList:
         tell([])
         return tell
 
-    def next_pause(self, global_step: int, at_once: bool = False) -> int | None:
+    def next_pause(self, global_step: int, immediately: bool = False) -> int | None:
         """Return the next step at which a callback wants training to pause.
 
-        With `at_once`, callbacks that save pause at the next step.
+        With `immediately`, callbacks that save pause at the next step.
         """
         for entry in self._entries:
             entry.pause = None
@@ -200,7 +204,7 @@ class CallbackList:
                 continue
             try:
                 step = entry.callback.next_pause(global_step)
-                if at_once and entry.callback.saves_state:
+                if immediately and entry.callback.saves_state:
                     step = global_step + 1
                 if step is not None and step <= global_step:
                     raise ValueError(f"{step!r} is not above the current step, {global_step}")

@@ -34,7 +34,9 @@ class JsonlLogger(LoggerCallback):
          "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
 
     ``fit(log_every=...)`` adds lines of kind "step". ``time`` is the end of the call in seconds
-    since the Unix epoch. Numbers that are not finite are the strings "nan", "inf" and "-inf".
+    since the Unix epoch. ``speed`` has the mean seconds per step of each phase by rank, such as
+    ``{"data_s": [0.01, 0.02], ...}``. Numbers that are not finite are the strings "nan", "inf" and
+    "-inf".
     ``events.jsonl`` has the fields of :class:`raysgd.elastic.events.Event`.
     """
 
@@ -60,6 +62,8 @@ class JsonlLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         line = {**_record_of(trainer, call), "metrics": scalars(metrics)}
+        if call.speed:
+            line["speed"] = call.speed
         self._write(trainer, "metrics.jsonl", line)
 
     def log_event(self, trainer: Trainer, event: Event) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
+
+_PHASES = [f"{name}_s" for name in PHASES]
 
 
 class LoggerCallback(Callback):
@@ -44,7 +48,8 @@ def named_metrics(
 ) -> dict[str, float | int]:
     """Return the numbers of a call under the names that services use."""
     numbers = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
-    return {**numbers, "workers/num_workers": trainer.num_workers}
+    speed = {f"speed/{name}": mean(call.speed[name]) for name in call.speed if name in _PHASES}
+    return {**numbers, **speed, "workers/num_workers": trainer.num_workers}
 
 
 def logdir_of(trainer: Trainer) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.context import Progress
+from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, Totals
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
@@ -88,6 +89,10 @@ class ProgressBar(EpochLines):
         """``train`` or ``validate`` during a call."""
         self._bar: Any = None
         self._next_line = 0.0
+        self._before: Sequence[Totals] = ()
+        """What the workers had measured when the call began."""
+        self._slow: Mapping[str, str] = {}
+        """The phase that takes longest, and its share, unless it is computing."""
         self._logs_above = contextlib.ExitStack()
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Progress]) -> None:
@@ -118,7 +123,20 @@ class ProgressBar(EpochLines):
         if total is not None:
             total += done - num_batches
         num_samples = sum(each.num_samples for each in progress) * done / max(num_batches, 1)
+        self._slow = self._dominant(progress) if kind == "train" else {}
         self._show(trainer, label, done, total, num_samples, latest)
+
+    def _dominant(self, progress: Sequence[Progress]) -> Mapping[str, str]:
+        now = [each.timing for each in progress if each.timing is not None]
+        if len(now) != len(self._before):
+            self._before = now
+        pairs, phases = list(zip(now, self._before, strict=True)), range(len(PHASES))
+        seconds = [sum(new.seconds[i] - old.seconds[i] for new, old in pairs) for i in phases]
+        longest = max(phases, key=lambda phase: seconds[phase])
+        computing_s = sum(seconds[phase] for phase in (COPY, FORWARD, BACKWARD, OPTIMIZER))
+        if seconds[longest] <= max(computing_s, 1.0):
+            return {}
+        return {PHASES[longest]: f"{100 * seconds[longest] / sum(seconds):.0f}%"}
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)
@@ -141,7 +159,7 @@ class ProgressBar(EpochLines):
     def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
         self._close()
         self._kind = kind
-        self._started = time.perf_counter()
+        self._started, self._before, self._slow = time.perf_counter(), (), {}
         self._first_step = trainer.global_step
         self._next_line = time.monotonic() + _LINE_EVERY_S
         if is_interactive():
@@ -173,6 +191,7 @@ class ProgressBar(EpochLines):
         }
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
+        shown |= self._slow
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
         shares = [event.shares for event in trainer.events if event.shares][-1:]
         if shares and len(set(shares[0])) > 1:

@@ -11,17 +11,19 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
+from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.base import Callback, Trainer
 
 Record = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
 
-_COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")
+_COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b", "#3fa7c4", "#a33c3c")
 _COUNTS = ("epoch", "batch_count", "num_samples", "profile")
 _STYLE = """
 :root { color-scheme: light; font-family: system-ui, sans-serif; color: #1d2430; }
@@ -225,6 +227,8 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
     ]
     if speeds:
         yield _chart("Samples per second", {"samples/s": speeds}, "seconds")
+    if phases := _phases(log):
+        yield _chart("Milliseconds per step", phases, "seconds", "hv", is_stacked=True)
     if log.events:
         sizes = [(event["time"] - log.began, event["num_workers"]) for event in log.events]
         yield _chart("Workers", {"workers": [*sizes, (log.seconds, sizes[-1][1])]}, "seconds", "hv")
@@ -236,6 +240,18 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
         yield _section("Events", _table(rows, ("time", *fields)))
     if config := run.get("config"):
         yield _section("Config", _table((name, f"{v!r:.200}") for name, v in config.items()))
+
+
+def _phases(log: RunLog) -> dict[str, list[tuple[float, float]]]:
+    """Return the mean milliseconds per step of each phase over time."""
+    calls = max(log.calls_of("step"), log.calls_of("train"), key=len)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for call in calls:
+        end = call["time"] - log.began
+        for phase in PHASES if "speed" in call else ():
+            shown = 1000 * mean(call["speed"][f"{phase}_s"])
+            lines.setdefault(phase, []).extend([(end - call["seconds"], shown), (end, shown)])
+    return {name: points for name, points in lines.items() if any(y for _, y in points)}
 
 
 def _section(title: str, content: str) -> str:
@@ -276,7 +292,11 @@ def _group_of(name: str) -> str:
 
 
 def _chart(
-    title: str, lines: dict[str, list[tuple[float, float]]], axis: str, shape: str = "linear"
+    title: str,
+    lines: dict[str, list[tuple[float, float]]],
+    axis: str,
+    shape: str = "linear",
+    is_stacked: bool = False,
 ) -> str:
     import plotly.io
 
@@ -285,8 +305,9 @@ def _chart(
             "name": html.escape(name),
             "x": [x for x, _ in points],
             "y": [y for _, y in points],
-            "mode": "lines+markers",
+            "mode": "lines" if is_stacked else "lines+markers",
             "line": {"shape": shape, "color": _COLORS[index % len(_COLORS)], "width": 2},
+            **({"stackgroup": "all"} if is_stacked else {}),
         }
         for index, (name, points) in enumerate(lines.items())
     ]

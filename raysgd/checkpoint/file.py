@@ -20,6 +20,8 @@ from raysgd.checkpoint.location import Location, first_line
 from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
+REQUIRED = ("models", "optimizers", "epoch")
+"""Keys that the state of every trainer has."""
 _ADVICE = (
     "Turn it into numbers, strings, lists, dicts or torch tensors (a NumPy array: "
     "torch.from_numpy(array) or array.tolist()), or allow its type with "
@@ -148,7 +150,7 @@ def _read(
             else f"Cannot load {shown}: the file is damaged or is not a checkpoint ({reason})."
         ) from error
     content = state if isinstance(state, dict) else {}
-    missing = [key for key in ("models", "optimizers", "epoch") if key not in content]
+    missing = [key for key in REQUIRED if key not in content]
     if missing:
         raise CheckpointError(
             f"Cannot load {shown}: it is not the state of a trainer, because it has no "

@@ -20,9 +20,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysgd.cluster import process
 from raysgd.cluster.group_options import WAIT_LONGER, workers_that_fit
 from raysgd.cluster.ray_session import is_own_cluster
-from raysgd.cluster.worker import is_worker_process
 from raysgd.errors import InsufficientResourcesError
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,10 @@ def _num_lost(group: PlacementGroup) -> int:
 def _is_free(group: PlacementGroup) -> bool:
     state = placement_group_table(group).get("state", "REMOVED")
     # While a group holds resources, Ray lists them under names that end in the group's ID.
-    held = group.id.hex()
-    return state == "REMOVED" and not any(name.endswith(held) for name in ray.available_resources())
+    suffix = group.id.hex()
+    return state == "REMOVED" and not any(
+        name.endswith(suffix) for name in ray.available_resources()
+    )
 
 
 class Reservation:
@@ -173,7 +175,7 @@ def reserve(
     this process has started the cluster, and the cluster is too small.
     """
     current = get_current_placement_group()
-    if current is not None and not is_worker_process():
+    if current is not None and not process.is_worker:
         context: Any = ray.get_runtime_context()
         if context.should_capture_child_tasks_in_placement_group:
             return _reserve_within(current, bundle, num_workers, min_workers)
@@ -271,8 +273,8 @@ def _reserve_within(
     group: PlacementGroup, bundle: Mapping[str, float], num_workers: int, min_workers: int
 ) -> Reservation:
     """Reserve resources in the placement group of the caller, which never grows."""
-    held = ray.get_runtime_context().worker.core_worker.resource_ids()
-    left = _left_beside(group.bundle_specs, held)
+    own = ray.get_runtime_context().worker.core_worker.resource_ids()
+    left = _left_beside(group.bundle_specs, own)
     num_beside = sum(workers_that_fit(each, bundle) for each in left)
     if num_beside < min_workers:
         raise InsufficientResourcesError(
@@ -285,21 +287,21 @@ def _reserve_within(
     return Reservation(group, [-1] * min(num_beside, num_workers), owned=False)
 
 
-def _warn_of_few(found: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:
-    if found < wanted:
+def _warn_of_few(number: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:
+    if number < wanted:
         text = "Starting with %d of %d workers, each with %s. %s no room for more now."
-        logger.warning(text, found, wanted, _described(bundle), where)
+        logger.warning(text, number, wanted, _described(bundle), where)
 
 
 def _left_beside(
-    bundles: Iterable[Mapping[str, float]], held: Mapping[str, Sequence[tuple[int, float]]]
+    bundles: Iterable[Mapping[str, float]], own: Mapping[str, Sequence[tuple[int, float]]]
 ) -> list[dict[str, float]]:
     """Return the resources of each bundle of a placement group that a process does not hold.
 
-    The name of a held resource, such as ``CPU_group_2_ID``, has the index of its bundle.
+    The name of a resource of the process, such as ``CPU_group_2_ID``, has the index of its bundle.
     """
     left = [dict(bundle) for bundle in bundles]
-    for name, parts in held.items():
+    for name, parts in own.items():
         # Ignore the resource ``bundle``, which may belong to another bundle.
         match = re.fullmatch(r"(?!bundle_)(.+)_group_(\d+)_[0-9a-f]+", name)
         if match is not None:

@@ -196,13 +196,13 @@ def _products_per_s() -> float:
 
 def node_traits() -> dict[str, set[str]]:
     """Return the labels, accelerator types, and resources of the live nodes, by node ID."""
-    found = {}
+    traits = {}
     for node in ray.nodes():
         if node["Alive"]:
             types = [name.removeprefix("accelerator_type:") for name in node["Resources"]]
             labels = [f"{name}={value}" for name, value in node.get("Labels", {}).items()]
-            found[node["NodeID"]] = {n for n in (*types, *labels) if not n.startswith(_OF_EACH)}
-    return found
+            traits[node["NodeID"]] = {n for n in (*types, *labels) if not n.startswith(_OF_EACH)}
+    return traits
 
 
 def is_own_cluster() -> bool:

@@ -6,10 +6,7 @@ This module does not import Ray: a worker in the driver's process uses the same 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import select
-import signal
 import sys
 import threading
 import time
@@ -29,6 +26,7 @@ from raysgd._internal.context import (
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import is_the_users, stacks
+from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, pack
 from raysgd.cluster.streams import (
@@ -107,13 +105,6 @@ class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
-_is_worker_process = False
-
-
-def is_worker_process() -> bool:
-    return _is_worker_process
-
-
 CONTROL_METHODS = (
     "info",
     "interrupt",
@@ -153,7 +144,7 @@ class Worker:
         self._cut_off = False
         self._terminated = False
         if catches_sigterm:
-            _catch_sigterm(self._note_sigterm)
+            process.catch_sigterm(self._note_sigterm)
         self._outgoing: Outgoing | None = None
         self._generation = 0
         self._generation_lock = threading.RLock()
@@ -181,9 +172,8 @@ class Worker:
 
         def create() -> None:
             if self._remote:
-                global _is_worker_process
-                _is_worker_process = True
-                end_forks_with_this_process()
+                process.is_worker = True
+                process.end_forks_with_this_process()
             sys.path.extend(path for path in import_path if path not in sys.path)
             function: Callable[[], None] | None = _unpacked(hook)
             if function is not None:
@@ -233,8 +223,8 @@ class Worker:
         """
         try:
             if isinstance(request, Address):
-                with incoming(request) as found:
-                    return self._success(self._hosted.handle(replace(found.value, incoming=found)))
+                with incoming(request) as large:
+                    return self._success(self._hosted.handle(replace(large.value, incoming=large)))
             return self._success(self._hosted.handle(_unpacked(request)), inbox)
         except BaseException as error:
             return self._failure(error)
@@ -268,6 +258,8 @@ class Worker:
         progress = self.runner.progress()
         if self._terminated:
             progress = replace(progress, terminated=True)
+        if self._backend is not None and progress.timing is not None:
+            progress = replace(progress, links=self._backend.links())
         collective = None if self._backend is None else self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
 
@@ -399,54 +391,6 @@ class Worker:
         with contextlib.suppress(Exception):  # the runner may be only partly set up
             return self.progress()
         return Progress()
-
-
-def _catch_sigterm(note: Callable[[], None]) -> None:
-    """Make SIGTERM call `note` in a thread instead of ending the process, except in forks.
-
-    Python handles signals in the main thread, but the main thread of an actor waits in C++ code of
-    Ray.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-    def listen() -> None:
-        while os.read(read_end, 1) != bytes([signal.SIGTERM]):
-            pass
-        note()
-
-    def restore() -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    os.register_at_fork(after_in_child=restore)
-    threading.Thread(target=listen, name="raysgd-sigterm", daemon=True).start()
-
-
-@functools.cache
-def end_forks_with_this_process() -> None:
-    """Make every fork of this process exit when this process ends, on Linux.
-
-    Forks, such as the processes of a DataLoader, inherit the connections of the worker. While a
-    fork lives, neither Ray nor other workers detect that the worker was killed.
-    """
-    if not hasattr(os, "pidfd_open"):
-        return
-    death = os.pidfd_open(os.getpid())
-
-    def wait() -> None:
-        poll = select.poll()
-        poll.register(death, select.POLLIN)
-        ((_, events),) = poll.poll()
-        if events & select.POLLIN:  # otherwise the process has closed the descriptor
-            os._exit(1)
-
-    def watch() -> None:
-        threading.Thread(target=wait, name="raysgd-parent", daemon=True).start()
-
-    os.register_at_fork(after_in_child=watch)
 
 
 def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
@@ -66,6 +66,13 @@ class Backend(ABC):
         timeout of the collective detects a stuck worker.
         """
         return None
+
+    def links(self) -> Mapping[str, float]:
+        """Return recent bytes per second of sending to other hosts, by address.
+
+        Runs in another thread than the collectives. Without values, raysgd cannot name a slow link.
+        """
+        return {}
 
     def close(self) -> None:  # noqa: B027  optional
         """Release the resources that `prepare` allocated. Runs on the driver."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 from torch.futures import Future
 
+from raysgd._internal import step_timing
 from raysgd.comm.mesh import Mesh
 
 _COLLECTIVES = (
@@ -137,11 +138,15 @@ class GlooGroup(ProcessGroup):
         timeout_s = (options.timeout if has_own else self._gloo.options._timeout).total_seconds()
         # DistributedDataParallel would wait for the result immediately.
         in_thread = options.asyncOp and torch._C._current_graph_task_id() == -1
-        return _Operation(
-            self._running,
-            lambda: mesh.reduce(tensors[0], combine, timeout_s, in_thread),
-            tensors,
-        )
+        phase = None if in_thread else step_timing.enter(step_timing.WAIT)
+        try:
+            return _Operation(
+                self._running,
+                lambda: mesh.reduce(tensors[0], combine, timeout_s, in_thread),
+                tensors,
+            )
+        finally:
+            step_timing.resume(phase)
 
     def allgather(self, *args: Any) -> Work:
         """Start an all-gather. Raise on all ranks if their sizes differ.
@@ -334,7 +339,10 @@ class _Operation(Work):
             self._ended.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
                 raise RuntimeError(f"gloo/ Timed out after {timeout.total_seconds():g} s.")
-        self._ended.wait()
+        if not self._ended.done():
+            phase = step_timing.enter(step_timing.WAIT)
+            self._ended.wait()
+            step_timing.resume(phase)
         _value(self._ended)
         return True
 

@@ -198,6 +198,10 @@ class Mesh:
             shut_down(connection)
         self._come.put(None)
 
+    def endpoints(self) -> set[tuple[str, int]]:
+        """Return the own addresses of the connections."""
+        return {connection.getsockname()[:2] for connection in self._peers.values()}
+
     def close(self) -> None:
         self.interrupt()
         if self._last is not None:

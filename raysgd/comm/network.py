@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 LOOPBACK = "127.0.0.1"
+_INFO, _INFO_BYTES = struct.Struct("=120xQ40xQQ"), 184
+"""tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited in the ``tcp_info`` of Linux."""
 
 
 def interfaces() -> dict[str, str]:
@@ -72,6 +75,18 @@ class Endpoint:
     def shut_down(self) -> None:
         with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
             shut_down(sock)
+
+    def sent(self) -> tuple[int, float]:
+        """Return the bytes that have arrived at the other end, and the seconds of sending them.
+
+        The time does not include waiting until the other end reads. (0, 0.0) if unknown.
+        """
+        with contextlib.suppress(OSError, AttributeError, struct.error):
+            with _borrowed(self.descriptor) as sock:
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+            num_bytes, busy_us, unread_us = _INFO.unpack_from(info)
+            return num_bytes, (busy_us - unread_us) / 1e6
+        return 0, 0.0
 
 
 @contextlib.contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,8 @@ _CONNECT = datetime.timedelta(seconds=10)
 of NCCL waits five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)  # ``TCPStore`` first resolves its address
 _MOST_MESHED = 16  # with more workers, gloo is faster than a mesh
+_LINKS_EVERY_S, _LEAST_BYTES = 3.0, 2**16
+"""How often to measure the links, because that takes a millisecond, and by how many bytes."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """Parts of the messages of RuntimeErrors from gloo and NCCL, which define no error types."""
 
@@ -137,6 +141,9 @@ class TorchProcessGroup(Backend):
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
         self._set_interface = False
+        self._links: dict[str, float] = {}
+        self._sent: dict[str, tuple[int, float]] = {}
+        self._links_at = math.inf  # no links within one host
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
         single_node, host = is_single_node(addresses), driver_address(addresses)
@@ -206,6 +213,8 @@ class TorchProcessGroup(Backend):
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
         opened = _exchange(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(own) for each in opened for own in each}
+        if rendezvous is not None and not rendezvous.single_node:
+            self._links_at = 0.0
 
     def interrupt(self) -> None:
         # The threads of gloo react only to their sockets, not to ``abort``.
@@ -223,8 +232,32 @@ class TorchProcessGroup(Backend):
         group = self._group
         return None if group is None else group.collective()
 
+    def links(self) -> Mapping[str, float]:
+        now = time.monotonic()
+        if now >= self._links_at + _LINKS_EVERY_S:
+            self._links_at = now
+            with contextlib.suppress(OSError):  # another thread closes the connections
+                self._measure_links()
+        return dict(self._links)
+
+    def _measure_links(self) -> None:
+        meshed = () if self._mesh is None else self._mesh.endpoints()
+        sent: dict[str, tuple[int, float]] = {}
+        for each in endpoints():
+            ends = (each.local, each.remote)
+            is_ours = each.local in meshed or not self._listening.isdisjoint(ends)
+            if is_ours and each.remote is not None and each.remote[0] != each.local[0]:
+                (num_bytes, seconds), before = each.sent(), sent.get(each.remote[0], (0, 0.0))
+                sent[each.remote[0]] = before[0] + num_bytes, before[1] + seconds
+        for host, (num_bytes, seconds) in sent.items():
+            old_bytes, old_s = self._sent.get(host, (0, 0.0))
+            if num_bytes - old_bytes >= _LEAST_BYTES and seconds > old_s:
+                self._links[host] = (num_bytes - old_bytes) / (seconds - old_s)
+        self._sent = sent
+
     def teardown(self) -> None:
-        self._listening = set()
+        self._listening, self._links, self._sent = set(), {}, {}
+        self._links_at = math.inf
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
             self._set_interface = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class BatchSource:
     global_batch: int | None = None  # samples per step, if raysgd partitions by samples
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_drawn: int | None = None  # samples that the loader joined in the newest batch, if known
+    reads_everything = False  # every worker reads all samples, and uses its part
 
     def __init__(
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
@@ -109,8 +110,31 @@ class BatchSource:
     def offset_after(self, offset: int, num_steps: int) -> int:
         return offset + num_steps
 
+    def steps_taken(self, count: int) -> int:
+        """Return the group's steps in the newest iteration, if this worker has read `count`."""
+        return count
+
     def close_workers(self) -> None:
         """Stop the worker processes of the loader. The next iteration starts new processes."""
+
+    # ---- the position, in addition to the offset
+
+    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+        """Return what identifies the data up to an offset, and where reading can begin again."""
+        return {}
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if the data is not that of a saved `position`."""
+
+    def move_to(self, position: Mapping[str, Any]) -> None:
+        """Continue from the result of `position` of this or another worker."""
+
+    def step_digest(self) -> int | None:
+        """Return a digest of the samples up to the newest step, for comparison with other workers.
+
+        Return None if no comparison is necessary.
+        """
+        return None
 
     # ---- agreement between the workers
 
@@ -140,6 +164,14 @@ class BatchSource:
     def fingerprint(self) -> str:
         """Return a text that must be equal on all workers, to compare their data."""
         return ""
+
+    def describe_reading(self) -> str:
+        """Describe which samples each worker reads."""
+        if self.is_partitioned:
+            return f"{self.describe()}: each worker reads only its samples"
+        if not self.partitioned_by:
+            return f"{self.describe()}: every worker reads and uses all of it"
+        return f"{self.describe()}: {self.partitioned_by} selects the part of each worker"
 
     def describe(self) -> str:
         """Describe the data for messages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ class Call:
     """
 
     request: Request = field(default_factory=Request)
+    method: str = ""
+    """The method that the user called, for messages. By default, the name of the request."""
     rank: int | None = None
     max_losses: float = 0
     """Maximum number of lost workers. ``math.inf`` means no limit."""
@@ -36,12 +38,21 @@ class Call:
     """Returns the call that repeats steps lost with all workers, or None."""
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    at_once: bool = False
+    immediately: bool = False
     """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     num_losses: int = 0
     causes: list[str] = field(default_factory=list)
     departed_results: list[Any] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.method or self.request.name
+
+    @property
+    def replaces_state(self) -> bool:
+        """Whether the call needs workers, but not their state."""
+        return isinstance(self.request, LoadRequest)
 
     def begin(self, progress: Progress) -> None:
         """Prepare the first attempt. A call of ``train`` computes its absolute goal here."""
@@ -49,15 +60,10 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest(Request):
-    """Load a state. Its models and optimizers are the last items."""
+    """Load a state. Its optimizers and models must be the last items."""
 
     state: dict[str, Any]
     incoming: Incoming | None = None  # receives the content of large arrays
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> LoadRequest:
-        last = {key: state[key] for key in ("optimizers", "models") if key in state}
-        return cls(state={key: state[key] for key in state if key not in last} | last)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,4 +84,4 @@ class ExportReplicaRequest(Request):
 class ImportReplicaRequest(Request):
     """Store the shards of a worker that is about to leave."""
 
-    held: Sequence[Any]
+    shards: Sequence[Any]

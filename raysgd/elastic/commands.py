@@ -133,7 +133,10 @@ class Attempt:
         stopped = ("communication", "stopped", "cut off")
         reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
         reason = next(reasons, self.unanswered)
-        error = CollectiveError(f"All workers are alive, but could not communicate: {reason}")
+        error = CollectiveError(
+            f"All workers are alive, but could not communicate: {reason}. Check that all workers "
+            "make the same backward passes and call the same collectives, in the same order."
+        )
         error.__cause__ = reason
         return error
 
@@ -156,6 +159,12 @@ class Commands:
         self.busy: dict[WorkerHandle, Future[Outcome]] = {}
         """Workers that had not returned when the driver stopped waiting for their call."""
         self.entering: list[WorkerHandle] = []
+        self._pausing: int | None = None
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether the workers of this generation know the step at which they pause."""
+        return self._pausing == self._journal.generation
 
     def ask_progress(self) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy."""
@@ -166,9 +175,15 @@ class Commands:
     def pause_at(self, step: int | None) -> list[Future[int]]:
         """Send all members the step at which to pause. Return their answers."""
         number = self._journal.generation
+        self._pausing = None if step is None else number
         answers = [m.control("pause_at", number, step) for m in self._group.members]
         self._clock.wait(answers, ANSWER_S)
         return answers
+
+    def cancel_pause(self) -> None:
+        """Revoke a pause that the last attempt has not reached."""
+        if self.is_pausing:
+            self.pause_at(None)
 
     def interrupt(self, besides: Iterable[WorkerHandle] = ()) -> None:
         """Make the running calls fail on all members, because each may wait for any other."""
@@ -204,8 +219,8 @@ class Commands:
 
         Return an empty list if any answer is missing or None.
         """
-        given = [value_of(outcome) for outcome in self.ask(members, request)]
-        return given if len(given) == len(members) and None not in given else []
+        values = [value_of(outcome) for outcome in self.ask(members, request)]
+        return values if len(values) == len(members) and None not in values else []
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.

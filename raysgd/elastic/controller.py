@@ -1,7 +1,7 @@
 """Runs calls on all workers of a group, through failures.
 
 The state machine in `machine.py` decides what follows from an event. The controller executes the
-actions, and their result is the next event.
+actions, and their result is the next event. It alone records the progress and the running call.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.comm.backend import Backend
 from raysgd.elastic import events, machine
 from raysgd.elastic.call import Call
-from raysgd.elastic.call_runner import CallRunner
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.generation import GroupForming
-from raysgd.elastic.machine import Do, Event, State, transition
+from raysgd.elastic.machine import Do, GroupEvent, State, transition
 from raysgd.elastic.policies import Policy
+from raysgd.elastic.supervision import Supervision
 
 logger = logging.getLogger(__name__)
 
@@ -77,24 +77,12 @@ class Controller:
             group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
         )
         self.journal, self.snapshots = context.journal, context.snapshots
+        self.speed = context.speed
         self._scale_up = context.scale_up
-        self.forming = forming = GroupForming(context)
-        self._calls = CallRunner(context)
-        self._handlers: dict[Do, Callable[[], Event | None]] = {
-            Do.SURVEY: self._survey,
-            Do.AWAIT_WORKERS: lambda: forming.await_workers(self.state.budget.min_workers),
-            Do.ASK_PROGRESS: forming.ask_progress,
-            Do.START_GROUP: forming.start_group,
-            Do.SAVE_STATE: self._calls.save,
-            Do.RAISE_ERROR: self._raise_error,
-            Do.ABANDON_CALL: self._calls.abandon,
-            Do.REMOVE_LOST: self._remove_lost,
-            Do.COLLECT_DEPARTING: lambda: forming.collect_departing(self.members),
-            Do.RESCUE_STATE: self._rescue_state,
-            Do.RESTART: forming.restart,
-            Do.DISCARD_WORKERS: context.discard_members,
-            Do.STOP_REPLACEMENTS: self._scale_up.stop,
-        }
+        self.forming = GroupForming(context)
+        self._supervision = Supervision(context, context.call)
+        self._lacks_state = False
+        """Whether the workers have the state of their setup, because a load follows."""
 
     # ---- lifecycle
 
@@ -133,7 +121,8 @@ class Controller:
             yield
         except BaseException as error:
             if not self._is_shut_down:
-                self._react(machine.Aborted(reached_workers=self._calls.sent is not None))
+                sent = self._supervision.sent
+                self._react(machine.Aborted(reached_workers=sent is not None))
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
             raise
@@ -156,32 +145,74 @@ class Controller:
 
     # ---- event loop
 
-    def _react(self, event: Event | None) -> None:
-        """Execute the actions that follow from an event. The last action returns the next event."""
-        while event is not None:
+    def _react(self, event: GroupEvent) -> GroupEvent:
+        """Execute the actions that follow from an event, and return the last event.
+
+        The last action returns the next event.
+        """
+        while True:
             self._check_open()
             self.state, actions = transition(self.state, event, self.policy)
             if self._is_shut_down:  # another thread has just called `shutdown`
                 self.state = machine.Closed()
                 raise RuntimeError(_SHUT_DOWN)
-            event = None
+            following = None
             for action in actions:
-                match action:
-                    case Do():
-                        event = self._handlers[action]()
-                    case machine.FormGroup():
-                        event = self.forming.form_group(action)
-                    case machine.RunCall():
-                        event = self._calls.run(action)
-                    case machine.GiveUpState(why):
-                        logger.warning(
-                            "All workers restart from the snapshot, or from setup() without one: "
-                            "%s.",
-                            why,
-                        )
-                        self._context.discard_members()
-                    case machine.Fail(why):
-                        self._fail(why)
+                if isinstance(action, machine.RunCall):
+                    following = self._supervision.run(action)
+                else:
+                    following = self._execute(action)
+                if following is not None and following.progress is not None:
+                    self.journal.progress = following.progress
+            if following is None:
+                return event
+            event = following
+
+    def _execute(self, action: machine.Action) -> GroupEvent | None:
+        context, forming = self._context, self.forming
+        match action:
+            case Do.SURVEY:
+                return self._survey()
+            case Do.AWAIT_WORKERS:
+                return forming.await_workers(self.state.budget.min_workers)
+            case Do.ASK_PROGRESS:
+                return forming.ask_progress()
+            case Do.START_GROUP:
+                self._lacks_state = context.call.replaces_state
+                return forming.start_group()
+            case machine.FormGroup():
+                return forming.form_group(action)
+            case Do.RESCUE_STATE:
+                return self._rescue_state()
+            case Do.SAVE_STATE:
+                self._supervision.sent, context.preemption.must_save = None, False
+                context.call.immediately = True
+                return self._rescue_state()
+            case Do.ABANDON_CALL:
+                self.journal.progress = self._supervision.abandon() or self.progress
+            case Do.COLLECT_DEPARTING:
+                forming.collect_departing(self.members)
+            case machine.RemoveLost(lost):
+                self._remove_lost(lost)
+            case Do.RESTART:
+                forming.restart()
+            case Do.STOP_REPLACEMENTS:
+                self._scale_up.stop()
+            case Do.DISCARD_WORKERS:
+                context.discard_members()
+            case machine.GiveUpState(why):
+                logger.warning(
+                    "All workers restart from the snapshot, or from setup() without one: %s.", why
+                )
+                context.discard_members()
+            case machine.EndCall(error, member):  # `run` raises the error of the last event
+                if member is not None:
+                    self.journal.record("user_error", [member], cause=repr(error))
+            case machine.Fail(why, lost):
+                if lost:
+                    self._scale_up.poll({})
+                raise self.journal.failure(context.call, why, *next(iter(lost.items()), ()))
+        return None
 
     # ---- calls
 
@@ -194,17 +225,29 @@ class Controller:
             min_workers=min_workers,
             max_losses=call.max_losses,
             num_losses=call.num_losses,
+            replaces_state=call.replaces_state,
         )
         with self.alone():
-            self._calls.begin(call)
+            before, context = self.progress, self._context
+            context.call, self._supervision = call, Supervision(context, call)
+            end: GroupEvent | None = None
             try:
                 with self._supervised():
                     if len(self.members) < min_workers:
                         self._scale_up.try_again()  # once per call, to limit the attempts
-                    self._react(machine.CallRequested(budget=budget))
-                    return self._calls.outcomes
+                    end = self._react(machine.CallRequested(budget=budget))
+                    if isinstance(end, machine.CallFailed | machine.FormingFailed) and end.error:
+                        raise end.error
+                    assert isinstance(end, machine.CallReturned)
+                    self._lacks_state = False
+                    return list(end.outcomes)
             finally:
-                self._calls.end()
+                end = None  # an error refers to this frame, which would be a cycle
+                context.call = Call()
+                self._supervision = Supervision(context, context.call)
+                if self._lacks_state:  # a load failed: the next call restarts the workers
+                    self._lacks_state, self.journal.progress = False, before
+                    context.discard_members()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -216,23 +259,25 @@ class Controller:
         finally:
             self._is_called.release()
 
-    def _survey(self) -> Event:
-        self.journal.lost = {}
+    def _survey(self) -> GroupEvent:
         for feature in self._context.features:
             feature.poll({})
-        joining, self._context.leaving = self._context.who_moves()
+        joining, leaving = self._context.who_moves()
         return machine.Surveyed(
             num_workers=len(self.members),
             num_joining=len(joining),
-            num_leaving=len(self._context.leaving),
+            num_leaving=len(leaving),
             must_save=self._context.preemption.must_save and self._context.call.can_pause,
-            is_behind=self._calls.is_behind(),
-            can_restart=self._can_restart(),
+            is_behind=self._supervision.is_behind(),
+            can_restart=bool(self.members) or self.can_restart(),  # may read a large file
         )
 
-    def _can_restart(self) -> bool:
-        is_new = self.progress.global_step == 0
-        return self.policy.keeps_snapshots or is_new or self._context.has_state
+    def can_restart(self) -> bool:
+        """Whether new workers can have the newest state, or the state of a kept snapshot."""
+        if self.policy.keeps_snapshots or self._context.call.replaces_state:
+            return True
+        step = (self.snapshots.state() or {}).get("global_step", 0)
+        return bool(step == self.progress.global_step)
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.
@@ -245,12 +290,10 @@ class Controller:
 
     # ---- losses
 
-    def _remove_lost(self) -> None:
-        for member, error in self.journal.lost.items():
+    def _remove_lost(self, lost: machine.Losses) -> None:
+        for member, error in lost.items():
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
-            # If no survivor answers, use the last polled progress.
-            step = max(self.progress.global_step, self.journal.seen_step)
-            self.journal.record("lost", [member], cause=said, step=step)
+            self.journal.record("lost", [member], cause=said)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
             self._context.commands.busy.pop(member, None)
             self._scale_up.lost(member)
@@ -258,20 +301,11 @@ class Controller:
         self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()
 
-    def _fail(self, why: str) -> None:
-        member, error = next(iter(self.journal.lost.items()), (None, None))
-        if member is not None:
-            self._scale_up.poll({})
-        raise self.journal.failure(why, self._context.call.causes, member, error)
-
-    def _raise_error(self) -> None:
-        error, self.journal.error = self.journal.error, None  # else its frames stay alive
-        assert error is not None
-        raise error
-
-    def _rescue_state(self) -> Event:
-        self._calls.rescue_state()
-        return machine.StateRescued(can_restart=self._can_restart() or bool(self._context.leaving))
+    def _rescue_state(self) -> GroupEvent:
+        """Fetch the newest state of the remaining workers as the snapshot."""
+        progress = self.snapshots.rescue(self._context.commands)
+        self.journal.progress = progress or self.progress
+        return machine.StateRescued(can_restart=self.can_restart())
 
     # ---- methods for trainers
 
@@ -283,9 +317,8 @@ class Controller:
         with self._supervised():
             if self._group.drains.is_ray_silent:
                 return False  # no worker could be started
-            self._context.leaving = list(self._group.leaving())
-            if self._context.leaving:
-                num_staying = len(self.members) - len(self._context.leaving)
+            if num_leaving := len(self._group.leaving()):
+                num_staying = len(self.members) - num_leaving
                 num_vacant = sum(slot.is_ready for slot in self._group.vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False

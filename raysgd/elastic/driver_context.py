@@ -18,6 +18,7 @@ from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import Replacement, ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.speed_monitor import SpeedMonitor
 
 
 class Feature(Protocol):
@@ -48,15 +49,11 @@ class DriverContext:
         self.preemption = PreemptionWatch(group, journal, policy.can_join)
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
-        features = (self.snapshots, self.preemption, self.scale_up, self.shares)
+        self.speed = SpeedMonitor(group, journal)
+        features = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.features: Sequence[Feature] = features
         self.call = Call()
-        self.leaving: list[WorkerHandle] = []
-        """Members that leave the group at the next restart."""
-        self.has_state = False
-        """Whether the snapshot is the newest state of the workers."""
-        self.pause_step: int | None = None
-        """Step at which all workers of the generation will pause."""
+        """The running call. Only the controller sets it."""
 
     def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""

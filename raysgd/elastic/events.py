@@ -22,6 +22,9 @@ EventKind = Literal[
     "draining",
     "moved",
     "rebalanced",
+    "repaired",
+    "slow",
+    "recovered",
 ]
 
 

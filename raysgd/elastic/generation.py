@@ -16,17 +16,18 @@ from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.machine import (
-    Event,
     FormGroup,
     FormingFailed,
+    GroupEvent,
     GroupFormed,
+    Losses,
     ProgressKnown,
     StateLost,
     WorkersLost,
     WorkersReady,
     too_few,
 )
-from raysgd.elastic.policies import assign_contexts, backoff_s
+from raysgd.elastic.policies import assign_contexts, backoff_s, furthest
 from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -51,8 +52,6 @@ class GroupForming:
         self._journal, self._commands = context.journal, context.commands
         self._scale_up = context.scale_up
         self._backend = context.backend
-        self._joining: dict[WorkerHandle, Replacement] = {}
-        self._answers: dict[WorkerHandle, Progress] = {}
         self._began = 0.0
         self._has_started = False
         self._num_before, self._left = 0, ""
@@ -61,7 +60,7 @@ class GroupForming:
 
     # ---- next generation
 
-    def ask_progress(self) -> Event:
+    def ask_progress(self) -> GroupEvent:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
         can_join = self._context.policy.can_join
@@ -72,47 +71,45 @@ class GroupForming:
             return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
         joining = {r.member: r for r in ready if r.member is not None}
-        self._answers, lost = self._commands.reach([*self._group.members, *joining])
+        answers, lost = self._commands.reach([*self._group.members, *joining])
         for member in [member for member in joining if member in lost]:
             self._scale_up.fail(joining.pop(member), lost.pop(member))
         if lost:
             return self._note_lost(lost)
-        self._context.shares.poll(self._answers)
-        self._joining = joining
+        self._context.shares.poll(answers)
         members = self._group.members
+        by_rank = [answers[member] for member in members]
         return ProgressKnown(
-            progress=[self._answers[member] for member in members],
+            progress=furthest(by_rank),
+            by_rank=by_rank,
+            joining=joining,
             leaving=frozenset(rank for rank, m in enumerate(members) if m in leaving),
             # Without a snapshot, remote workers start again from `setup`.
             can_restart=self._context.snapshots.exists or not self._group.options.inline,
         )
 
-    def _note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:
+    def _note_lost(self, lost: Losses) -> GroupEvent:
         for member in lost:
             self._commands.busy.pop(member, None)
-        self._journal.lost = {
-            m: error for m, error in lost.items() if not self._scale_up.fail_member(m, error)
-        }
-        return WorkersLost() if self._journal.lost else FormingFailed(by_newcomer=True)
+        members = {m: e for m, e in lost.items() if not self._scale_up.fail_member(m, e)}
+        return WorkersLost(lost=members) if members else FormingFailed()
 
-    def form_group(self, action: FormGroup) -> Event:
-        before, journal = list(self._group.members), self._journal
+    def form_group(self, action: FormGroup) -> GroupEvent:
+        before, joining = list(self._group.members), action.joining
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
-        joining = self._joining if action.admits else {}
-        journal.progress = self._answers[leader]
-        if journal.progress.divided:
+        if self._journal.progress.divided:
             leaving = [member for member in before if member not in staying]
-            for held in self._commands.ask_all(leaving, ExportReplicaRequest()):
-                self._commands.ask_all([staying[0]], ImportReplicaRequest(held=held))
+            for shards in self._commands.ask_all(leaving, ExportReplicaRequest()):
+                self._commands.ask_all([staying[0]], ImportReplicaRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
-            return StateLost("all copies of some shards of the state are lost")
+            return StateLost(why="all copies of some shards of the state are lost")
         if attempt.failed:
             return self._forming_failed(attempt, joining)
         self._group.members[:] = entering
-        journal.number(entering)
+        self._number(entering)
         self._scale_up.forget_joined(list(joining.values()))
         seconds = self._clock.monotonic() - self._began
         departed = [member for member in before if member not in entering]
@@ -122,12 +119,12 @@ class GroupForming:
         left = "; ".join(f"a worker has left {member.name}" for member in departed)
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
         concerned = list(joining) or entering
-        journal.record(kind, concerned, cause=left, seconds=seconds)
+        self._journal.record(kind, concerned, cause=left, seconds=seconds)
         return GroupFormed()
 
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
-    ) -> Event:
+    ) -> GroupEvent:
         # Discard lost replacements. If no worker is lost, discard all, because one may be the
         # cause.
         reason = None if attempt.lost else attempt.error()
@@ -137,34 +134,33 @@ class GroupForming:
                 self._scale_up.fail(replacement, error)
         if attempt.lost:
             return self._note_lost(attempt.lost)
-        self._journal.error = reason
-        is_communication = isinstance(reason, CollectiveError)
-        if not joining and is_communication:
+        if joining:
+            return FormingFailed()
+        if isinstance(reason, CollectiveError):
             logger.warning("The workers could not form a process group: %s", reason)
-        return FormingFailed(by_newcomer=bool(joining), is_communication=is_communication)
+        return FormingFailed(error=reason)
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
         call = self._context.call
         if call.farewell is None or not members:
             return
-        given = self._commands.ask(members, call.farewell, ANSWER_S)
-        call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
+        outcomes = self._commands.ask(members, call.farewell, ANSWER_S)
+        call.departed_results += [each for each in outcomes if value_of(each) is not None]
 
     # ---- starts
 
     def restart(self) -> None:
         self._began, self._num_before = self._clock.monotonic(), len(self._group.members)
-        self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
-        self._context.has_state |= bool(self._context.leaving)
+        self._left = "; ".join(f"left {member.name}" for member in self._group.leaving())
         self._context.discard_members()
         if not self._context.policy.joins:
             self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
 
-    def await_workers(self, min_workers: int) -> Event:
+    def await_workers(self, min_workers: int) -> GroupEvent:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        config, causes = self._context.elastic, self._context.call.causes
+        config, call = self._context.elastic, self._context.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = too_few(num_members, min_workers)
         deadline, number = 0.0, 0
@@ -175,8 +171,8 @@ class GroupForming:
             else:
                 self._scale_up.poll({})
             if starting and (error := self._scale_up.error) is not None:
-                if isinstance(error, WorkerLostError) and causes:
-                    raise self._journal.failure(str(error), causes, cause=error)
+                if isinstance(error, WorkerLostError) and call.causes:
+                    raise self._journal.failure(call, str(error), cause=error)
                 raise error
             if self._scale_up.are_enough(min_workers):
                 return WorkersReady()
@@ -186,14 +182,14 @@ class GroupForming:
                 room = self._group.room()
                 if number == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._journal.failure(why, causes)
+                    raise self._journal.failure(call, why)
                 wait_s = backoff_s(number, config)
                 said = f"{missing}, and {room}"
                 self._journal.record("waiting", [], cause=said, seconds=wait_s)
                 deadline, number = now + wait_s, number + 1
             self._clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
 
-    def start_group(self) -> Event:
+    def start_group(self) -> GroupEvent:
         """Form a group of the ready workers, with the state of the newest snapshot."""
         ready = self._scale_up.ready()
         joining = {r.member: r for r in ready if r.member is not None}
@@ -201,27 +197,29 @@ class GroupForming:
         if lost:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
-            return FormingFailed(by_newcomer=True)
+            return FormingFailed()
         try:
-            self._enter_together(joining)
+            progress = self._enter_together(joining)
         except WorkerLostError as failure:
             self._abort(joining, failure)
             self._scale_up.set_up_alone()
-            return FormingFailed(by_newcomer=True)
+            return FormingFailed()
         # All workers repeat the steps after the snapshot, also those of departed workers.
-        step, call = self._journal.progress.global_step, self._context.call
-        given, call.departed_results = call.departed_results, []
-        call.departed_results += [each for each in given if each.progress.global_step <= step]
+        call, step = self._context.call, progress.global_step
+        call.departed_results[:] = [
+            each for each in call.departed_results if each.progress.global_step <= step
+        ]
         self._scale_up.forget_joined(ready)
         self._scale_up.set_up_alone()
-        self._record_start()
-        return GroupFormed()
+        self._record_start(step)
+        return GroupFormed(progress=progress)
 
-    def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> None:
+    def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress:
+        """Form a group, and return its progress."""
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = self._next_contexts(members)
-        self._journal.number(members)
-        leader = None
+        self._number(members)
+        leader, progress = None, Progress()
         if self._scale_up.together:
             for member, context in zip(members, contexts, strict=True):
                 joining[member].context, joining[member].step = context, "set up"
@@ -229,24 +227,23 @@ class GroupForming:
             self._raise_failure(prepared)
         else:
             leader = members[0]
-            self._load_snapshot([leader])  # the other workers get the snapshot from the leader
+            progress = self._load_snapshot(
+                [leader]
+            )  # the other workers get the snapshot from the leader
         self._raise_failure(self._enter(members, contexts, leader))
         self._group.members[:] = members
         if self.on_start is not None:
             self.on_start()
-        if leader is None:
-            self._load_snapshot(members)
+        return self._load_snapshot(members) if leader is None else progress
 
-    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
-        state = self._context.snapshots.state()
-        self._journal.progress = Progress()
-        if state is None:
-            return
-        packed = sendable("the snapshot", LoadRequest.of(state))
-        with offered(packed, [member.info.node_ip for member in members]) as given:
-            attempt = self._step("call", [(given,)] * len(members), "load", members)
+    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Progress:
+        if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
+            return Progress()
+        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
+        with offered(packed, [member.info.node_ip for member in members]) as offer:
+            attempt = self._step("call", [(offer,)] * len(members), "load", members)
         self._raise_failure(attempt)
-        self._journal.progress = next(iter(attempt.outcomes.values())).progress
+        return next(iter(attempt.outcomes.values())).progress
 
     def _abort(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
         """Discard the lost workers. The other workers stay if possible."""
@@ -265,12 +262,12 @@ class GroupForming:
         # A late interruption of this generation must not reach later work.
         self._next_generation()
 
-    def _record_start(self) -> None:
+    def _record_start(self, step: int) -> None:
         if not (self._context.policy.joins and self._context.elastic.grow):
             self._scale_up.stop()  # late workers could never join
         if not self._has_started:
             self._has_started = True
-            self._journal.record("started", self._group.members)
+            self._journal.record("started", self._group.members, step=step)
             return
         has_grown = 0 < self._num_before < len(self._group.members)
         joining = self._group.members[self._num_before :] if has_grown else self._group.members
@@ -278,13 +275,15 @@ class GroupForming:
         if self._left and len(self._group.members) >= self._num_before:
             kind = "moved"
         seconds = self._clock.monotonic() - self._began
-        self._journal.record(kind, joining, cause=self._left, seconds=seconds)
+        self._journal.record(kind, joining, cause=self._left, step=step, seconds=seconds)
 
     # ---- shared helpers
 
+    def _number(self, members: Sequence[WorkerHandle]) -> None:
+        self._journal.ranks = {member: rank for rank, member in enumerate(members)}
+
     def _next_generation(self) -> int:
         self._journal.generation += 1
-        self._context.pause_step = None  # entering workers reset their pause step too
         return self._journal.generation
 
     def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:

@@ -10,6 +10,7 @@ from raysgd._internal.context import Progress
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
 from raysgd.errors import WorkerLostError
 
@@ -20,6 +21,7 @@ _WARNINGS = {
     "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
+    "repaired": "Repaired workers %(listed)s: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
 }
@@ -36,16 +38,10 @@ class Journal:
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
         self.progress = Progress()
-        self.seen_step = 0
-        """The newest committed step that workers have reported during a call."""
-        self.lost: dict[WorkerHandle, BaseException] = {}
-        self.error: BaseException | None = None
-        """Why the newest attempt failed, if no member is lost."""
+        """The newest known progress. Only the controller sets it, from the payload of events."""
+        self._repaired: tuple[Any, ...] = ()
         self.events: list[Event] = []
         self.on_event: Callable[[], None] | None = None
-
-    def number(self, members: Sequence[WorkerHandle]) -> None:
-        self.ranks = {member: rank for rank, member in enumerate(members)}
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:
         return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))
@@ -79,6 +75,7 @@ class Journal:
             shown = {
                 **vars(event),
                 "rank": next(iter(event.ranks), -1),
+                "listed": self.listed(members),
                 "places": ", ".join(places),
                 "within": f" within {event.seconds:.0f} s" if event.seconds else "",
             }
@@ -99,16 +96,24 @@ class Journal:
         if self.on_event is not None:
             self.on_event()
 
+    def record_repair(self, progress: Progress) -> None:
+        """Record that workers took the state of the majority, unless it is recorded already."""
+        if progress.repaired and progress.repaired != self._repaired:
+            self._repaired = step, ranks, cause = progress.repaired
+            members = [member for member, rank in self.ranks.items() if rank in ranks]
+            self.record("repaired", members, step=step, cause=cause)
+
     def failure(
         self,
+        call: Call,
         why: str,
-        causes: Sequence[str],
         member: WorkerHandle | None = None,
         cause: BaseException | None = None,
     ) -> WorkerLostError:
         """Return the error that ends a call, with the causes of its losses."""
+        what = f"The call of {call.name}() failed" if call.name else "The workers did not start"
         error = WorkerLostError(
-            "\n".join([f"Training run failed: {why.rstrip('.')}.", *causes]),
+            "\n".join([f"{what}: {why.rstrip('.')}.", *call.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
             node_id="" if member is None else member.info.node_id,
             cause="" if cause is None else cause_of(member, cause),

@@ -1,21 +1,31 @@
 """The states of a group of workers, and the driver's actions for each event.
 
-The controller executes the actions in order, and the last one returns the next event.
-`docs/architecture.md` lists the transitions.
+The controller executes the actions in order, and the last one returns the next event. Events and
+actions carry all that the next step needs. `docs/architecture.md` lists the transitions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.policies import Policy, choose_leader
+from raysgd.elastic.scale_up import Replacement
+from raysgd.errors import CollectiveError
+
+Losses = Mapping[WorkerHandle, BaseException]
+"""Lost workers with their causes."""
 
 _MAX_FAILED_REJOINS = 2
 """Maximum number of consecutive failures to form a process group while all workers are alive."""
-_NO_SNAPSHOT = "and there is no snapshot to restart from (snapshot_every=None)"
+_NO_SNAPSHOT = (
+    "and there is no snapshot to restart from (snapshot_every=None). To continue, load a "
+    "checkpoint: trainer.load(path)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +33,8 @@ class Budget:
     in_call: bool = False
     min_workers: int = 1
     max_losses: float = 0
+    replaces_state: bool = False
+    """Whether the call loads another state, so that a restart needs no snapshot."""
     num_losses: int = 0
     num_early_losses: int = 0
     """Losses before the call reached the workers. They do not count as retries."""
@@ -70,24 +82,28 @@ class Closed(State):
 # ---- events
 
 
-class Event:
-    """An event of the group."""
+@dataclass(frozen=True, kw_only=True)
+class GroupEvent:
+    """What happened to the group."""
+
+    progress: Progress | None = None
+    """The progress of the group from now on. None if it stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartRequested(Event):
+class StartRequested(GroupEvent):
     """`start` was called, or `grow` found free resources."""
 
     min_workers: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallRequested(Event):
+class CallRequested(GroupEvent):
     budget: Budget
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surveyed(Event):
+class Surveyed(GroupEvent):
     """The driver has counted the members, and the workers that join and leave now."""
 
     num_workers: int
@@ -100,52 +116,58 @@ class Surveyed(Event):
     can_restart: bool = True
 
 
-class WorkersReady(Event):
+class WorkersReady(GroupEvent):
     """Enough workers are ready."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgressKnown(Event):
-    """Every member has reported its progress, by rank."""
+class ProgressKnown(GroupEvent):
+    """Every member has reported its progress."""
 
-    progress: Sequence[Progress]
+    by_rank: Sequence[Progress]
     leaving: frozenset[int] = frozenset()
+    joining: Mapping[WorkerHandle, Replacement] = field(default_factory=dict)
     can_restart: bool = False
 
 
-class GroupFormed(Event):
+class GroupFormed(GroupEvent):
     """The workers share one process group and one state."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormingFailed(Event):
+class FormingFailed(GroupEvent):
     """The workers could not form a process group, although no member is lost."""
 
-    by_newcomer: bool = False
-    """Whether workers that are not members yet may be the cause."""
-    is_communication: bool = True
+    error: BaseException | None = None
+    """Why it failed. None if workers that are not members yet may be the cause."""
 
 
-@dataclass(frozen=True)
-class StateLost(Event):
+@dataclass(frozen=True, kw_only=True)
+class StateLost(GroupEvent):
     """No worker has the state of the last step."""
 
     why: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateRescued(Event):
+class StateRescued(GroupEvent):
+    """The snapshot is as new as the remaining workers allow."""
+
     can_restart: bool
 
 
-class WorkersLost(Event):
+@dataclass(frozen=True, kw_only=True)
+class WorkersLost(GroupEvent):
     """Members are lost."""
+
+    lost: Losses
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallReturned(Event):
+class CallReturned(GroupEvent):
     """All workers have returned."""
 
+    outcomes: Sequence[Outcome] = ()
     is_complete: bool
     """False if the call paused, or repeated earlier steps."""
     interrupted: bool = False
@@ -153,26 +175,28 @@ class CallReturned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallFailed(Event):
+class CallFailed(GroupEvent):
     """The call has failed although all workers are alive."""
 
-    may_repeat: bool
-    """Whether to repeat the call: the driver interrupted it, or smaller micro-batches can save
+    error: BaseException | None = None
+    """None to repeat the call: the driver interrupted it, or smaller micro-batches can save
     memory."""
+    member: WorkerHandle | None = None
+    """The worker whose user code raised the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aborted(Event):
+class Aborted(GroupEvent):
     """An exception, such as Ctrl-C, ended an action."""
 
     reached_workers: bool = True
 
 
-class StopRequested(Event):
+class StopRequested(GroupEvent):
     """`stop` was called: work outside of calls ends."""
 
 
-class ShutDown(Event):
+class ShutDown(GroupEvent):
     """`shutdown` was called."""
 
 
@@ -187,23 +211,28 @@ class Do(Enum):
     ASK_PROGRESS = "wait for workers that are still busy, and ask each for its progress"
     START_GROUP = "form a group of the started workers, and load the snapshot"
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
-    RAISE_ERROR = "end the call with the error of the workers"
     ABANDON_CALL = "interrupt the workers after an exception on the driver"
-    REMOVE_LOST = "remove lost workers from the group"
-    COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
     RESCUE_STATE = "replace the snapshot with the state of the workers"
     RESTART = "stop the members, and begin a restart from the snapshot"
+    COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
     DISCARD_WORKERS = "stop all members"
     STOP_REPLACEMENTS = "stop all replacement workers"
 
 
+@dataclass(frozen=True)
+class RemoveLost:
+    """Remove lost workers from the group."""
+
+    lost: Losses
+
+
 @dataclass(frozen=True, kw_only=True)
 class FormGroup:
-    """Form the next generation. With `admits`, replacement workers join."""
+    """Form the next generation with the state of the rank `leader`."""
 
     leader: int
     staying: Sequence[int]
-    admits: bool
+    joining: Mapping[WorkerHandle, Replacement]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,11 +253,22 @@ class GiveUpState:
 
 
 @dataclass(frozen=True)
+class EndCall:
+    """End the call with an error of the workers. `member` has raised it in user code."""
+
+    error: BaseException
+    member: WorkerHandle | None = None
+
+
+@dataclass(frozen=True)
 class Fail:
+    """End the call with a WorkerLostError."""
+
     why: str
+    lost: Losses = field(default_factory=dict)
 
 
-Action = Do | FormGroup | RunCall | GiveUpState | Fail
+Action = Do | RemoveLost | FormGroup | RunCall | GiveUpState | EndCall | Fail
 Next = tuple[State, tuple[Action, ...]]
 
 
@@ -236,7 +276,7 @@ def too_few(num_workers: int, min_workers: int) -> str:
     return f"{num_workers} worker{'s' * (num_workers != 1)} left, but min_workers={min_workers}"
 
 
-def transition(state: State, event: Event, policy: Policy) -> Next:
+def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
     """Return the next state and the actions that follow from an event.
 
     Raises:
@@ -274,24 +314,24 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
             return _choose_members(state, event, policy)
         case Broken(), GroupFormed():
             return Ready(budget), (Do.SURVEY,)
-        case Broken(num_failed_rejoins=number), FormingFailed(by_newcomer=by_newcomer):
-            if by_newcomer:
+        case Broken(num_failed_rejoins=number), FormingFailed(error=error):
+            if error is None:
                 return state, (Do.SURVEY,)
-            if number == _MAX_FAILED_REJOINS or not event.is_communication:
-                return state, (Do.RAISE_ERROR,)
+            if number == _MAX_FAILED_REJOINS or not isinstance(error, CollectiveError):
+                return state, (EndCall(error),)
             return Broken(budget, number + 1), (Do.SURVEY,)
         case Broken(), StateLost(why=why):
             return _after_state_loss(state, why, policy)
         case Broken(), StateRescued(can_restart=can_restart):
             return _restart_from_snapshot(state, can_restart)
-        case Broken() | Running(), WorkersLost():
-            return _after_loss(_broken(state), policy)
+        case Broken() | Running(), WorkersLost(lost=lost):
+            return _after_loss(_broken(state), lost, policy)
         case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
             # Only a new generation revokes an interruption.
             after = Broken(budget) if interrupted else Ready(budget)
             return after, () if is_complete else (Do.SURVEY,)
-        case Running(), CallFailed(may_repeat=may_repeat):
-            return Broken(budget), (Do.SURVEY if may_repeat else Do.RAISE_ERROR,)
+        case Running(), CallFailed(error=error, member=member):
+            return Broken(budget), (Do.SURVEY if error is None else EndCall(error, member),)
     raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")
 
 
@@ -304,7 +344,7 @@ def _restart(state: State) -> Next:
 
 
 def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
-    if not can_restart:
+    if not (can_restart or state.budget.replaces_state):
         return _broken(state), (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
     return _restart(state)
 
@@ -333,32 +373,34 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
 
 
 def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:
-    progress = event.progress
+    progress = event.by_rank
     leader = choose_leader(progress)
-    if progress[leader].partial and event.can_restart and policy.keeps_snapshots:
+    may_restart = event.can_restart and policy.keeps_snapshots and not state.budget.replaces_state
+    if progress[leader].partial and may_restart:
         why = "a failed step has changed the parameters of all workers"
         return _after_state_loss(state, why, policy)
     ranks = range(len(progress))
-    staying, admits = [rank for rank in ranks if rank not in event.leaving] or list(ranks), True
+    staying = [rank for rank in ranks if rank not in event.leaving] or list(ranks)
+    joining = event.joining
     if leader not in staying:
         first = staying[choose_leader([progress[rank] for rank in staying])]
         is_behind = progress[first].global_step < progress[leader].global_step
         if is_behind or progress[first].partial:
-            staying, admits = list(ranks), False  # only a leaving worker has the state
+            staying, joining = list(ranks), {}  # only a leaving worker has the state
         else:
             leader = first
-    return state, (FormGroup(leader=leader, staying=staying, admits=admits),)
+    return state, (FormGroup(leader=leader, staying=staying, joining=joining),)
 
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
-    if not policy.keeps_snapshots:
+    if not (policy.keeps_snapshots or state.budget.replaces_state):
         return state, (Do.STOP_REPLACEMENTS, Fail(f"{why}, {_NO_SNAPSHOT}"))
     return state, (Do.STOP_REPLACEMENTS, GiveUpState(why), Do.SURVEY)
 
 
-def _after_loss(state: Broken, policy: Policy) -> Next:
+def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
     budget = state.budget
-    actions: list[Action] = [Do.REMOVE_LOST]
+    actions: list[Action] = [RemoveLost(lost)]
     if not policy.joins:
         actions += [Do.RESCUE_STATE] if policy.rescues_state else []
         actions += [Do.DISCARD_WORKERS]
@@ -367,10 +409,12 @@ def _after_loss(state: Broken, policy: Policy) -> Next:
         budget = replace(budget, num_losses=budget.num_losses + 1)
         if budget.num_losses > budget.max_losses:
             last = Fail(
-                f"workers were lost in one call more often than max_retries={budget.max_losses}"
+                f"workers were lost in one call more often than max_retries={budget.max_losses}",
+                lost,
             )
     else:
         budget = replace(budget, num_early_losses=budget.num_early_losses + 1)
         if budget.num_early_losses > policy.max_attempts:
-            last = Fail(f"workers were lost {budget.num_early_losses} times before the call began")
+            why = f"workers were lost {budget.num_early_losses} times before the call began"
+            last = Fail(why, lost)
     return replace(state, budget=budget), (*actions, last)

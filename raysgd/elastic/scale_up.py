@@ -317,10 +317,10 @@ class ScaleUp:
 
         Return False if the worker is not a replacement.
         """
-        found = next((r for r in self._replacements if r.member is member), None)
-        if found is not None:
-            self.fail(found, error)
-        return found is not None
+        replacement = next((r for r in self._replacements if r.member is member), None)
+        if replacement is not None:
+            self.fail(replacement, error)
+        return replacement is not None
 
     def ready(self) -> list[Replacement]:
         """Return the replacement workers that can join now."""

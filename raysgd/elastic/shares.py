@@ -102,11 +102,11 @@ class Shares:
                     ", ".join(map(repr, missing)),
                     ", ".join(sorted(known)),
                 )
-        found = []
+        by_member = []
         for member in members:
             traits = self._traits.get(member.node_id, set())
-            found.append(next((share for name, share in shares.items() if name in traits), 1.0))
-        return _normalized(found)
+            by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
+        return _normalized(by_member)
 
     def _by_speed(self, members: Sequence[WorkerHandle]) -> tuple[float, ...]:
         """Return shares proportional to speed. A worker of unknown speed gets the mean."""

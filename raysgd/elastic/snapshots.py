@@ -16,9 +16,13 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
+from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
+
+_CHANGE_S = 10.0
+"""Seconds that a call waits for the snapshot of a change. Large states arrive later."""
 
 Read = Callable[[], Any]
 """Returns a stored state."""
@@ -31,12 +35,12 @@ def fetch(member: WorkerHandle, step: int | None, num_changes: int) -> Future[Re
     def begin(answer: Future[Packed | Ticket | None]) -> None:
         if (error := answer.exception()) is not None:
             fetched.set_exception(error)
-        elif isinstance(found := answer.result(), Ticket):
+        elif isinstance(snapshot := answer.result(), Ticket):
             name = "raysgd-snapshot"
-            threading.Thread(target=receive, args=(found,), name=name, daemon=True).start()
+            threading.Thread(target=receive, args=(snapshot,), name=name, daemon=True).start()
         else:
             # Copy the snapshot, because Ray's object store has the buffers.
-            fetched.set_result(None if found is None else found.copy().value)
+            fetched.set_result(None if snapshot is None else snapshot.copy().value)
 
     def receive(ticket: Ticket) -> None:
         try:
@@ -62,7 +66,7 @@ class SnapshotKeeper:
         self._step = -1
         self._coming: tuple[int, list[Future[Read | None]]] | None = None
         self._has_warned = False
-        self._num_changes = 0
+        self._num_changes = self._num_settled = 0
 
     def keep(self, *shards: Read, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
@@ -106,9 +110,16 @@ class SnapshotKeeper:
             elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
                 self._coming = (step, [fetch(m, step, p.num_changes) for m, p in progress.items()])
 
-    @property
-    def coming(self) -> Sequence[Future[Any]]:
-        return () if self._coming is None else self._coming[1]
+    def settle(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Fetch a newer snapshot at the end of a call.
+
+        Wait for it if a restart could not repeat the call, which has changed the state.
+        """
+        self.poll(progress)
+        before = self._num_settled
+        self._num_settled = next((p.num_changes for p in progress.values()), before)
+        if self._num_settled != before and self._coming is not None:
+            self._group.clock.wait(self._coming[1], _CHANGE_S)
 
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
@@ -130,7 +141,13 @@ class SnapshotKeeper:
 
     def state(self) -> Mapping[str, Any] | None:
         self._receive()
-        return with_shares([read() for read in self._shards]) if self._shards else None
+        try:
+            return with_shares([read() for read in self._shards]) if self._shards else None
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(
+                f"All workers are lost, and the driver cannot read its snapshot: {error} To "
+                "continue, load another checkpoint: trainer.load(path)."
+            ) from error
 
     def _receive(self) -> None:
         if self._coming is None or not all(future.done() for future in self._coming[1]):

@@ -69,7 +69,9 @@ class Evaluation:
             metrics = weighted(metrics, batches.count or not batches.exhausted)
             self._progress.results.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
-            taken = batches.count if num_left is None or limit is None else limit
+            taken = limit
+            if taken is None or num_left is None:
+                taken = source.steps_taken(batches.count)
             if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
                 context = train_state.context
                 raise no_batch(

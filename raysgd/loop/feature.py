@@ -19,6 +19,7 @@ class StepFeature:
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
     replicates = False  # keeps the models equal on all workers
+    repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
 
     # ---- the group of workers
 
@@ -81,9 +82,8 @@ class StepFeature:
         """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
-    def applying(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for a function of ``apply_all_operators``."""
-        return contextlib.nullcontext()
+    def after_apply(self) -> None:
+        """Handle the end of a function of ``apply_all_operators``."""
 
     def end_epoch(self, epoch: int) -> None:
         """Handle the end of an epoch, after which `epoch` epochs are complete."""

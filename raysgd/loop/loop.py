@@ -52,6 +52,7 @@ from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
+from raysgd.loop.state_schema import Receiver, state_for
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
@@ -92,39 +93,11 @@ class Loop:
 
     # ---- state
 
-    def state(self) -> dict[str, Any]:
-        """Return the state to save, with tensors on their device.
+    def state_for(self, receiver: Receiver) -> dict[str, Any]:
+        return state_for(receiver, self.operator, vars(self.progress.state))
 
-        If the state is sharded, ``shares`` has this worker's shards, and only rank 0 adds the rest.
-        If you add a key here, add it to `OperatorRunner._shared_state`, which replacement workers
-        receive, and to `OperatorRunner.load_state_dict`.
-        """
-        train_state = self.train_state
-        state: dict[str, Any] = {"global_step": train_state.global_step}
-        if train_state.sharded_features:
-            state["shares"] = _shards(train_state)
-            if train_state.context.world_rank != 0:
-                return state
-        position = train_state.position()
-        return {
-            "epoch": position["epoch"] + (position["offset"] > 0),
-            **state,
-            "operator": self.operator.state_dict(),
-            **train_state.training_state(),
-            "data": position,
-        }
-
-    def state_with_call(self) -> dict[str, Any]:
-        """Return the state for a process that continues the current call."""
-        batching = self.train_state.data.batching()
-        # Shares of the global batch follow from the new number of workers.
-        own = {name: each for name, each in batching.items() if not each[1]}
-        own_call = {
-            "call": dict(vars(self.progress.state)),
-            "batching": own,
-            "flags": self.train_state.flags(),
-        }
-        return {**self.state(), **own_call}
+    def snapshot_state(self) -> dict[str, Any]:
+        return self.state_for("snapshot")
 
     # ---- train
 
@@ -151,6 +124,7 @@ class Loop:
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
+        train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
         while (left := self._steps_left(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
@@ -209,7 +183,7 @@ class Loop:
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
-        self.snapshots.maybe_take(self.state_with_call, begins=True)
+        self.snapshots.maybe_take(self.snapshot_state, begins=True)
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
@@ -263,11 +237,13 @@ class Loop:
                 left = self._least(min(left, 2**40))  # the product must fit into 64 bits
             else:
                 go_on = self._least
+        elif source.step_digest() is not None and train_state.context.world_size > 1:
+            go_on = partial(self._check_samples, source)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         on_commit = None
         if self.snapshots.each_step:
-            on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
+            on_commit = partial(self.snapshots.maybe_take, self.snapshot_state)
         batches = self._draw(source, train_state.epoch, train_state.offset)
         return StepIterator(
             train_state, source, batches, limit, left, go_on, self.signal, on_commit
@@ -288,6 +264,18 @@ class Loop:
         smallest = self.train_state.minimum(number * context.world_size + context.world_rank)
         least, self._shortest = divmod(int(smallest), context.world_size)
         return least
+
+    def _check_samples(self, source: BatchSource, has_batch: int) -> int:
+        """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
+        train_state, digest = self.train_state, source.step_digest() or 0
+        if train_state.minimum(digest) != -train_state.minimum(-digest):
+            raise RuntimeError(
+                f"The workers read different samples from {source.describe()}. Every worker must "
+                "read the same stream, and raysgd selects its part. Seed its shuffles equally on "
+                "all workers. If it selects the samples of its worker itself, pass "
+                "add_dist_sampler=False to the trainer, or give it an attribute num_replicas."
+            )
+        return has_batch
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""
@@ -353,13 +341,3 @@ class Loop:
         source.reshard(
             settings.context.world_size, settings.context.world_rank, settings.batch_share
         )
-
-
-def _shards(state: TrainState) -> list[Any]:
-    """Return this worker's shards of each optimizer, and then of each sharded model."""
-    by_optimizer = {id(feature.optimizer): feature.shards() for feature in state.sharded_features}
-    of_optimizers = [by_optimizer.get(id(optimizer), []) for optimizer in state.optimizers]
-    return [
-        *of_optimizers,
-        *(shard for feature in state.sharded_features for shard in feature.model_shards()),
-    ]

@@ -118,6 +118,10 @@ class OperatorBase:
         collectives. (`setup` of a replacement worker runs alone, in a group of one.)
         """
 
+    def describe_data(self) -> dict[str, str]:
+        """Return how the workers read each registered loader, and where a resumed run begins."""
+        return self._train_state.data.describe()
+
     # ---- for subclasses
 
     def _new_meters(self) -> AverageMeterCollection:
@@ -168,6 +172,7 @@ class OperatorBase:
         if not micro_batch.weight:  # the samples are repeated
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
+        self._train_state.timing.num_samples += float(weight)
         if tx.is_last:
             meters.settle()
 
@@ -259,3 +264,15 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
             f"{operator_cls.__name__} must override setup(self, config), and register models, "
             "optimizers, and loaders there."
         )
+
+
+def listed(given: Any) -> list[Any]:
+    """Return registered objects as a new list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def shaped_like(given: Any, members: list[Any]) -> Any:
+    """Return `members` in the shape of `given`: a single one, a list, or a tuple."""
+    if isinstance(given, tuple):
+        return tuple(members)
+    return members if isinstance(given, list) else members[0]

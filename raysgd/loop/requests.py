@@ -79,6 +79,7 @@ class MeasuredRequest(Request):
 class UpdateSchedulersRequest(Request):
     """Step every scheduler with a metric, once per call."""
 
+    name = "update_scheduler"
     call: int
     metric: float
 
@@ -108,6 +109,7 @@ class ModelsRequest(Request):
 class ApplyRequest(Request):
     """Call a function."""
 
+    name = "apply_all_workers"
     function: Callable[[], Any]
 
 
@@ -115,4 +117,5 @@ class ApplyRequest(Request):
 class ApplyOperatorRequest(Request):
     """Call a function with the operator."""
 
+    name = "apply_all_operators"
     function: Callable[[Any], Any]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE, worker_config
-from raysgd._internal.context import Progress, Request, WorkerContext
+from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
 from raysgd.checkpoint.file import write_state
@@ -23,7 +23,8 @@ from raysgd.loop import requests
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import Generators, check_position
+from raysgd.loop.state import Generators
+from raysgd.loop.state_schema import check_state
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -33,7 +34,7 @@ _LOSS_WAIT_S = 0.02
 """Seconds to wait for a loss from a GPU before reporting the previous loss."""
 
 
-class OperatorRunner(ABC):
+class OperatorRunner(Runner, ABC):
     """Runs one operator. `Runner` documents which thread calls each method."""
 
     def __init__(self, options: Options) -> None:
@@ -44,12 +45,6 @@ class OperatorRunner(ABC):
         self._loss = LossReader()
 
     # ---- lifecycle
-
-    @abstractmethod
-    def prepare(self, context: WorkerContext) -> None: ...
-
-    @abstractmethod
-    def setup(self, context: WorkerContext) -> None: ...
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         train_state, position = self._train_state, self._train_state.position()
@@ -87,7 +82,7 @@ class OperatorRunner(ABC):
     def _follow(self, leader: int) -> dict[str, Any] | None:
         """Load the state of rank `leader`, and return it. Every rank must call this."""
         train_state, rank = self._train_state, self._train_state.context.world_rank
-        state = train_state.from_rank(self._shared_state, leader)
+        state = train_state.from_rank(lambda: self._running.state_for("replacement"), leader)
         if rank != leader:
             train_state.data.set_batch_size(state["batching"])
             train_state.micro_batching.why_not = (
@@ -101,7 +96,7 @@ class OperatorRunner(ABC):
             train_state.transaction.is_partial = state["partial"]
             train_state.set_flags(state["flags"])
         if rank != leader:
-            train_state.move_to(state["position"], state["global_step"])
+            train_state.move_to(state["data"], state["global_step"])
             self._running.progress.join(state["call"])
         return state if rank != leader else None
 
@@ -179,6 +174,8 @@ class OperatorRunner(ABC):
             divided=bool(sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),
             partial=train_state.transaction.is_partial,
+            repaired=max(feature.repaired for feature in train_state.features),
+            timing=train_state.timing.totals,
         )
 
     def request_stop(self, requested: bool) -> None:
@@ -202,7 +199,8 @@ class OperatorRunner(ABC):
         with self.signal.deferring_ctrl_c():
             match request:
                 case requests.TrainRequest():
-                    return self._running.train(request)
+                    with self._train_state.timing.running():
+                        return self._running.train(request)
                 case requests.ValidateRequest():
                     return self._running.evaluation.validate(request)
                 case requests.PredictRequest():
@@ -237,7 +235,9 @@ class OperatorRunner(ABC):
                     replicas = [each.export_replica() for each in self._train_state.features]
                     return self._train_state.to_cpu(replicas)
                 case call.ImportReplicaRequest():
-                    for each, replica in zip(self._train_state.features, request.held, strict=True):
+                    for each, replica in zip(
+                        self._train_state.features, request.shards, strict=True
+                    ):
                         each.import_replica(replica)
                     return None
         raise NotImplementedError(f"Operators do not support {request.name}.")
@@ -268,15 +268,14 @@ class OperatorRunner(ABC):
         train_state, loop = self._train_state, self._running
         before = self._user_settings()
         try:
-            with contextlib.ExitStack() as stack:
-                for feature in train_state.features:
-                    stack.enter_context(feature.applying())
-                return function(self.operator)
+            return function(self.operator)
         finally:
+            for feature in train_state.features:
+                feature.after_apply()
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:
-                    loop.snapshots.maybe_take(loop.state_with_call)
+                    loop.snapshots.maybe_take(loop.snapshot_state)
 
     def _user_settings(self) -> tuple[Any, ...]:
         train_state = self._train_state
@@ -293,7 +292,7 @@ class OperatorRunner(ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state: dict[str, Any] = self._train_state.to_cpu(self._running.state())
+        state: dict[str, Any] = self._train_state.to_cpu(self._running.state_for("file"))
         return state
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
@@ -302,13 +301,14 @@ class OperatorRunner(ABC):
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = copy.deepcopy(state)
-        check_position(state)
+        check_state(state)
         train_state.check_training_state(state)
         places: dict[int, Any] = {}
         if incoming is not None:
             state, places = train_state.places_of(state, incoming.addresses)
             incoming.fill(places, before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
+        train_state.data.check_position(position.get("stream", {}))
         context = train_state.context
         generators = self.generators.checked(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:
@@ -343,22 +343,8 @@ class OperatorRunner(ABC):
         has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers
         if train_state.sharded_features and not has_all:
             return None
-        state: dict[str, Any] = train_state.to_cpu(self._loop.state_with_call())
+        state: dict[str, Any] = train_state.to_cpu(self._loop.snapshot_state())
         return state
-
-    def _shared_state(self) -> dict[str, Any]:
-        train_state = self._train_state
-        return {
-            "operator": self.operator.state_dict(),
-            "position": train_state.position(),
-            "global_step": train_state.global_step,
-            "call": dict(vars(self._running.progress.state)),
-            "fingerprint": train_state.data.fingerprint(),
-            "batching": train_state.data.batching(),
-            "flags": train_state.flags(),
-            "indivisible": train_state.micro_batching.why_not,
-            "partial": train_state.transaction.is_partial,
-        }
 
 
 def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 
@@ -39,14 +40,26 @@ class DataSources(ABC):
 
     def _wrapped(self, argument: str, loader: Any, training: bool) -> BatchSource:
         # Map-style data sets without __iter__ are iterable through __getitem__.
-        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        is_read = isinstance(loader, Iterable) or inspect.isgeneratorfunction(loader)
+        if not is_read and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{argument} must be iterable, but it is {loader!r}.")
         if isinstance(loader, GeneratorType):
             raise TypeError(
                 f"{argument}: a generator can be read only once, so it has no second epoch. "
-                "Register a list, or an object whose __iter__ is the generator."
+                "Register the generator function, or a list."
             )
+        if inspect.isgeneratorfunction(loader):
+            loader = _Calls(loader)
         source = self.wrap(loader, training=training)
+        if source.reads_everything and self._settings.options.num_workers > 1:
+            self._settings.warn_once(
+                argument,
+                "%s: every worker reads all of this stream, %s, and trains on its part. To read "
+                "each sample on one worker only, use a data set that can be indexed, or "
+                "raysgd.data.Stream for files.",
+                argument,
+                type(getattr(loader, "dataset", loader)).__name__,
+            )
         if not source.partitioned_by and self._settings.options.num_workers > 1:
             self._settings.warn_once(
                 argument,
@@ -173,6 +186,22 @@ class DataSources(ABC):
         for source in self._sources.values():
             source.close_workers()
 
+    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+        source = self._sources.get(self.trains_on)
+        return {} if source is None else source.position(epoch, offset)
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        if (source := self._sources.get("train")) is not None:
+            source.check_position(position)
+
+    def move_to(self, position: Mapping[str, Any]) -> None:
+        if (source := self._sources.get(self.trains_on)) is not None:
+            source.move_to(position)
+
+    def describe(self) -> dict[str, str]:
+        """Describe how the workers read each loader."""
+        return {name: source.describe_reading() for name, source in self._sources.items()}
+
     def own_seeds(self) -> dict[str, int]:
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         return {name: seed for name, seed in seeds.items() if seed is not None}
@@ -186,6 +215,16 @@ class DataSources(ABC):
         context, share = self._settings.context, self._settings.batch_share
         for source in self._sources.values():
             source.reshard(context.world_size, context.world_rank, share)
+
+
+class _Calls:
+    """An iterable that calls a generator function in each epoch."""
+
+    def __init__(self, function: Callable[[], Iterator[Any]]) -> None:
+        self._function = function
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._function()
 
 
 def _no_batches(name: str) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A worker's state: snapshots for the driver, random numbers, and checks of a state to load."""
+"""A worker's snapshots for the driver, and its random numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._internal.nested import map_leaves
+from raysgd._internal.step_timing import SAVE
 from raysgd.errors import CheckpointError
 from raysgd.loop.train_state import TrainState
 
@@ -41,7 +42,7 @@ class Snapshots:
         self.clock = time.monotonic
         self._state = state
         self._every = state.settings.options.elastic.snapshot_every
-        self._held: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
+        self._newest: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
         self._copy: dict[str, Any] | None = None  # until it is sent
         self._asked_at = -_SEND_S  # when the driver last asked for the copy
         self._is_needed = self._every != "auto"  # whether a snapshot is due in any case
@@ -57,8 +58,7 @@ class Snapshots:
 
     @property
     def step(self) -> int | None:
-        held = self._held
-        return None if held is None else held[1]
+        return None if self._newest is None else self._newest[1]
 
     def maybe_take(self, state: Callable[[], dict[str, Any]], begins: bool = False) -> None:
         """Copy the result of `state` if a snapshot is due.
@@ -85,10 +85,11 @@ class Snapshots:
             due = bool(train_state.minimum(int(due)))
         is_sent = self._copy is not None and now - self._asked_at < _SEND_S
         if due and (is_sharded or not is_sent):
-            self._take(state)
+            with train_state.timing.within(SAVE):
+                self._take(state)
 
     def _is_due(self, state: Callable[[], dict[str, Any]]) -> bool:
-        epoch, step = self._held or (-1, 0)
+        epoch, step = self._newest or (-1, 0)
         if isinstance(self._every, int):
             return self._state.global_step - step >= self._every
         is_new_epoch = epoch != self._state.epoch
@@ -121,14 +122,14 @@ class Snapshots:
             return
         self._looked_at = self.clock()
         self._copy, self._copy_s = copy, self._looked_at - began
-        self._held = train_state.epoch, train_state.global_step
+        self._newest = train_state.epoch, train_state.global_step
 
     def clear(self, outdated: bool = False) -> None:
         """Discard the copy, because the state was replaced or resharded.
 
         If it is `outdated`, the next snapshot is due immediately: the driver has no newer state.
         """
-        self._held = self._copy = None
+        self._newest = self._copy = None
         self._is_needed = outdated or self._every != "auto"
         self.num_changes += outdated
 
@@ -193,43 +194,3 @@ class Generators:
             yield
         finally:
             self.set(own)
-
-
-def check_position(state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the epochs, steps, or offsets of a state are not counts."""
-    counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
-    try:
-        if data := state.get("data"):
-            optional = ("validation_offset", "seed", "split")
-            known = ["epoch", "offset", *(key for key in optional if key in data)]
-            counts |= {f"data[{key!r}]": data.get(key) for key in known}
-            seeds = data.get("loader_seeds", {})
-            counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
-    except (AttributeError, TypeError) as error:
-        raise CheckpointError(f"The state's data cannot be loaded: {error!r}.") from error
-    for key, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
-            raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
-    if counts.get("data['split']") == 0:
-        raise CheckpointError("The state's data['split'] must be at least 1.")
-
-
-def check_parts(
-    name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
-) -> None:
-    """Raise CheckpointError if saved states of models, optimizers, or schedulers do not fit.
-
-    `problem_of` returns why an object cannot load a state, or an empty string.
-    """
-    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
-        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
-    if len(saved) != len(objects):
-        raise CheckpointError(
-            f"The state has {len(saved)} {name}, but the operator registered {len(objects)}."
-        )
-    for index, (own, state) in enumerate(zip(objects, saved, strict=True)):
-        if problem := problem_of(own, state):
-            raise CheckpointError(
-                f"The state's {name}[{index}] does not fit the registered {type(own).__name__}: "
-                f"{problem}."
-            )

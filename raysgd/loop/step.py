@@ -25,8 +25,8 @@ class StepTransaction:
         self.optimizers: Sequence[Any] = ()
         self.is_warm_up = False  # the step ends before an optimizer updates
         self.is_partial = False  # a discarded step left changes that no feature could restore
-        self.reference = 1.0
-        """Planned items of all workers in an update, if user code counts items: a power of two."""
+        self.reference: float | None = None
+        """Planned items of all workers in an update, if user code counts items. None: unknown."""
         self._most_updates: Counter[int] = Counter()
         self._reset()
 
@@ -64,7 +64,8 @@ class StepTransaction:
 
     def begin_plan(self, plan: UpdatePlan) -> None:
         """Set the micro-batches of the update, before the first one begins."""
-        self.plan, self.is_split = plan, len(plan.micro_batches) > plan.num_steps
+        self.plan, self.num_planned = plan, len(plan.micro_batches)
+        self.is_split = self.num_planned > plan.num_steps
 
     def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
@@ -150,8 +151,9 @@ class StepTransaction:
 
         Until the last micro-batch, the planned number of items replaces the total. The first loss
         of the last micro-batch corrects earlier gradients by ``planned / total``, which is equal
-        on all workers. `add_up` adds counts over the workers, once per update. Samples need no
-        communication, because each worker knows the partition.
+        on all workers. `add_up` adds counts over the workers, once per update, and once more in the
+        first update of a generation. Samples need no communication, because each worker knows the
+        partition.
 
         Raises:
             ValueError: If another loss of the micro-batch has another count, or if user code
@@ -165,7 +167,7 @@ class StepTransaction:
         if is_first or not self.is_open:
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
-            planned = self._planned(num_workers) if not self.is_only else 0.0
+            planned = self._planned(num_workers, add_up) if not self.is_only else 0.0
             self._total = self._exact(num_workers, add_up) if self.is_last else planned
             if self.has_earlier_losses and self._total:
                 is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
@@ -191,9 +193,11 @@ class StepTransaction:
         self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
         self._is_weighted = True
 
-    def _planned(self, num_workers: int) -> float:
+    def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         """Return the planned number of items of all workers, which is equal on all workers."""
         if self._counts_items:
+            if self.reference is None:  # the first update of a generation
+                self.reference = _power_of_two(self.num_planned * add_up(self._items))
             return self.reference
         if self.plan.total is None:
             return float(self.plan.num_steps * num_workers)
@@ -203,10 +207,14 @@ class StepTransaction:
         """Return the number of items of all workers in the update."""
         if self._counts_items:
             total = add_up(self._num_items)
-            if total:  # multiplication by a power of two does not round
-                self.reference = 2.0 ** round(math.log2(total))
+            self.reference = _power_of_two(total)
             return total
         if num_workers == 1 or self.plan.total is None:
             return self._num_items * num_workers
         own = self.plan.samples
         return self.plan.total * (self._num_items / own if own else 1.0)
+
+
+def _power_of_two(number: float) -> float:
+    """Return a power of two near a number. To multiply by it does not round."""
+    return 2.0 ** round(math.log2(number)) if number else 1.0

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal
@@ -109,6 +110,7 @@ class StepIterator:
 
     def __next__(self) -> Any:
         self.drawn_from = True
+        self._train_state.timing.enter(OTHER)
         if self._tx.batches and self._tx.is_last:
             self._commit()
         self._signal.raise_stop()
@@ -127,13 +129,15 @@ class StepIterator:
         micro_batch = self._next_micro_batch()
         self.batch = batch
         self._parts.extend(self._train_state.micro_batching.split_batch(batch, micro_batch))
-        self._tx.is_split = self._tx.is_split or len(self._parts) > 1
-        self._tx.num_planned = len(self._tx.plan.micro_batches) * len(self._parts)
+        if len(self._parts) > 1:
+            self._tx.is_split = True
+            self._tx.num_planned = len(self._tx.plan.micro_batches) * len(self._parts)
         return self._next_part()
 
     def _next_part(self) -> Any:
         part, micro_batch = self._parts.popleft()
         self._train_state.begin(micro_batch, is_last=self._draws_last and not self._parts)
+        self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
     def _is_at_end(self) -> bool:
@@ -191,13 +195,15 @@ class StepIterator:
 
     def _take(self) -> Any:
         """Return the next batch, or _NOTHING if any rank has no more batches."""
-        timers = self._train_state.timers
+        timers, timing = self._train_state.timers, self._train_state.timing
+        timing.enter(DATA)
         try:
             with timers.record("data"), self._signal.waiting():
                 batch = next(self._batches, _NOTHING)
         except BaseException:
             self.loader_failed = True
             raise
+        timing.enter(OTHER)
         if self._go_on is not None:
             self._next_batch = batch  # keeps the batch if a worker is lost during the collective
             if not self._go_on(int(batch is not _NOTHING)):
@@ -230,6 +236,7 @@ class StepIterator:
             if not self._tx.is_open:
                 self.batch = None
                 self.num_batches += num_steps
+                self._train_state.timing.num_steps += num_steps
         if self._on_commit is not None:
             self._train_state.offset = self._offset()
             self._on_commit()

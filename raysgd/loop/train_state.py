@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.step_timing import new_timing
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import ShardedFeature, StepFeature
@@ -31,6 +32,7 @@ class TrainState(SavedState):
         self.settings = settings
         self.timers = TimerCollection()
         self.timers.enabled = False
+        self.timing = new_timing()
         self.models: list[Any] = []
         self.num_criteria = 0
         """Number of criteria with trained parameters, which are the last of `models`."""
@@ -82,6 +84,8 @@ class TrainState(SavedState):
             position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
+        if stream := self.data.position(self.epoch, self.offset):
+            position["stream"] = stream
         return position
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
@@ -91,6 +95,7 @@ class TrainState(SavedState):
         self.micro_batching.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
+        self.data.move_to(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.seed = seed
@@ -160,7 +165,7 @@ class TrainState(SavedState):
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         self.settings.context = context
         self.settings.batch_share = batch_share
-        self.transaction.reference = 1.0  # new workers must use the same number
+        self.transaction.reference = None  # new workers must use the same number
         self.data.enter()
         for feature in self.features:
             feature.enter()

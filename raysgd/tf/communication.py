@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.horovod import check_dtypes
 
@@ -101,7 +102,9 @@ class HorovodGroup(Communication):
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
         check_dtypes([tensor.dtype.name for tensor in tensors])
+        phase = step_timing.enter(step_timing.WAIT)
         means: list[Any] = self._mean(list(tensors))
+        step_timing.resume(phase)
         return means
 
     def largest(self, values: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from raysgd.loop.registered import listed, shaped_like
+from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.tf.communication import Communication
 from raysgd.tf.features import Averages, KerasOptimization, KerasReplication
 from raysgd.tf.keras import scaled_optimizer

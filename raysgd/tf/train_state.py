@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.nested import deep_copied, map_leaves
-from raysgd.loop.state import check_parts
+from raysgd.loop.state_schema import check_parts
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine

@@ -32,7 +32,7 @@ class KerasTrainerState(TrainerState):
     def weights(self) -> Any:
         request = ApplyOperatorRequest(function=weights)
         call = Call(request=request, rank=0, max_losses=3, any_size=True)
-        models = self.calls.make(call)[0]
+        models = self.dispatcher.make(call)[0]
         if len(models) == 1:
             return models[0]
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
@@ -147,8 +147,8 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
             return super().train(num_steps, *arguments)
         steps, result = self._plan["steps_per_epoch"], None
         for _ in range(self._plan["epochs"] or 1):
-            if result is None or self._calls.steps_left > 0:
-                num_steps = steps and int(min(steps, self._calls.steps_left))
+            if result is None or self._dispatcher.steps_left > 0:
+                num_steps = steps and int(min(steps, self._dispatcher.steps_left))
                 result = super().train(num_steps, *arguments)
         return result
 

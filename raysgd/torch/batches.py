@@ -186,7 +186,16 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
                 ".loss, add a target to the batch that forward does not take, or override "
                 "train_batch."
             )
-    criterion = operator._default("criterion")
+    loss = _loss_by(operator._default("criterion"), output, batch)
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        raise ValueError(
+            f"The criterion returned a tensor of shape {tuple(loss.shape)}, but a loss must be one "
+            "number, such as the mean. A loss of PyTorch must not have reduction='none'."
+        )
+    return loss
+
+
+def _loss_by(criterion: Any, output: Any, batch: Batch) -> Any:
     # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
     modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
     is_torchs = bool(modules & {"torch.nn.modules.loss", "torch.nn.functional"})
@@ -194,13 +203,20 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
         return criterion(output, batch.target)
     scores = scores_in(output)
     if scores is not output and torch.is_grad_enabled():
-        _refuse_auxiliary(output)
+        _refuse_auxiliary(output, scores)
     return criterion(scores, batch.target)
 
 
-def _refuse_auxiliary(output: Any) -> None:
-    names = output if isinstance(output, Mapping) else dir(output)
-    unused = [name for name in names if name.startswith("aux") and _part(output, name) is not None]
+def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
+    """Raise an error for other trained parts that are auxiliary by their name or shape."""
+    own = [*getattr(output, "_fields", ()), *getattr(output, "__dict__", ())]
+    parts = {name: _part(output, name) for name in _named(output) or own}
+    unused = [
+        name
+        for name, part in parts.items()
+        if part is not None and part is not scores and part.requires_grad
+        if name.startswith("aux") or part.shape == scores.shape
+    ]
     if unused:
         raise TypeError(
             f"The output {type(output).__name__} has logits and {', '.join(unused)}, but a loss of "

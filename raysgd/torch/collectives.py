@@ -42,12 +42,17 @@ def rank() -> int:
 
 
 def minimum(value: int, device: torch.device) -> int:
+    return int(lowest(torch.tensor([value], dtype=torch.int64, device=device)).item())
+
+
+def lowest(values: torch.Tensor) -> torch.Tensor:
+    """Return the minimum of all ranks for each element of a vector, which this may change."""
     hvd = _horovod()
-    held = torch.tensor([value], dtype=torch.int64, device=device)
     if hvd is not None:
-        return int(hvd.allgather(held, name="raysgd.minimum").min())
-    dist.all_reduce(held, op=dist.ReduceOp.MIN)
-    return int(held.item())
+        gathered: torch.Tensor = hvd.allgather(values, name="raysgd.minimum")
+        return gathered.view(-1, len(values)).amin(0)
+    dist.all_reduce(values, op=dist.ReduceOp.MIN)
+    return values
 
 
 def total(value: float, device: torch.device) -> float:

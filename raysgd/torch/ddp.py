@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from raysgd._internal import step_timing
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.state import version_of
 
@@ -65,6 +66,8 @@ class ReplicatedModel(DistributedDataParallel):
     """Whether a backward pass of this step has computed gradients."""
     _first_pass = -1
     """ID of the first backward pass of the newest step with one."""
+    _watches_parameters = False
+    """Whether hooks of the parameters detect backward passes, and not only hooks of outputs."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -84,27 +87,42 @@ class ReplicatedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
+        phase = step_timing.enter(step_timing.FORWARD)
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        step_timing.resume(phase)
         if self.require_backward_grad_sync:
-            self._awaits_pass = True
+            self._awaits_pass, self._pass = True, -1
             for tensor in _find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin_pass)
+            if not self._watches_parameters and _may_hide_tensors(output):
+                self._watches_parameters = True
+                for parameter in filter(lambda each: each.requires_grad, self._reduced):
+                    parameter.register_hook(self._begin_pass)
         return output
 
     def _begin_pass(self, _: torch.Tensor) -> None:
-        if self._pass != (number := torch._C._current_graph_task_id()):
-            self._pass, self._before = number, list(map(gradient_of, self._reduced))
+        if self._pass == -1:  # else within a pass, such as one that recomputes a checkpoint
+            self._pass = torch._C._current_graph_task_id()
+            self._before = list(map(gradient_of, self._reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._end_pass))
+            phase = step_timing.enter(step_timing.BACKWARD, any_thread=True)
 
-    def _end_pass(self) -> None:
+            def complete() -> None:
+                # DistributedDataParallel now waits for the averages.
+                computing = step_timing.enter(step_timing.WAIT, any_thread=True)
+                queue(lambda: self._end_pass(computing if phase is None else phase))
+
+            queue(complete)
+
+    def _end_pass(self, phase: int | None) -> None:
         """Average what the backward pass that ends has not averaged.
 
         DistributedDataParallel averages only the first backward pass after a forward pass. The mean
         of averaged and local gradients is right too, because a mean is linear.
         """
+        step_timing.resume(phase)
         before, number, self._pass = self._before, self._pass, -1
         if list(map(gradient_of, self._reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
@@ -259,6 +277,15 @@ def check_skipped(models: Sequence[torch.nn.Module]) -> None:
             "self.backward(loss, num_samples=0) with any loss of the registered model. For others, "
             "pass their number of samples."
         )
+
+
+def _may_hide_tensors(output: Any) -> bool:
+    """Return whether an output may contain tensors in objects of unknown classes."""
+    if isinstance(output, Mapping):
+        return any(map(_may_hide_tensors, output.values()))
+    if isinstance(output, list | tuple):
+        return any(map(_may_hide_tensors, output))
+    return not isinstance(output, torch.Tensor | int | float | str | None)
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> Any:

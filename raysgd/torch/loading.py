@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import importlib
 import itertools
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,9 +27,11 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
+from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.loop.sources import DataSources
-from raysgd.torch.losses import IGNORED
+from raysgd.torch.losses import has_ignored
 from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked, seed_all
+from raysgd.torch.stream_loading import StreamSource
 
 _MISSING = object()
 
@@ -46,14 +46,17 @@ class TorchSources(DataSources):
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
-        has_shares = source.is_partitioned and source.loader.batch_size is not None
+        has_shares = (
+            source.is_partitioned and getattr(source.loader, "batch_size", None) is not None
+        )
         if options.elastic.shares != "even" and not has_shares:
             raise ValueError(
                 f"register_data(train_loader=...): ElasticConfig(shares=...) needs a DataLoader "
                 "with a batch_size that raysgd partitions. raysgd cannot change the batch size of "
                 f'{source.describe()}. Pass such a loader, or shares="even".'
             )
-        keeps_order = source.is_partitioned and type(source.order_sampler) is SequentialSampler
+        keeps_order = type(source) is ShardedLoader and not source.shuffles
+        keeps_order = keeps_order and type(source.order_sampler) is SequentialSampler
         if keeps_order and self._settings.context.generation <= 1:
             self._settings.warn_once(
                 "order",
@@ -74,6 +77,7 @@ class TorchSources(DataSources):
             shard=settings.options.add_dist_sampler,
             seed=self._seed,
             batch_share=settings.batch_share,
+            order_batch=settings.global_batch,
             **settings.placing,
         )
 
@@ -141,9 +145,18 @@ class ShardedLoader(PartitionedSource):
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
         sampler = self.order_sampler
+        if self._numbered is not None:
+            return self._numbered.shuffles
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
         return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
+
+    @property
+    def _numbered(self) -> NumberedSamples | None:
+        """The data set, if it has its own order of each epoch."""
+        data: Any = self.loader.dataset
+        keeps_order = type(self.order_sampler) is SequentialSampler
+        return data if keeps_order and isinstance(data, NumberedSamples) else None
 
     def __iter__(self) -> Iterator[Any]:
         # Use a copy, so that a running iteration keeps its worker processes.
@@ -222,6 +235,8 @@ class ShardedLoader(PartitionedSource):
 
     def _order_of(self, epoch: int) -> Order:
         sampler = self.order_sampler
+        if self._numbered is not None:
+            return self._numbered.keys(epoch)
         if not self._has_order(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -277,11 +292,15 @@ class ShardedLoader(PartitionedSource):
 
     # ---- for messages and comparisons
 
+    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+        return file_stamps(self.loader.dataset) if offset else {}
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        check_files(self.loader.dataset, position)
+
     @functools.cached_property
     def ignores_targets(self) -> bool:
-        """Whether a data set in memory has targets that losses of PyTorch ignore by default."""
-        data = self.loader.dataset
-        return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
+        return has_ignored(self.loader.dataset)
 
     def fingerprint(self) -> str:
         shard = self.shard
@@ -293,36 +312,6 @@ class ShardedLoader(PartitionedSource):
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
         return f"{sizes}, {_content_of(self.loader.dataset)}"
-
-
-class HuggingFaceSource(BatchSource):
-    """A streamed Hugging Face data set, alone or in a DataLoader, split by node in each epoch.
-
-    If a worker is lost, the others keep their parts for the rest of the epoch.
-    """
-
-    partitioned_by = "Hugging Face datasets"
-
-    def __init__(self, loader: Any, world_size: int, rank: int) -> None:
-        super().__init__(loader, has_length=False)
-        self.reshard(world_size, rank, None)
-        self._order = _digest(_shuffle_state(loader))
-
-    def fingerprint(self) -> str:
-        return f"a stream whose shuffle has the state {self._order}"
-
-    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._world_size, self._rank = world_size, rank
-
-    def _part(self, epoch: int | None) -> Any:
-        in_loader = isinstance(self.loader, DataLoader)
-        data = self.loader.dataset if in_loader else self.loader
-        if self._world_size > 1:
-            module = importlib.import_module("datasets.distributed")
-            data = module.split_dataset_by_node(data, self._rank, self._world_size)
-        if epoch is not None:
-            data.set_epoch(epoch)
-        return changed(self.loader, dataset=data) if in_loader else data
 
 
 class _Indices:
@@ -395,12 +384,14 @@ def wrap_loader(
     world_size: int,
     rank: int,
     seed: int,
+    order_batch: int | None = None,
     **sizes: int | None,
 ) -> BatchSource:
     """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
 
     `shard` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler are
-    partitioned even if `shard` is False. `sizes` are arguments of `ShardedLoader`.
+    partitioned even if `shard` is False. `order_batch` is the argument of `StreamSource`, and
+    `sizes` are arguments of both sources.
     """
     members = loader.values() if isinstance(loader, Mapping) else loader
     is_collection = isinstance(loader, Mapping | list | tuple)
@@ -410,7 +401,8 @@ def wrap_loader(
             "one loader, and join data sets with torch.utils.data.ConcatDataset. To validate on "
             "several data sets, call trainer.test(loader) for each."
         )
-    if isinstance(loader, torch.Tensor | Dataset) and not isinstance(loader, IterableDataset):
+    has_samples = isinstance(loader, torch.Tensor | Dataset | NumberedSamples)
+    if has_samples and not isinstance(loader, IterableDataset):
         raise TypeError(
             f"A {type(loader).__name__} yields samples, not batches. Pass a loader: "
             "torch.utils.data.DataLoader(data, batch_size=...)."
@@ -424,8 +416,17 @@ def wrap_loader(
         return ShardedLoader(
             whole, training=training, world_size=world_size, rank=rank, seed=seed, **sizes
         )
-    if may_split and _is_hugging_face(loader):
-        return HuggingFaceSource(loader, world_size, rank)
+    # A stream cannot be divided into shards, which `_check_shards` reports.
+    if may_split and not isinstance(loader, Iterator) and sizes.get("num_shards") is None:
+        return StreamSource(
+            loader,
+            training=training,
+            world_size=world_size,
+            rank=rank,
+            seed=seed,
+            order_batch=order_batch,
+            **sizes,
+        )
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
@@ -440,7 +441,7 @@ def _content_of(dataset: Any) -> str:
     if type(dataset) is TensorDataset:
         ends = [(tensor[0], tensor[-1]) for tensor in dataset.tensors if len(tensor)]
         return f"tensors {_digest(ends)}"
-    return type(dataset).__name__
+    return repr(dataset) if isinstance(dataset, NumberedSamples) else type(dataset).__name__
 
 
 def _digest(content: Any) -> str:
@@ -470,23 +471,9 @@ def _is_distributed(loader: Any) -> bool:
     )
 
 
-def _shuffle_state(loader: Any) -> str:
-    """Return the generators of ``shuffle(seed=...)`` in a Hugging Face stream."""
-    # Generators have no public name. Each iterable of examples holds the iterable it reads from.
-    examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
-    while examples is not None:
-        if (generator := getattr(examples, "generator", None)) is not None:
-            states += repr(generator.bit_generator.state)
-        examples = getattr(examples, "ex_iterable", None)
-    return states
-
-
-def _is_hugging_face(loader: Any) -> bool:
-    kind = getattr(sys.modules.get("datasets.iterable_dataset"), "IterableDataset", ())
-    return isinstance(loader, kind) or isinstance(getattr(loader, "dataset", None), kind)
-
-
 def _why_whole(loader: Any) -> str:
+    if isinstance(loader, Iterator):
+        return "an iterator can be read only once"
     if not isinstance(loader, DataLoader):
         return "it is not a torch.utils.data.DataLoader"
     if isinstance(loader.dataset, IterableDataset):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from raysgd.torch.ddp import plain
 
@@ -47,8 +48,17 @@ def ignored_index(criterion: Any) -> int:
     return index if isinstance(index, int) else IGNORED
 
 
+def has_ignored(data: Any) -> bool:
+    """Return whether a data set in memory has targets that losses of PyTorch ignore by default."""
+    if isinstance(data, Subset):
+        return has_ignored(data.dataset)
+    if isinstance(data, ConcatDataset):
+        return any(map(has_ignored, data.datasets))
+    return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
+
+
 def num_counted(
-    criterion: Any, target: Any, ignores_targets: bool, warn_once: Callable[..., None]
+    criterion: Any, target: Any, ignores_targets: bool, step: int, warn_once: Callable[..., None]
 ) -> float | None:
     """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
 
@@ -64,7 +74,8 @@ def num_counted(
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
     if is_plain and not ignores_targets:
-        if target.device.type != "cpu" or not bool((target == index).any()):  # a GPU would wait
+        is_checked = target.device.type == "cpu" or not step & (step - 1)  # a GPU would wait
+        if not is_checked or not bool((target == index).any()):
             return None
         if torch.is_grad_enabled():
             warn_once("ignored", _UNCOUNTED, index, anywhere=True)

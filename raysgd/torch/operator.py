@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.compat.creators import TorchCreators
 from raysgd.compat.ray_sgd import OldOperator
 from raysgd.loop.operator_base import checked_metrics
@@ -125,6 +126,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         model, optimizer = self._default("model"), self._default("optimizer")
         timers, tx = self.timers, self._train_state.transaction
         batch = self.to_device(batch)
+        self._train_state.timing.enter(FORWARD)
         read = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
             # Without a name, the output needs no memory in the backward pass.
@@ -184,7 +186,11 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             criterion = None if target is None else getattr(self, "criterion", None)
             state = self._train_state
             return num_counted(
-                criterion, target, state.data.ignores_targets, state.settings.warn_once
+                criterion,
+                target,
+                state.data.ignores_targets,
+                state.global_step,
+                state.settings.warn_once,
             )
         items = count(self, batch)
         source = f"{type(self).__name__}.num_items returned {{}}"
@@ -325,7 +331,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     ) -> None:
         """Register the loaders, in `setup`. A later call replaces the loaders that you pass.
 
-        raysgd partitions map-style DataLoaders and Hugging Face streams. If it cannot partition a
+        raysgd partitions map-style DataLoaders and streams. If it cannot partition a
         loader, select a part by ``self.world_rank`` and ``self.world_size``. Then pass
         ``add_dist_sampler=False`` to the trainer, or give it an attribute ``num_replicas``.
 
@@ -389,7 +395,10 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
                 batch of 0 items is ignored. Pass `num_samples` on all workers or on none, and
                 the same number for all losses of a batch. None counts samples.
         """
+        timing = self._train_state.timing
+        timing.enter(BACKWARD)
         self._train_state.optimization.backward(loss, num_samples)
+        timing.enter(OTHER)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale and clip the gradients of a registered optimizer, update, and zero the gradients.
@@ -398,7 +407,11 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         method for every batch. Only the last batch of a group makes an update. Return whether
         this batch was the last of its group.
         """
-        return self._train_state.optimization.step(optimizer)
+        timing = self._train_state.timing
+        timing.enter(OPTIMIZER)
+        is_last = self._train_state.optimization.step(optimizer)
+        timing.enter(OTHER)
+        return is_last
 
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a registered model without DistributedDataParallel and ``torch.compile``.
@@ -416,7 +429,10 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""
-        return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
+        if self.device.type == "cpu":
+            return batch
+        with self._train_state.timing.within(COPY):
+            return move_to_device(batch, self.device)
 
     def _seed_worker(self) -> None:
         """Seed this worker after `setup`. The ready-made operators override this method."""

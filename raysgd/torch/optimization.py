@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import StepTransaction
 from raysgd.torch import ddp
@@ -83,10 +84,10 @@ class Optimization(StepFeature):
     def begin_micro_batch(self, tx: StepTransaction) -> None:
         if tx.index > 0 and not tx.has_earlier_losses and any(map(_has_gradients, tx.optimizers)):
             self._refuse_parts(_NO_BACKWARD)
-        self._seen.clear()
         if tx.has_earlier_losses:
             for optimizer in self.optimizers:
                 self._accumulated.set_aside(_parameters(optimizer))
+        self._note_gradients(self.precision.scales)
 
     def check_complete(self) -> None:
         tx = self._transaction
@@ -134,7 +135,13 @@ class Optimization(StepFeature):
         if tx.stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in self.optimizers:
-            self._check_unchanged(optimizer)
+            changed = self._check_unchanged(optimizer) and self.precision.scales
+            if changed and any(p.grad is not None and p.grad.any() for p in _parameters(optimizer)):
+                raise RuntimeError(
+                    f"{self.precision.name} scales gradients, but train_batch made or changed "
+                    "gradients before self.backward(loss), for example by loss.backward(). Add up "
+                    "the losses, and call self.backward(loss)."
+                )
         copies = len(self.optimizers) > 1
         self._accumulated.put_back(is_first=not tx.has_loss, copies=copies)
         correction, weight = tx.weigh(count, state.num_averaged, state.sum_over_workers)
@@ -144,8 +151,11 @@ class Optimization(StepFeature):
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self.precision.backward(loss if weight == 1.0 else loss * weight, tx.is_last)
         is_part = not tx.is_last or state.settings.options.num_shards is not None
-        if self.precision.scales or is_part:
-            self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self.optimizers}
+        self._note_gradients(self.precision.scales or is_part)
+
+    def _note_gradients(self, is_watched: bool) -> None:
+        watched = self.optimizers if is_watched else ()
+        self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in watched}
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         tx = self._transaction
@@ -222,6 +232,7 @@ class Optimization(StepFeature):
         tx.check_warm_up()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not tx.in_helper:
+            self._state.timing.enter(OPTIMIZER)
             self._check_step(optimizer)
             if closure is None:
                 self.average(optimizer)
@@ -245,6 +256,8 @@ class Optimization(StepFeature):
             self._transaction.end_update(optimizer)
             for feature in self._state.features:
                 feature.after_update(self._transaction, optimizer)
+            if not self._transaction.in_helper:
+                self._state.timing.enter(OTHER)
 
     # ---- checks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -13,6 +13,40 @@ from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
 from raysgd.loop.options import Options
 from raysgd.torch.precision import PRECISIONS
+
+__all__ = ["EqualBits", "Guard"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """How workers compare their replicas, see ``TorchTrainer(guard=...)``.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a value is out of its range.
+    """
+
+    every: Literal["auto"] | int = "auto"
+    """Steps between two comparisons within a call. ``"auto"``: as many as let comparisons take at
+    most 0.1 % of the training time."""
+    on_difference: Literal["error", "repair"] = "error"
+    """``"repair"``: a minority of the workers takes the state of the majority. Without a majority,
+    and with sharding, a difference is an error."""
+
+    def __post_init__(self) -> None:
+        if self.every != "auto":
+            set_fields(self, every=check_int("Guard", "every", self.every, 1))
+        check_choice("Guard", "on_difference", self.on_difference, ("error", "repair"))
+
+
+def _checked_guard(trainer: str, guard: Any) -> Guard | None:
+    if guard is None or isinstance(guard, Guard):
+        return guard
+    if guard in ("check", "repair"):
+        return Guard(on_difference="repair" if guard == "repair" else "error")
+    raise ValueError(
+        f'{trainer}(guard={guard!r}): must be "check", "repair", None, or raysgd.Guard(...).'
+    )
 
 
 @dataclass(frozen=True)
@@ -38,6 +72,7 @@ class TorchOptions(Options):
     scheduler_step_freq: str | None = None
     split_on_oom: bool = True
     exact: Any = None
+    guard: Any = "check"
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     trainer = "TorchTrainer"
@@ -49,6 +84,7 @@ class TorchOptions(Options):
         check_oldest(self.trainer, "torch", torch.__version__)
         frequencies = (None, "batch", "epoch", "manual")
         check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
+        set_fields(self, guard=_checked_guard(self.trainer, self.guard))
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
         if self.amp_dtype is not None and self.use_fp16 is not True:

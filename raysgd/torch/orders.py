@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
+from raysgd.data.stream import Keys
+
 HUGE = 2**24
 """Number of samples above which a shuffled order is computed where it is read."""
 
@@ -44,7 +46,7 @@ class HugeOrder:
                 return found
 
 
-Order = torch.Tensor | list[Any] | HugeOrder | None
+Order = torch.Tensor | list[Any] | HugeOrder | Keys | None
 """Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
 
 

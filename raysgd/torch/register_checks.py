@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
 from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.data.source import own_split
-from raysgd.loop.registered import listed
+from raysgd.loop.operator_base import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_ITEMS = 1000
 """Maximum size of a container of an operator whose items are checked."""
+_MOST_REFERENCES = 100_000
+"""Maximum number of objects of an attribute that are searched for loaders."""
 
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
 _INSTEAD = {
@@ -37,7 +42,8 @@ _INSTEAD = {
 def required_arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments without which a function cannot be called."""
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:
@@ -50,8 +56,10 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
             raise TypeError(
                 f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
             )
-        if instead := _INSTEAD.get(type(member).__name__):
-            raise TypeError(f"register({name}=...) cannot use a {type(member).__name__}. {instead}")
+        parts = member.modules() if isinstance(member, torch.nn.Module) else [member]
+        if unusable := _INSTEAD.keys() & {type(part).__name__ for part in parts}:
+            found = unusable.pop()
+            raise TypeError(f"register({name}=...) cannot use a {found}. {_INSTEAD[found]}")
     if not members:
         raise ValueError(f"register({name}=...) is empty. Pass at least one.")
     return members
@@ -230,7 +238,7 @@ def check_fully_shardable(
 
 
 def check_same_parameters(
-    models: Sequence[torch.nn.Module], dtypes: Mapping[torch.nn.Parameter, torch.dtype]
+    models: Sequence[torch.nn.Module], dtypes: Mapping[Any, torch.dtype]
 ) -> None:
     """Reject training of parameters that are missing in `dtypes` or have changed their dtype."""
     for index, model in enumerate(models):
@@ -243,21 +251,6 @@ def check_same_parameters(
                     f"register(): its parameter {name} {how}. The workers would not average its "
                     "gradients. Complete and cast the model before you register it."
                 )
-
-
-def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: str | None) -> None:
-    """Warn about schedulers that no attribute holds. RaySGD v1 did not step them."""
-    kept = {id(held) for value in vars(operator).values() for held in listed(value)}
-    lost = [each for each in schedulers if id(each) not in kept]
-    if lost and frequency in ("batch", "epoch"):
-        logger.warning(
-            "%s registered a %s that is in no attribute. RaySGD v1 did not step such a scheduler, "
-            "but raysgd does, with scheduler_step_freq=%r. Assign the scheduler to "
-            'self.scheduler, or pass "manual".',
-            type(operator).__name__,
-            type(lost[0]).__name__,
-            frequency,
-        )
 
 
 def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
@@ -283,12 +276,9 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
 
 def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
     """Warn about DataLoaders in attributes that every worker reads whole."""
-    known = {*map(id, registered), *map(id, operator.config.values())}
-    found = [
-        place
-        for place, held in held_by(operator)
-        if isinstance(held, DataLoader) and id(held) not in known and own_split(held) is None
-    ]
+    known = {id(operator), id(operator._train_state), *map(id, registered)}
+    known.update(map(id, operator.config.values()))
+    found = [place for place, held in held_by(operator) if _has_loader(held, set(known))]
     if found:
         logger.warning(
             "Every worker reads all of %s, because raysgd partitions only the loaders of "
@@ -296,6 +286,25 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
             "data, self.world_size, self.world_rank) in on_world_change(self).",
             ", ".join(found),
         )
+
+
+def _has_loader(held: Any, seen: set[int]) -> bool:
+    """Return whether an object is, or refers to, a DataLoader or its iterator."""
+    parts = [held]
+    while parts and len(seen) < _MOST_REFERENCES:
+        part = parts.pop()
+        is_large = isinstance(part, list | tuple | set | dict) and len(part) > _MOST_ITEMS
+        if id(part) in seen or is_large or isinstance(part, type | ModuleType):
+            continue
+        seen.add(id(part))
+        if isinstance(part, DataLoader | _BaseDataLoaderIter):
+            if own_split(part) is None and own_split(part._index_sampler) is None:
+                return True
+        elif isinstance(part, FunctionType):  # which refers to its whole module
+            parts.append(part.__closure__)
+        else:
+            parts += gc.get_referents(part)
+    return False
 
 
 def is_metric(module: torch.nn.Module) -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
+from raysgd._internal.nested import unchanged
+from raysgd._internal.step_timing import new_timing
 from raysgd.loop.feature import ShardedFeature
 from raysgd.loop.settings import Settings
 from raysgd.loop.train_state import TrainState
 from raysgd.torch import collectives
+from raysgd.torch.device_timing import DeviceTiming
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.loading import TorchSources
 from raysgd.torch.options import TorchOptions
@@ -35,6 +40,8 @@ class RegisteredState(TrainState):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.data = TorchSources(settings, self.seed)
+        if settings.device.type == "cuda":
+            self.timing = new_timing(DeviceTiming)
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
         self.buffers = BufferCopies()
@@ -50,23 +57,24 @@ class RegisteredState(TrainState):
                 for module, mode in modes:
                     module.training = mode
 
-    def _current_modes(self) -> list[tuple[torch.nn.Module, bool]]:
-        return [(module, module.training) for each in self.models for module in each.modules()]
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Iterate over all modules of the models."""
+        return itertools.chain.from_iterable(model.modules() for model in self.models)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        self.modes = self.modes or self._current_modes()
+        self.modes = self.modes or [(module, module.training) for module in self.modules()]
         with super().evaluating():
             yield
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        self.modes = self._current_modes()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.roll_back)
+            for module in self.modules() if self.fully_sharded is None else ():
+                if not isinstance(module, LazyModuleMixin):  # which the first batch completes
+                    stack.enter_context(unchanged(module))
             yield
-        finally:
-            self.resume_modes()
-            self.roll_back()
 
     @property
     def fully_sharded(self) -> ShardedFeature | None:
@@ -96,5 +104,6 @@ class RegisteredState(TrainState):
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
         if buffers:
+            self.minimum(0)  # an error if another worker still averages gradients
             collectives.broadcast_tensors(buffers, source=0)
             self.buffers.update()

@@ -9,10 +9,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_int, checked_dict
-from raysgd.loop.registered import listed, shaped_like
+from raysgd._internal.step_timing import OTHER
+from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
 from raysgd.torch.features.equal_bits import ShardReplication
 from raysgd.torch.features.gradient_norms import GradientNorms
+from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
@@ -145,6 +147,8 @@ def _add_features(
         state.averaging,
         *([Speed(state)] if state.settings.options.elastic.shares == "measured" else []),
     ]
+    if (guard := state.settings.options.guard) is not None and state.context.distributed:
+        state.features.append(ReplicaGuard(state, guard))
     state.optimization.register_hooks()
     for each in sharded:
         each.shard_steps()
@@ -194,6 +198,7 @@ def _replicate(
             for index, model in enumerate(state.models)
         ]
         state.optimization.average = lambda optimizer: ddp.average(optimizer, state.models)
+        state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
     return Replication(state, wraps)
 
 
@@ -220,16 +225,6 @@ def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     """Replace registered models with DistributedDataParallel wrappers from user code."""
     values = [value for attribute in attributes for value in listed(attribute)]
     wrapped = {id(v.module): v for v in values if isinstance(v, DistributedDataParallel)}
-    compiled = [getattr(v, "_orig_mod", None) for v in values if isinstance(v, torch.nn.Module)]
-    compiled += [v for v in values if getattr(v, "_compiled_call_impl", None) is not None]
-    if state.settings.options.backend == "gloo" and any(
-        isinstance(each, DistributedDataParallel) for each in compiled
-    ):
-        raise ValueError(
-            "torch.compile of a registered model would compile DistributedDataParallel, which does "
-            "not work with gloo. Compile the model before you register it: "
-            "register(models=torch.compile(model), ...)."
-        )
     state.models = [wrapped.get(id(model), model) for model in state.models]
     if (replication := state.feature(Replication)) is not None:
         replication.note_wrappers()

@@ -19,11 +19,7 @@ from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.register_checks import (
-    warn_of_other_loaders,
-    warn_of_own_schedulers,
-    warn_of_unregistered,
-)
+from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.sharding.shards import gather_state
@@ -99,7 +95,7 @@ class TorchRunner(OperatorRunner):
         self._train_state.schedules.step_with(metric)
         loop.progress.state.scheduled = call
         loop.snapshots.clear(outdated=True)
-        loop.snapshots.maybe_take(loop.state_with_call)
+        loop.snapshots.maybe_take(loop.snapshot_state)
 
     def models(self) -> Any:
         self._train_state.transaction.check_whole(self._train_state.global_step)
@@ -120,7 +116,6 @@ def build_operator(
     check_registered(operator)
     state = operator._train_state
     if settings.context.world_rank == 0:
-        warn_of_own_schedulers(operator, state.schedulers, settings.options.scheduler_step_freq)
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
             warn_of_other_loaders(operator, state.data.given)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import loading
-from raysgd.loop.state import check_parts
+from raysgd.loop.state_schema import check_parts
 from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
@@ -70,7 +70,7 @@ class TorchTrainState(RegisteredState):
         if self.minimum(-int(lacks)) < 0:
             state = collectives.broadcast_state(self.training_state, leader, device, lacks)
         # Receive shards last, because they are valid from then on.
-        received = [feature.receive(leader) for feature in reversed(self.features)]
+        received = [feature.receive(leader) for feature in reversed(self.features)][::-1]
         # Apply the state only if all of it has arrived: `leader` may be lost meanwhile.
         if lacks:
             self._load(state)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import check_hook, check_int
-from raysgd.cluster import function_calls
+from raysgd.cluster import functions
 from raysgd.cluster import worker_group as core
 from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.call import Call
@@ -142,7 +142,7 @@ class BackendExecutor(OldNames):
         try:
             if graceful_termination and self._run is None and isinstance(controller.state, Ready):
                 # The `on_shutdown` hook of the backend would wait for busy workers forever.
-                is_gentle = function_calls.are_idle(controller.members, patience_s)
+                is_gentle = functions.are_idle(controller.members, patience_s)
             if is_gentle:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
@@ -226,7 +226,7 @@ class BackendExecutor(OldNames):
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
         self._earlier, self._checkpoints = self._saved, checkpoints
-        call = Call(max_losses=self._max_losses)
+        call = Call(method="run", max_losses=self._max_losses)
         self._run = FunctionRun(controller, plan, checkpoints, datasets, call)
         with self.aborting():
             self._run.start(self._elastic.max_attempts)

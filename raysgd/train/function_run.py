@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Request
-from raysgd.cluster import function_calls
+from raysgd.cluster import functions
 from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
 from raysgd.errors import WorkerLostError
@@ -64,7 +64,7 @@ class FunctionRun:
             member.execute(session.receive_shards, share)
             for member, share in zip(members, shares, strict=True)
         ]
-        function_calls.results(members, references)
+        functions.results(members, references)
 
     def next_result(self, decode: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]] | None:
         """Return the next decoded reports by rank, or None when the function has returned."""
@@ -127,7 +127,7 @@ def repair(controller: Controller, max_attempts: int) -> None:
 
     These losses do not count against the retries of a run.
     """
-    controller.run(Call(request=EndRunRequest(), max_losses=max_attempts))
+    controller.run(Call(request=EndRunRequest(), method="run", max_losses=max_attempts))
 
 
 def _uneven(turns: list[Turn]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
-from raysgd.cluster.worker import is_worker_process
+from raysgd.cluster import process
 from raysgd.compat import ray_session
 from raysgd.elastic.call import LoadRequest
 from raysgd.train.arguments import env_flag
@@ -55,7 +55,7 @@ class FunctionRunner(Runner):
 
     def setup(self, context: WorkerContext) -> None:
         self._context = here.context = context
-        if is_worker_process():
+        if process.is_worker:
             sys.modules["ray.air.session"] = ray_session
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:

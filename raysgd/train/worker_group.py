@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd._internal.arguments import check_number
 from raysgd._internal.config import env_seconds
-from raysgd.cluster import function_calls as tasks
+from raysgd.cluster import functions as tasks
 from raysgd.cluster import worker_group as core
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo

@@ -35,7 +35,7 @@ from raysgd.loop.requests import (
     UpdateSchedulersRequest,
 )
 from raysgd.metrics import as_test_metrics, merge_workers
-from raysgd.trainer.calls import Calls
+from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop, FitOptions
 from raysgd.trainer.info import TrainerInfo
 from raysgd.trainer.state import TrainerState
@@ -69,9 +69,10 @@ class OperatorTrainer(TrainerInfo):
             options.elastic,
         )
         self._callback_list = CallbackList(attached)
-        self._calls = calls = Calls(controller, self._callback_list, options.trainer)
-        self._fit_loop = FitLoop(options, calls)
-        self._state = self._state_cls(options, calls, self._fit_loop)
+        self._callback_list.saving = controller.speed.saving
+        self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, options.trainer)
+        self._fit_loop = FitLoop(options, dispatcher)
+        self._state = self._state_cls(options, dispatcher, self._fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = _event_notifier(weakref.ref(self))
@@ -81,7 +82,7 @@ class OperatorTrainer(TrainerInfo):
         if options.config.get(BATCH_SIZE) is not None:
             request = ApplyOperatorRequest(function=_keeps_global_batch)
             call = Call(request=request, rank=0, max_losses=3, any_size=True)
-            self._keeps_batch = bool(calls.make(call)[0])
+            self._keeps_batch = bool(dispatcher.make(call)[0])
 
     # ---- training
 
@@ -122,15 +123,15 @@ class OperatorTrainer(TrainerInfo):
         checked_dict("train", "info", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
-        self._calls.check_open(moves=True)
+        self._dispatcher.check_open(moves=True)
         with self._callback_list.calling(self):
-            result = self._calls.train(
+            result = self._dispatcher.train(
                 self, num_steps, max_retries, profile=profile, info=info, dataset=dataset
             )
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
             hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-            self._calls.show(hook, self, metrics, result.call)
+            self._dispatcher.show(hook, self, metrics, result.call)
         if reduce_results:
             return metrics
         plain = [merge_workers([each]) for each in result.by_worker]
@@ -181,8 +182,8 @@ class OperatorTrainer(TrainerInfo):
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
         checked_dict("test", "info", info)
-        self._calls.check_open(moves=True)
-        result = self._calls.validate(
+        self._dispatcher.check_open(moves=True)
+        result = self._dispatcher.validate(
             self, None, profile=False, info=info, from_start=True, loader=loader
         )
         return as_test_metrics(result.merged)
@@ -202,7 +203,7 @@ class OperatorTrainer(TrainerInfo):
             ValueError: if the loader shuffles.
         """
         call = Call(request=PredictRequest(loader=loader), max_losses=3, has_batches=True)
-        parts = itertools.chain.from_iterable(self._calls.make(call, moves=True))
+        parts = itertools.chain.from_iterable(self._dispatcher.make(call, moves=True))
         in_order = sorted(parts, key=operator.itemgetter(0))
         return join_outputs([output for _, output in in_order], self._concatenate)
 
@@ -258,8 +259,8 @@ class OperatorTrainer(TrainerInfo):
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
-        request = UpdateSchedulersRequest(call=self._calls.next_number(), metric=metric)
-        self._calls.make(Call(request=request, max_losses=3))
+        request = UpdateSchedulersRequest(call=self._dispatcher.next_number(), metric=metric)
+        self._dispatcher.make(Call(request=request, max_losses=3))
 
     # ---- state
 
@@ -280,7 +281,7 @@ class OperatorTrainer(TrainerInfo):
             CallbackError: if the ``state_dict`` of a callback raised.
         """
         del copy
-        self._calls.check_open()
+        self._dispatcher.check_open()
         return self._state.collect()
 
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
@@ -308,6 +309,7 @@ class OperatorTrainer(TrainerInfo):
 
         Raises:
             CheckpointError: if the file cannot be written there.
+            WorkerLostError: if all workers are lost, and there is no snapshot.
         """
         return self._state.save(path)
 
@@ -325,6 +327,8 @@ class OperatorTrainer(TrainerInfo):
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a file that `save` wrote, from a path or a URL. Loading runs no code from the file.
 
+        If all workers are lost, new ones start. They need no snapshot.
+
         Raises:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer.
         """
@@ -340,7 +344,7 @@ class OperatorTrainer(TrainerInfo):
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         _check_callable("apply_all_workers", fn)
-        return self._calls.make(Call(request=ApplyRequest(function=fn)))
+        return self._dispatcher.make(Call(request=ApplyRequest(function=fn)))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` on every worker. See `apply_all_workers`.
@@ -349,7 +353,12 @@ class OperatorTrainer(TrainerInfo):
         sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
         _check_callable("apply_all_operators", fn)
-        return self._calls.make(Call(request=ApplyOperatorRequest(function=fn)))
+        return self._dispatcher.make(Call(request=ApplyOperatorRequest(function=fn)))
+
+    def describe_data(self) -> dict[str, str]:
+        """Return how the workers read each registered loader, and where a resumed run begins."""
+        description: dict[str, str] = self.apply_all_operators(_describe_data)[0]
+        return description
 
     def drain(
         self,
@@ -385,7 +394,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             NotImplementedError: unless the trainer was created with ``use_local=True``.
         """
-        self._calls.check_open()
+        self._dispatcher.check_open()
         member = self._controller.members[0]
         if not isinstance(member, InlineHandle):
             raise NotImplementedError(
@@ -481,10 +490,14 @@ def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]
 
     def notify() -> None:
         if (alive := trainer()) is not None:
-            alive._calls.warn_of_replay()
+            alive._dispatcher.warn_of_replay()
             alive._callback_list.tell_events(alive)
 
     return notify
+
+
+def _describe_data(operator: Any) -> Any:
+    return operator.describe_data()
 
 
 def _check_callable(method: str, function: Any) -> None:

@@ -18,7 +18,7 @@ from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
 from raysgd.metrics import merge_workers
-from raysgd.trainer.calls import CallResult, Calls
+from raysgd.trainer.dispatcher import Dispatcher, WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class FitLoop:
     """
 
     options: Options
-    calls: Calls
+    dispatcher: Dispatcher
     stop_reason: str | None = None
     num_epochs: int | None = None
     """Number of epochs at which the running ``fit()`` ends."""
@@ -84,12 +84,12 @@ class FitLoop:
         verbose: bool,
     ) -> History:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
-        callback_list = self.calls.callback_list
+        callback_list = self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         own = checked_callbacks(where, callbacks, trainer.logdir)
         if verbose and not any(isinstance(c, EpochLines) for c in (*own, *callback_list)):
             own.insert(0, ProgressBar() if is_interactive() else EpochLines())
-        self.calls.check_open(moves=True)
+        self.dispatcher.check_open(moves=True)
         if callback_list.inside:
             raise RuntimeError(
                 f"A callback cannot call fit() in {callback_list.inside[-1]}. "
@@ -97,7 +97,7 @@ class FitLoop:
             )
         self.stop_reason = None
         every = options.validate_every
-        of_fit = self.calls.of_fit(options.max_steps, options.log_every)
+        of_fit = self.dispatcher.of_fit(options.max_steps, options.log_every)
         with callback_list.attached(trainer, own), of_fit:
             if every and not self._can_validate():
                 logger.info("fit() does not validate: there is no validation loader.")
@@ -109,7 +109,10 @@ class FitLoop:
             try:
                 if every and self._num_completed < options.num_epochs:
                     self._check_validation(options.info)
-                return self._train_epochs(trainer, options)
+                history = self._train_epochs(trainer, options)
+                if sentence := self.dispatcher.controller.speed.report().sentence:
+                    logger.warning("%s", sentence)
+                return history
             finally:
                 self.note_owed(self.lacks_validation)
                 self.num_epochs = self._every = None
@@ -134,12 +137,12 @@ class FitLoop:
             epoch = self._num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and self._every is None:
-                for given, name in self._monitored().items():
+                for argument, name in self._monitored().items():
                     if name not in history[0]:
-                        logger.warning("%s: the first epoch has no such metric.", given)
+                        logger.warning("%s: the first epoch has no such metric.", argument)
             if self._num_completed > epoch and self._is_due:
-                found = self.validate(trainer, options.info, from_start=True).merged
-                history[-1] = {**found, **history[-1]}
+                validated = self.validate(trainer, options.info, from_start=True).merged
+                history[-1] = {**validated, **history[-1]}
         if (reason := end()) is not None and self._num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
@@ -155,21 +158,21 @@ class FitLoop:
         num_steps: int | None = None,
         profile: bool = False,
         from_start: bool = False,
-    ) -> CallResult:
+    ) -> WorkerMetrics:
         """Run a validation of ``fit()``, or of ``validate()``."""
-        self.calls.check_open(moves=True)
-        with self.calls.callback_list.calling(trainer):
-            result = self.calls.validate(
+        self.dispatcher.check_open(moves=True)
+        with self.dispatcher.callback_list.calling(trainer):
+            result = self.dispatcher.validate(
                 trainer, num_steps, profile=profile, info=info, from_start=from_start
             )
             self._has_validated = True
             self._owed_at, self._num_settled = None, self._num_completed
-            self.calls.show("on_validation_end", trainer, result.merged, result.call)
+            self.dispatcher.show("on_validation_end", trainer, result.merged, result.call)
         return result
 
     @property
     def _num_completed(self) -> int:
-        return self.calls.controller.progress.epoch
+        return self.dispatcher.controller.progress.epoch
 
     @property
     def _is_due(self) -> bool:
@@ -181,7 +184,7 @@ class FitLoop:
     @property
     def _is_owed(self) -> bool:
         """Whether an earlier ``fit()`` skipped a validation, and no training followed."""
-        return self._owed_at == self.calls.controller.progress.global_step
+        return self._owed_at == self.dispatcher.controller.progress.global_step
 
     @property
     def lacks_validation(self) -> bool:
@@ -190,23 +193,23 @@ class FitLoop:
 
     def note_owed(self, owed: bool) -> None:
         """Record whether a validation is missing at the end of a ``fit()`` or after a load."""
-        self._owed_at = self.calls.controller.progress.global_step if owed else None
+        self._owed_at = self.dispatcher.controller.progress.global_step if owed else None
 
     # ---- checks
 
     def _can_validate(self) -> bool:
         request = ApplyOperatorRequest(function=_has_validation_loader)
-        return any(self.calls.make(Call(request=request, max_losses=3)))
+        return any(self.dispatcher.make(Call(request=request, method="fit", max_losses=3)))
 
     def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
         if self._has_validated or self.lacks_validation or self.stop_reason is not None:
             return
         request = RehearseRequest(num_steps=_SANITY_STEPS, info=dict(info or {}))
-        call = Call(request=request, max_losses=3, has_batches=True)
+        call = Call(request=request, method="fit", max_losses=3, has_batches=True)
         try:
             # A worker without a batch has no metrics.
-            parts = [each for each in self.calls.make(call) if each]
+            parts = [each for each in self.dispatcher.make(call) if each]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 parts.append(merge_workers(parts))
@@ -220,13 +223,13 @@ class FitLoop:
 
     def _monitored(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
-        callbacks = list(self.calls.callback_list)
+        callbacks = list(self.dispatcher.callback_list)
         own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
         is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
         if not is_ours or any(adds_metrics(each) for each in callbacks):
             return {}
-        found = [(type(each).__name__, each.monitor) for each in callbacks]
-        return {f"{who}(monitor={name!r})": name for who, name in found if isinstance(name, str)}
+        named = [(type(each).__name__, each.monitor) for each in callbacks]
+        return {f"{who}(monitor={name!r})": name for who, name in named if isinstance(name, str)}
 
 
 def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
@@ -234,15 +237,14 @@ def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> No
     there_is = "fit() does not validate"
     if metrics:
         there_is = f"a validation has: {', '.join(metrics)}"
-    for given, name in monitored.items():
+    for argument, name in monitored.items():
         if name in metrics:
             continue
         if name.startswith(_OF_VALIDATION):
-            raise ValueError(f"{given}: there is no such metric, because {there_is}.")
+            raise ValueError(f"{argument}: there is no such metric, because {there_is}.")
         if f"val_{name}" in metrics:
-            logger.warning("%s: validation has 'val_%s', but not this metric.", given, name)
+            logger.warning("%s: validation has 'val_%s', but not this metric.", argument, name)
 
 
 def _has_validation_loader(operator: Any) -> bool:
-    found: bool = operator._train_state.data.has("validation")
-    return found
+    return bool(operator._train_state.data.has("validation"))

@@ -10,8 +10,9 @@ from raysgd._internal.config import BATCH_SIZE
 from raysgd.callbacks.base import LastCall
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
+from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
-from raysgd.trainer.calls import Calls
+from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
 
 
@@ -25,7 +26,7 @@ class TrainerInfo:
 
     _options: Options
     _controller: Controller
-    _calls: Calls
+    _dispatcher: Dispatcher
     _fit_loop: FitLoop
     _keeps_batch: bool
     _logdir: Path | None
@@ -101,12 +102,19 @@ class TrainerInfo:
     @property
     def latest_metrics(self) -> dict[str, Any]:
         """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
-        return self._calls.metrics
+        return self._dispatcher.metrics
 
     @property
     def last_call(self) -> LastCall | None:
         """Kind, end time, and duration of the newest call of `train` or `validate`."""
-        return self._calls.last_call
+        return self._dispatcher.last_call
+
+    def speed(self) -> SpeedReport:
+        """Return where the time of training goes: a table, and a sentence if something is slow.
+
+        The measurement begins again when the group of workers or its speed changes.
+        """
+        return self._controller.speed.report()
 
     @property
     def logdir(self) -> Path | None:

@@ -20,22 +20,13 @@ from raysgd.checkpoint.manifest import HashingFile
 from raysgd.cluster.streams import Content, ReceivedFile, ReceivedValue, StorageError
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
-from raysgd.errors import CheckpointError, WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
-from raysgd.trainer.calls import Calls
+from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
+from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
-
-_OF_DRIVER = ("callbacks", "config", "validation_due")
-_OF_CALL = ("call", "batching", "flags")
-"""Keys of a snapshot that a state lacks: the unfinished call, and changes to loaders and models."""
-
-
-def _of_workers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a state for the workers, without the unfinished call of a snapshot."""
-    return {key: value for key, value in state.items() if key not in (*_OF_DRIVER, *_OF_CALL)}
 
 
 def _allows_own_types() -> bool:
@@ -49,7 +40,7 @@ def _allows_own_types() -> bool:
 @dataclass(eq=False)
 class TrainerState:
     options: Options
-    calls: Calls
+    dispatcher: Dispatcher
     fit_loop: FitLoop
 
     # ---- methods of each framework
@@ -59,76 +50,82 @@ class TrainerState:
         return dict(state)
 
     def weights(self) -> Any:
-        models = self.models()
+        models = self.models("save_model")
         return models[0] if len(models) == 1 else models
 
     # ---- collection from the workers
 
-    def collect(self) -> dict[str, Any]:
-        of_driver = self._of_driver()
-        return {**self._collect_from_workers(), **of_driver}
+    def collect(self, method: str = "state_dict") -> dict[str, Any]:
+        """Return the state. Errors name the `method` that the user called."""
+        with self.dispatcher.controller.speed.saving():
+            of_driver = self._of_driver()
+            return {**self._collect_from_workers(method), **of_driver}
 
     def _of_driver(self) -> dict[str, Any]:
-        callbacks = self.calls.callback_list.state_dict()
+        callbacks = self.dispatcher.callback_list.state_dict()
         parts = {"callbacks": callbacks} if callbacks else {}
         parts["config"] = scalars(shown_config(self.options.config))
         if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
-            parts["validation_due"] = scalars(self.calls.metrics)
+            parts["validation_due"] = scalars(self.dispatcher.metrics)
         return parts
 
-    def _collect_from_workers(self) -> dict[str, Any]:
-        controller = self.calls.controller
+    def _collect_from_workers(self, method: str) -> dict[str, Any]:
+        controller, snapshot = self.dispatcher.controller, None
         with controller.alone():  # no other thread restarts the workers now
-            snapshot = None if controller.members else controller.snapshots.state()
+            if not controller.members and controller.can_restart():
+                snapshot = controller.snapshots.state()
         if snapshot:
-            at, now = snapshot.get("global_step", 0), controller.progress.global_step
-            if at < now and not controller.policy.keeps_snapshots:
-                raise WorkerLostError(
-                    f"All workers are lost, and with them steps {at + 1} to {now}. There is no "
-                    "snapshot of them (snapshot_every=None). Load a checkpoint to continue."
-                )
             # Copy the state, because it may be one that the user loaded.
-            state = self.assemble(snapshot)
-            return copy.deepcopy(
-                {key: value for key, value in state.items() if key not in _OF_CALL}
-            )
-        generators = self._generators()
-        state = self.assemble(with_shares(self._fetch(StateRequest())))
+            return copy.deepcopy(without_call(self.assemble(snapshot)))
+        generators = self._generators(method)
+        state = self.assemble(with_shares(self._fetch(StateRequest(), method)))
         state["data"]["rng"] = generators
         return state
 
-    def models(self) -> Any:
-        return self._fetch(ModelsRequest())[0]
+    def models(self, method: str = "get_model") -> Any:
+        return self._fetch(ModelsRequest(), method)[0]
 
-    def _generators(self) -> list[Any]:
-        return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
+    def _generators(self, method: str) -> list[Any]:
+        request = RngStateRequest()
+        return self.dispatcher.make(
+            Call(request=request, method=method, max_losses=3, any_size=True)
+        )
 
-    def _fetch(self, request: Request, kind: Callable[..., Any] = ReceivedValue) -> list[Any]:
-        rank = None if self.calls.controller.progress.divided else 0
-        call = Call(request=request, rank=rank, receives=kind, max_losses=3, any_size=True)
-        return self.calls.make(call)
+    def _fetch(
+        self, request: Request, method: str, kind: Callable[..., Any] = ReceivedValue
+    ) -> list[Any]:
+        rank = None if self.dispatcher.controller.progress.divided else 0
+        call = Call(
+            request=request, method=method, rank=rank, receives=kind, max_losses=3, any_size=True
+        )
+        return self.dispatcher.make(call)
 
     # ---- files
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        self.calls.check_open()
-        target, controller = Location(path), self.calls.controller
+        with self.dispatcher.controller.speed.saving():
+            return self._save(path)
+
+    def _save(self, path: str | os.PathLike[str]) -> str:
+        self.dispatcher.check_open()
+        target, controller = Location(path), self.dispatcher.controller
         manifest = checkpoint.Manifest(
             world_size=len(controller.members),
             operator=self.options.training_operator_cls.__qualname__,
         )
         if controller.progress.divided or not controller.members or _allows_own_types():
-            return checkpoint.write_file(self.collect(), target.name, manifest)
+            return checkpoint.write_file(self.collect("save"), target.name, manifest)
         of_driver, errors = self._of_driver(), []
         request = SaveRequest(
-            of_driver=of_driver, generators=self._generators(), shown=target.shown
+            of_driver=of_driver, generators=self._generators("save"), shown=target.shown
         )
 
         def fill(file: IO[bytes]) -> None:
             hashing: Any = HashingFile(file)
             try:
-                (answer,) = self._fetch(request, functools.partial(ReceivedFile, hashing))
+                kind = functools.partial(ReceivedFile, hashing)
+                (answer,) = self._fetch(request, "save", kind)
             except StorageError as error:
                 raise error.args[0] from None
             except Exception as error:
@@ -143,42 +140,33 @@ class TrainerState:
         return target.write(fill, unchanged=errors)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
-        self.calls.check_open()
+        self.dispatcher.check_open()
         return checkpoint.save_model(self.weights(), path)
 
     # ---- loading
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
-        self.calls.check_open(moves=True)
+        self.dispatcher.check_open(moves=True)
         file = OpenFile(path)
         self.load(file.read(), again=file.read)
 
     def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
         """Load a state. `again` reads it from a file, so that it need not be kept."""
-        self.calls.check_open(moves=True)
-        missing = [
-            key
-            for key in ("models", "optimizers", "epoch")
-            if not isinstance(state, Mapping) or key not in state
-        ]
-        if missing:
-            raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-        of_driver = {key: state.get(key, {}) for key in _OF_DRIVER}
-        for key, value in of_driver.items():
-            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-                raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
-        of_workers = _of_workers(state)
-        with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
-            call = Call(request=LoadRequest.of(of_workers), max_losses=3)
-            self.calls.make(call, moves=True)
-        snapshots = self.calls.controller.snapshots
+        self.dispatcher.check_open(moves=True)
+        check_state(state, of_driver=True)
+        of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
+        of_workers = for_workers(state)
+        with self.dispatcher.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
+            call = Call(request=LoadRequest(state=of_workers), max_losses=3)
+            self.dispatcher.make(call, moves=True)
+        snapshots = self.dispatcher.controller.snapshots
         if again is not None:
-            snapshots.keep(lambda: _of_workers(again()))
-        elif any(member.remote for member in self.calls.controller.members):
+            snapshots.keep(lambda: for_workers(again()))
+        elif any(member.remote for member in self.dispatcher.controller.members):
             snapshots.store(of_workers)
         else:  # packing needs Ray
             snapshots.keep(lambda: of_workers)
-        self.calls.latest.update(of_driver["validation_due"])
+        self.dispatcher.latest.update(of_driver["validation_due"])
         # An empty dict counts too: the state was saved before any metric.
         self.fit_loop.note_owed("validation_due" in state)
         self._warn_of_changes(of_driver["config"])

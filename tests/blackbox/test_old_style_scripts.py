@@ -1165,22 +1165,6 @@ def test_own_loss_scaling_fails_with_a_message_that_names_the_methods():
         train_alone(Operator)
 
 
-def test_stepping_a_scheduler_that_is_in_no_attribute_logs_a_warning(caplog):
-    class Operator(HabitOperator):
-        def setup(self, config):
-            model = make_line_model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-            self.register(models=model, optimizers=optimizer, schedulers=scheduler)
-
-    for frequency in ("manual", "epoch"):
-        assert "in no attribute" not in caplog.text
-        TorchTrainer(
-            training_operator_cls=Operator, use_local=True, scheduler_step_freq=frequency
-        ).shutdown()
-    assert "Operator registered a ExponentialLR that is in no attribute" in caplog.text
-
-
 def test_a_state_with_schedulers_loads_where_none_are_registered(caplog):
     _, trainer = train_alone(HabitOperator)
     trainer.load_state_dict({**trainer.state_dict(), "schedulers": [{"last_epoch": 3}]})

@@ -17,6 +17,7 @@ from raysgd.train.backend import (
 )
 
 EXAMPLES = {
+    "ReplicasDifferError": errors.ReplicasDifferError("differ", ranks=(2,)),
     "WorkerLostError": errors.WorkerLostError("gone", rank=3, node_id="ab", cause="OOM"),
     "StepInterruptedError": StepInterruptedError("stop"),
     "TrainingWorkerError": TrainingWorkerError("gone", rank=1, cause="OOM"),

@@ -33,6 +33,7 @@ NO_RAY = (
     "segmentation",
     "sharded_gpt",
     "sharding",
+    "streaming_text",
     "tensorflow_creators",
     "tensorflow_digits",
     "text_classification",

@@ -10,7 +10,10 @@ import pytest
 import raysgd
 
 SURFACE = {
-    "raysgd": "CreatorOperator ElasticConfig TFTrainer TorchTrainer TrainingOperator __version__",
+    "raysgd": """
+        CreatorOperator ElasticConfig EqualBits Guard TFTrainer TorchTrainer TrainingOperator
+        __version__
+    """,
     "raysgd.backends": "Backend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
         Callback CheckpointCallback CsvLogger DeviceStats EMA EarlyStopping EpochLines History
@@ -20,12 +23,13 @@ SURFACE = {
     "raysgd.checkpoint": """
         CheckpointStore Manifest Restored read_file read_manifest save_model write_file
     """,
-    "raysgd.data": "Dataset",
+    "raysgd.data": "Dataset Stream jsonl mix parquet tar text",
     "raysgd.elastic.config": "ElasticConfig",
     "raysgd.elastic.events": "Event EventKind",
+    "raysgd.elastic.speed": "SpeedReport WorkerSpeed",
     "raysgd.errors": """
         CallbackError CheckpointError CollectiveError InsufficientResourcesError RaySGDError
-        RemoteError RemoteTraceback WorkerLostError WorkerTimeoutError
+        RemoteError RemoteTraceback ReplicasDifferError WorkerLostError WorkerTimeoutError
     """,
     "raysgd.metrics": """
         BATCH_COUNT NUM_SAMPLES AverageMeter AverageMeterCollection MergeableMetric Sums ratio

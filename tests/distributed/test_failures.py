@@ -1,5 +1,6 @@
 """What happens when user code raises, workers die, or the driver is interrupted."""
 
+import shutil
 import time
 import traceback
 
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.callbacks import Callback
-from raysgd.errors import RemoteTraceback, WorkerLostError
+from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError
 from raysgd.testing import chaos
 from tests.conftest import IN_SOAK, SOON_S, wait_until
 from tests.ends import by_signal, by_timer, check_that_shutdown_ends, hold
@@ -154,6 +155,7 @@ def test_training_is_ended_by_a_shutdown_in_a_signal_handler(three):
 def test_a_single_worker_survives_ctrl_c_but_no_loss_without_a_snapshot(module_cluster, tmp_path):
     elastic = ElasticConfig(snapshot_every=None)
     with faulty_trainer(tmp_path, 1, elastic=elastic) as trainer:
+        path = trainer.save(tmp_path / "state.pt")
         trainer.load_state_dict(trainer.state_dict())
         interrupt_validation(trainer, tmp_path, 1)
         interrupt_training(trainer, tmp_path, 1)
@@ -161,8 +163,34 @@ def test_a_single_worker_survives_ctrl_c_but_no_loss_without_a_snapshot(module_c
         with pytest.raises(WorkerLostError, match=r"all workers are lost(.|\n)*worker 0"):
             trainer.train()
         # the state that was loaded is older than `global_step`
-        with pytest.raises(WorkerLostError, match="with them steps 1 to"):
-            trainer.save(tmp_path / "late.pt")
+        step, late = trainer.global_step, tmp_path / "late.pt"
+        for name, call in (("train", trainer.train), ("save", lambda: trainer.save(late))):
+            message = rf"{name}\(\) failed: all workers are lost.*trainer\.load\(path\)"
+            with pytest.raises(WorkerLostError, match=message):
+                call()
+            assert trainer.global_step == step
+        trainer.load(path)
+        assert trainer.global_step == 0
+        trainer.train()
+        check_epoch(trainer)
+
+
+@pytest.mark.slow("two workers start twice")
+def test_a_file_can_be_loaded_after_the_snapshot_of_lost_workers_is_damaged(
+    module_cluster, tmp_path
+):
+    with ledger_trainer(2, num_samples=80) as trainer:
+        path = trainer.save(tmp_path / "good.pt")
+        trainer.load(shutil.copy(path, tmp_path / "damaged.pt"))  # the driver keeps it open
+        kill_all(trainer)
+        with open(tmp_path / "damaged.pt", "r+b") as file:
+            file.write(bytes(1 << 10))
+        for call in (trainer.train, trainer.state_dict):
+            with pytest.raises(CheckpointError, match=r"damaged.*trainer\.load\(path\)"):
+                call()
+        trainer.load(path)
+        trainer.train()
+        assert torch.equal(ledger_of(trainer), torch.ones(80))
 
 
 @pytest.mark.slow("all workers start three times")

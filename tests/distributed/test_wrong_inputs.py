@@ -19,6 +19,7 @@ from torch import nn
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.errors import (
     CheckpointError,
+    CollectiveError,
     InsufficientResourcesError,
     RemoteError,
     RemoteTraceback,
@@ -140,6 +141,8 @@ class Moody(Classifier):
         metrics = super().train_batch(batch, batch_info)
         if mood == "nothing":
             return None
+        if mood == "extra pass" and self.world_rank == 1:
+            self.model(batch[0]).sum().backward()
         if mood == "unpicklable metric":
             metrics["lock"] = threading.Lock()
         if mood == "exit":
@@ -215,6 +218,21 @@ def test_step_that_was_done_before_the_error_is_counted(trainer):
         trainer.train(info={"mood": "nothing"})
     # the operator had already updated the model
     assert trainer.global_step == done + 1
+
+
+def test_extra_pass_of_one_worker_is_an_error_before_the_timeout(trainer):
+    """Models with buffers exchange them at the end of the call."""
+    trainer.apply_all_operators(add_buffer)
+    with pytest.raises(CollectiveError, match="must call the same collectives in the same order"):
+        trainer.train(num_steps=2, info={"mood": "extra pass"})
+    trainer.apply_all_operators(
+        lambda operator: delattr(operator.unwrapped(operator.model), "seen")
+    )
+
+
+def add_buffer(operator):
+    model = operator.unwrapped(operator.model)
+    model.register_buffer("seen", torch.zeros(10**6), persistent=False)
 
 
 @pytest.mark.parametrize("part", ["models", "optimizers"])

@@ -49,11 +49,11 @@ class ShardedTransaction(StepTransaction):
         """Items of the current shard, or None if samples count."""
         return self._items if self._counts_items else None
 
-    def _planned(self, num_workers: int) -> float:
+    def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         return float(self.plan.total or 1)
 
     def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        return self._planned(num_workers)
+        return self._planned(num_workers, add_up)
 
 
 class ShardReplication(Replication):
@@ -127,6 +127,8 @@ class ShardReplication(Replication):
             self._end_shard()
             for optimizer in tx.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
+        for model in self._state.models:  # also of parameters that no optimizer has yet
+            model.zero_grad(set_to_none=True)
         self._shard = owned[tx.index % len(owned)]
         self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
         self._buffers.begin(self._shard, is_first=tx.index <= 0)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.shards import PARAMETER, Piece, UpdateBuffers
 from raysgd.torch.state import copy_all, copy_to_cpu
@@ -258,6 +259,7 @@ class FullyShardedModel(ShardedOptimizer):
             self._place()
 
     def check_trained(self) -> None:
+        check_same_parameters(self.models.models, {p: p.dtype for p in self._parameters})
         for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
             if parameter.requires_grad != trained:
                 raise RuntimeError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import StepTransaction
@@ -113,7 +114,9 @@ class HorovodExchange:
     def synchronize(self) -> None:
         """Wait for the averaged gradients, once per step."""
         if not self._done:
+            phase = step_timing.enter(step_timing.WAIT)
             self._distributed.synchronize()
+            step_timing.resume(phase)
             self._done = True
 
     def abandon(self) -> None:

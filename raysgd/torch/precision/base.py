@@ -48,6 +48,10 @@ class Precision(StepFeature):
         """Add the gradients of `loss`. An update may follow if it `is_last`."""
         loss.backward()
 
+    def scales_of(self) -> Any:
+        """Return what the workers must have in common, with tensors on their device."""
+        return ()
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients, for clipping. Called at most once before `step`."""
 

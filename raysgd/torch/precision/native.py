@@ -56,6 +56,13 @@ class NativeAmp(Precision):
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
+    def scales_of(self) -> Any:
+        if (scaler := self.scaler) is None:
+            return ()
+        if scaler._scale is None:
+            scaler.scale(torch.zeros((), device=self.device))  # creates it
+        return scaler._scale, scaler._growth_tracker  # the public getters wait for a GPU
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and check them for overflows."""
         if self.scaler is not None and self._has_gradients(optimizer):

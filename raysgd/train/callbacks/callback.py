@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -95,7 +96,14 @@ class CallbackHandler:
         with contextlib.ExitStack() as started:
             for callback in self._callbacks:
                 started.push(functools.partial(_finish, callback))
-                callback.start_training(logdir=str(logdir), config=config)
+                given: dict[str, Any] = {"logdir": str(logdir)}
+                parameters = inspect.signature(callback.start_training).parameters.values()
+                # Callbacks for Ray 1.9 take no config.
+                if any(
+                    each.name == "config" or each.kind == each.VAR_KEYWORD for each in parameters
+                ):
+                    given["config"] = config
+                callback.start_training(**given)
             yield
 
     def handle(self, results: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.step import StepTransaction
-from raysgd.trainer.calls import TrainCall
+from raysgd.trainer.dispatcher import TrainCall
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
 
@@ -119,7 +119,7 @@ class Driver:
         call = TrainCall(
             request=TrainRequest(call=0),
             num_steps=num_steps,
-            next_pause=lambda step, at_once: None,
+            next_pause=lambda step, immediately: None,
         )
         outcomes = self.controller.run(call)
         return [outcome.progress.global_step for outcome in outcomes]
@@ -385,7 +385,7 @@ class SimMember(WorkerHandle):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step
-        return pack({"step": self.snapshot_step})
+        return pack({"global_step": self.snapshot_step})
 
     def _stacks(self):
         return "in user code"
@@ -449,16 +449,17 @@ class SimMember(WorkerHandle):
             elif self.is_at("export_replica"):
                 self.end("ok", self.home.pid)
             elif self.is_at("import_replica"):
-                self.held.append(task.request.held)
+                self.held.append(task.request.shards)
                 self.end("ok")
             elif self.is_at("restart_state"):
                 self._world.kept_by_driver = self.step
                 shares = {"shares": self.home.pid} if self.divided else {}
-                self.end("ok", {"step": self.step, **shares})
+                self.end("ok", {"global_step": self.step, **shares})
             elif self.is_at("load"):
-                self.step = task.request.state["step"]
+                self.step = task.request.state["global_step"]
                 self.weights = [self.step] * 2
-                self.end("ok")
+                error = task.request.state.get("error")
+                self.end("ok" if error is None else "user", error)
             else:
                 if self.is_at("train"):
                     self._begin_training()

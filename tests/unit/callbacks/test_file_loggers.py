@@ -48,7 +48,8 @@ def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
         "min_workers": 1,
     }
     keys = ["kind", "time", "seconds", "epoch", "global_step", "num_workers", "metrics"]
-    assert [list(line) for line in rest] == [keys] * 3
+    assert [list(line) for line in rest] == [[*keys, "speed"]] * 2 + [keys]
+    assert len(rest[0]["speed"]["forward_s"]) == 1
     assert [(line["kind"], line["epoch"], line["global_step"]) for line in rest] == [
         ("train", 1, 5),
         ("train", 2, 7),

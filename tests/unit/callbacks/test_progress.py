@@ -1,5 +1,6 @@
 """The progress of calls in terminals, notebooks, and files."""
 
+import dataclasses
 import io
 import logging
 import re
@@ -10,6 +11,7 @@ import pytest
 import tqdm.auto
 
 from raysgd._internal.context import Progress
+from raysgd._internal.step_timing import PHASES, Totals
 from raysgd.callbacks import EarlyStopping, EpochLines, ProgressBar
 from raysgd.callbacks import progress as module
 
@@ -50,6 +52,22 @@ def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
         global_step=100 + num_batches if step is None else step,
         latest={} if loss is None else {"train_loss": loss},
     )
+
+
+def timed(num_batches, **seconds):
+    totals = Totals(tuple(seconds.get(name, 0.0) for name in PHASES))
+    return dataclasses.replace(progress(num_batches), timing=totals)
+
+
+def test_a_bar_shows_the_longest_phase_unless_it_is_computing(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    bar.on_progress(trainer, "train", [])
+    bar.on_progress(trainer, "train", [timed(1, data=100.0, forward=9.0)] * 2)
+    assert "%" not in terminal.getvalue().rpartition("workers")[2], "it was before this call"
+    bar.on_progress(trainer, "train", [timed(2, data=106.0, forward=11.0)] * 2)
+    assert "data=75%" in terminal.getvalue()
+    bar.on_progress(trainer, "train", [timed(3, data=106.0, forward=13.0, backward=3.0)] * 2)
+    assert "%" not in terminal.getvalue().rpartition("samples/s")[2]
 
 
 def test_a_bar_shows_batches_loss_rate_and_live_workers(terminal):

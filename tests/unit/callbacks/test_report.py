@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from raysgd import TorchTrainer
+from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.report import RunLog, make_report
 from tests.operators import Classifier
 
@@ -220,6 +221,19 @@ def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
     text = make_report(tmp_path).read_text()
     titles = re.findall(r"<section><h2>(.*?)</h2>", text)
     assert titles == ["f1", "profile", "lr"]
+
+
+def test_phases_of_the_steps_are_stacked_over_time(tmp_path):
+    calls = [call(112, 10, 5), call(130, 10, 10)]
+    for number, record in enumerate(calls):
+        record["speed"] = {f"{name}_s": [0.0, 0.0] for name in PHASES}
+        record["speed"]["forward_s"] = [0.002, 0.004 + number]
+    write(tmp_path, [run(), *calls, call(140, 5, 12)])
+    text = make_report(tmp_path).read_text()
+    (drawing,) = re.findall(r"Milliseconds per step</h2>(.*?)</section>", text, flags=re.DOTALL)
+    assert re.findall(r'"name":"(.*?)"', drawing) == ["forward"], "other phases took no time"
+    assert '"stackgroup"' in drawing
+    assert '"x":[2.0,12.0,20.0,30.0],"y":[3.0,3.0,503.0,503.0]' in drawing
 
 
 @pytest.mark.parametrize(("value", "low", "high"), [(1.0, 0.95, 1.05), (0.0, -0.05, 0.05)])

@@ -102,6 +102,7 @@ def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_p
     assert [step for step, _ in scalar(read, "validate/val_loss")] == [10]
     assert scalar(read, "train/num_samples") == [(5, 40), (10, 40)]
     assert all(speed > 0 for _, speed in scalar(read, "speed/train_samples_per_s"))
+    assert all(seconds > 0 for _, seconds in scalar(read, "speed/forward_s"))
     assert set(scalar(read, "workers/num_workers")) == {(0, 1), (5, 1), (10, 1), (12, 1)}
     (began, started), (failed, error) = (
         texts(read, f"events/{kind}")[0] for kind in ("started", "user_error")

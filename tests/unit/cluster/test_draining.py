@@ -130,16 +130,16 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     class Saved(Call):
         def begin(self, progress):
             super().begin(progress)
-            begun.append((progress.global_step, self.at_once, controller.snapshots.state()))
+            begun.append((progress.global_step, self.immediately, controller.snapshots.state()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
     call = Saved(request=TrainRequest(call=0, until_step=100), has_batches=True, can_pause=True)
     controller.run(call)
     assert kinds(controller) == ["draining"]
-    ((_, _, _), (step, at_once, state), *_) = begun
-    assert at_once
+    ((_, _, _), (step, immediately, state), *_) = begun
+    assert immediately
     assert step < 50
-    assert state == {"step": step, **({"shares": [0, 1]} if is_divided else {})}
+    assert state == {"global_step": step, **({"shares": [0, 1]} if is_divided else {})}
 
 
 @pytest.mark.parametrize(("left_s", "saves"), [(1.0, True), (60.0, False)])
@@ -148,7 +148,7 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     world.at_step(20, lambda: controller.drain(None, 2, left_s))
     call = train(controller, 50)
     assert kinds(controller)[0] == "draining"
-    assert call.at_once == saves
+    assert call.immediately == saves
 
 
 def test_leaving_worker_that_dies_early_is_a_loss(start):

@@ -7,7 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from raysgd.elastic.machine import Broken
-from raysgd.errors import WorkerLostError
+from raysgd.elastic.supervision import Supervision
+from raysgd.errors import CheckpointError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import World
 from tests.unit.cluster.calls import request_of, run
@@ -70,14 +71,14 @@ def test_no_other_thread_can_call_while_the_group_forms(world):
 
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
     controller = world.drive(2).controller
-    calls, group = controller._calls, controller._calls._group
-    watch = calls._watch
+    watch = Supervision._watch
 
     def taken(*arguments):
-        watch(*arguments)
-        monkeypatch.setattr(group, "members", [])
+        polled = watch(*arguments)
+        monkeypatch.setattr(controller._group, "members", [])
+        return polled
 
-    monkeypatch.setattr(calls, "_watch", taken)
+    monkeypatch.setattr(Supervision, "_watch", taken)
     assert len(run(controller, "train", until_step=3)) == 2
 
 
@@ -468,8 +469,8 @@ def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
 
 def test_a_restart_continues_from_the_loaded_state(world):
     controller = world.drive(3).controller
-    run(controller, "load", state={"step": 7})
-    controller.snapshots.store({"step": 7})
+    run(controller, "load", state={"global_step": 7})
+    controller.snapshots.store({"global_step": 7})
     world.kept_by_driver = 7
     lose_all(world)
     run_until(controller, 30, max_losses=1)
@@ -478,12 +479,68 @@ def test_a_restart_continues_from_the_loaded_state(world):
 
 def test_without_snapshots_losing_all_ends_the_call(world):
     controller = world.drive(3, snapshot_every=None).controller
-    run_until(controller, 10)
+    run_until(controller, 12)
     lose_all(world)
     with pytest.raises(WorkerLostError, match="snapshot_every=None") as caught:
         run_until(controller, 30, max_losses=1)
     assert str(caught.value).count("OOM") == 3
-    assert controller.progress.global_step == 10
+    assert controller.progress.global_step == 12
+    # later calls name the same way out
+    first, _, _ = str(caught.value).partition("\n")
+    for method in ("train", "work"):
+        with pytest.raises(WorkerLostError) as caught:
+            run(controller, method, until_step=30)
+        assert str(caught.value) == first.replace("train()", f"{method}()")
+    assert first.endswith("load a checkpoint: trainer.load(path).")
+
+
+def read_damaged_file():
+    raise CheckpointError("the file is damaged.")
+
+
+@pytest.mark.parametrize("snapshot_every", [None, "epoch"])
+def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snapshot_every):
+    controller = world.drive(3, snapshot_every=snapshot_every).controller
+    run_until(controller, 25)
+    lose_all(world)
+    if snapshot_every is not None:
+        controller.snapshots.keep(read_damaged_file)
+    for _ in range(2):
+        with pytest.raises((WorkerLostError, CheckpointError), match=r"trainer\.load\(path\)"):
+            run_until(controller, 30, max_losses=1)
+    world.kept_by_driver = 0  # new workers do not load the snapshot
+    run(controller, "load", state={"global_step": 7}, max_losses=1)
+    assert controller.progress.global_step == 7
+    assert steps_of(run_until(controller, 30)) == [30] * 3
+
+
+def test_a_call_reads_the_snapshot_only_if_all_workers_are_lost(world):
+    controller = world.drive(3, snapshot_every=None).controller
+    controller.snapshots.keep(read_damaged_file)  # reading a large file takes long
+    assert steps_of(run_until(controller, 5)) == [5] * 3
+
+
+def test_after_a_failed_load_all_restart_from_the_snapshot(world):
+    controller = world.drive(3).controller
+    run_until(controller, 25)
+    lose_all(world)
+    kept, world.kept_by_driver = world.kept_by_driver, 0
+    bad = {"global_step": 7, "error": ValueError("another model")}
+    with pytest.raises(ValueError, match="another model"):
+        run(controller, "load", state=bad, max_losses=1)
+    assert controller.progress.global_step == 25
+    world.kept_by_driver = kept
+    assert steps_of(run_until(controller, 30)) == [30] * 3
+    assert controller.events[-1].step == kept > 0
+
+
+def test_lost_shards_need_no_snapshot_if_a_state_is_loaded(world):
+    world.snapshot_every = 1000
+    controller = world.drive(3, snapshot_every=None).controller
+    run_until(controller, 25)
+    lose_shares(world, controller)
+    run(controller, "load", state={"global_step": 7}, max_losses=1)
+    assert steps_of(run_until(controller, 30)) == [30] * 3
 
 
 def lose_shares(world, controller):
@@ -562,7 +619,7 @@ def test_a_restart_without_room_fails_and_keeps_the_state(world):
     with pytest.raises(WorkerLostError, match="0 workers left, but min_workers=2"):
         run_until(controller, 60, max_losses=1)
     assert kinds(controller).count("waiting") == 3
-    assert controller.snapshots.state() == {"step": 10}
+    assert controller.snapshots.state() == {"global_step": 10}
     world.room = 3
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
 
@@ -659,7 +716,7 @@ def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     world.room = 3
     assert not controller.grow()  # resize_cooldown_s is not over
     world.sleep(1.5)
-    controller.snapshots.store({"step": 7})
+    controller.snapshots.store({"global_step": 7})
     world.kept_by_driver = 7
     assert controller.grow()
     assert (len(controller.members), started) == (3, [3])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from raysgd.cluster import placement
+from raysgd.cluster import placement, process
 from raysgd.cluster.placement import Reservation
 from raysgd.errors import InsufficientResourcesError
 from tests.unit.cluster.clock import ManualClock
@@ -57,7 +57,7 @@ def test_workers_use_a_placement_group_that_captures_child_tasks(monkeypatch, ca
     context = SimpleNamespace(should_capture_child_tasks_in_placement_group=captures)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: "the caller's")
-    monkeypatch.setattr(placement, "is_worker_process", lambda: False)
+    monkeypatch.setattr(process, "is_worker", False)
     monkeypatch.setattr(placement, "_reserve_within", lambda *arguments: "within")
     monkeypatch.setattr(placement, "_granted", lambda *arguments: "own")
     monkeypatch.setattr(placement, "Reservation", lambda group, *_, **__: group)

@@ -479,7 +479,7 @@ def test_a_worker_without_gpus_hides_those_of_its_node(monkeypatch):
 
 PARENT = """
 import os, socket, sys, time
-from raysgd.cluster.worker import end_forks_with_this_process
+from raysgd.cluster.process import end_forks_with_this_process
 
 connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 end_forks_with_this_process()

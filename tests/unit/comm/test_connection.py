@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raysgd.comm import connection as module
 from raysgd.comm.connection import Listener, connect, derived_key, framed, read, receive, send
-from tests.conftest import examples
+from tests.conftest import Script, examples
 
 HOST = "127.0.0.1"
 WAIT_S = 20
@@ -152,6 +152,30 @@ def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
         assert closed_at_once(strangers[0])
         assert echoed(connection, b"?") == b"?"
         assert len(listener._strangers) == 3
+
+
+LISTENING = """
+import os, resource, sys
+from raysgd.comm.connection import Listener
+from tests.unit.comm.test_connection import echo
+
+listener = Listener("127.0.0.1", "test")
+address = listener.expect(echo)
+limit = max(map(int, os.listdir("/dev/fd"))) + 3
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+print(*address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_strangers_make_way_if_no_descriptor_is_left():
+    with contextlib.ExitStack() as stack:
+        script = stack.enter_context(contextlib.closing(Script(LISTENING)))
+        host, port, key = script.stdout.readline().split()
+        for _ in range(4):
+            stack.enter_context(socket.create_connection((host, int(port)), WAIT_S))
+        with connect(module.Address(host, int(port), key), WAIT_S) as connection:
+            assert echoed(connection, b"?") == b"?"
 
 
 def test_a_client_of_another_protocol_is_sent_away_at_once(shared):

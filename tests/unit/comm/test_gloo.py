@@ -1,5 +1,6 @@
 """The gloo group whose collectives can be interrupted."""
 
+import contextlib
 import datetime
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from raysgd._internal.step_timing import BACKWARD, WAIT, StepTiming
 from raysgd.comm.gloo import Entry, GlooGroup, _Running
+from raysgd.comm.mesh import Mesh
 from tests.conftest import TORCH, Script, run_ranks, wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -93,6 +96,38 @@ def test_an_all_gather_of_different_sizes_is_refused_on_all_ranks(monkeypatch):
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(gather, range(2))] == [[[0, 0], [1, 1]]] * 2
+
+
+@pytest.mark.parametrize("is_meshed", [False, True])
+def test_the_wait_for_another_rank_is_a_phase_of_the_step(is_meshed, monkeypatch):
+    """The other rank joins when this one waits."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, timing = HashStore(), StepTiming()
+    made = [Mesh(rank, "127.0.0.1", "key", 30.0) for rank in range(2)]
+
+    def reduce(rank):
+        mesh, group = made[rank], GlooGroup(store, rank, 2, TIMEOUT)
+        with contextlib.closing(mesh), contextlib.ExitStack() as stack:
+            stack.callback(group.release)
+            if is_meshed:
+                mesh.connect([each.address for each in made])
+                group.use(mesh)
+            options = dist.AllreduceOptions()
+            options.asyncOp = False
+            tensor = torch.ones(2)
+            if rank == 1:
+                wait_until(lambda: timing.phase == WAIT)
+                group.allreduce([tensor], options).wait()
+                return tensor.tolist()
+            with timing.running():
+                timing.enter(BACKWARD)
+                group.allreduce([tensor], options).wait()
+                assert timing.phase == BACKWARD
+            return tensor.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(reduce, range(2))] == [[2, 2], [2, 2]]
+    assert timing.totals.seconds[WAIT] > 0
 
 
 def test_errors_of_gloo_reach_the_caller(group):

@@ -1,8 +1,10 @@
 """Addresses of this machine, and the TCP sockets of this process."""
 
+import contextlib
 import os
 import re
 import socket
+import sys
 
 import pytest
 
@@ -15,9 +17,40 @@ from raysgd.comm.network import (
     interface_of,
     listeners,
 )
+from tests.conftest import wait_until
 
 ELSEWHERE = "203.0.113.9"
 """An address that is reserved for documentation, so no machine has it."""
+
+
+def test_an_endpoint_knows_what_it_has_sent_while_the_other_end_read():
+    with socket.create_server((LOOPBACK, 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    with sender, receiver:
+        (endpoint,) = [each for each in endpoints() if each.local == sender.getsockname()]
+        assert endpoint.sent()[0] <= 1
+        sender.setblocking(False)
+        num_bytes = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                num_bytes += sender.send(bytes(2**16))
+
+        def busy_s():
+            info = sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 184)
+            return int.from_bytes(info[168:176], sys.byteorder) / 1e6
+
+        wait_until(lambda: busy_s() > 0.3)
+        assert endpoint.sent()[1] < 0.2, "the receiver reads nothing"
+        receiver.setblocking(False)
+
+        def has_arrived():
+            with contextlib.suppress(BlockingIOError):
+                receiver.recv(2**24)
+            return endpoint.sent()[0] >= num_bytes
+
+        wait_until(has_arrived)
+    assert Endpoint(endpoint.descriptor, ("", 0), None).sent() == (0, 0.0), "it is closed"
 
 
 @pytest.mark.parametrize(

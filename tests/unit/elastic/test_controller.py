@@ -90,7 +90,9 @@ def test_a_call_is_repeated_after_workers_were_cut_off_from_the_driver(world, me
 def test_more_losses_than_allowed_end_the_call_with_every_cause(world):
     controller = world.drive(3).controller
     world.at_step(20, lambda: world.lose(1))
-    with pytest.raises(WorkerLostError, match="Training run failed") as caught:
+    with pytest.raises(
+        WorkerLostError, match=r"The call of train\(\) failed: workers were lost"
+    ) as caught:
         train(controller, max_losses=0)
     error = caught.value
     assert (error.rank, error.node_id) == (1, "node0")

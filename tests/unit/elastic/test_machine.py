@@ -13,6 +13,7 @@ from raysgd._internal.context import Progress
 from raysgd.elastic import machine
 from raysgd.elastic.machine import Broken, Budget, Closed, Do, New, Ready, Running, Starting
 from raysgd.elastic.policies import Policy
+from raysgd.errors import CollectiveError
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 MAX_ATTEMPTS = 2
@@ -29,6 +30,8 @@ POLICIES = [
 BUDGETS = [Budget(in_call=True, max_losses=number) for number in (0, 1, 3)]
 STEPS = [Progress(global_step=step, partial=each) for step in (5, 6) for each in (False, True)]
 
+LOST = {"worker": OSError("lost")}
+BROKEN_LINK = CollectiveError("closed by peer")
 booleans = st.booleans()
 surveyed = st.builds(
     machine.Surveyed,
@@ -41,16 +44,17 @@ surveyed = st.builds(
 )
 progress_known = st.builds(
     machine.ProgressKnown,
-    progress=st.lists(st.sampled_from(STEPS), min_size=2, max_size=4),
+    by_rank=st.lists(st.sampled_from(STEPS), min_size=2, max_size=4),
     leaving=st.frozensets(st.integers(0, 3)),
     can_restart=booleans,
 )
-lost, formed = st.just(machine.WorkersLost()), st.just(machine.GroupFormed())
+lost, formed = st.just(machine.WorkersLost(lost=LOST)), st.just(machine.GroupFormed())
 ready = st.just(machine.WorkersReady())
 state_lost = st.just(machine.StateLost(why="no shares"))
-failed = st.builds(machine.FormingFailed, by_newcomer=booleans, is_communication=booleans)
+errors = st.sampled_from([None, BROKEN_LINK, ValueError("a mistake of the user")])
+failed = st.builds(machine.FormingFailed, error=errors)
 returned = st.builds(machine.CallReturned, is_complete=booleans, interrupted=booleans)
-stopped = st.builds(machine.CallFailed, may_repeat=booleans)
+stopped = st.builds(machine.CallFailed, error=errors)
 calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
 starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
 aborted = st.builds(machine.Aborted, reached_workers=booleans)
@@ -86,13 +90,13 @@ SAMPLES = [
     *(machine.Surveyed(num_workers=0, can_restart=each) for each in (True, False)),
     *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
     *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
-    *(machine.ProgressKnown(progress=[p], can_restart=True) for p in STEPS),
-    *(machine.FormingFailed(by_newcomer=each) for each in (True, False)),
-    *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost()),
+    *(machine.ProgressKnown(by_rank=[p], can_restart=True) for p in STEPS),
+    *(machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
+    *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost(lost=LOST)),
     *(machine.StateRescued(can_restart=each) for each in (True, False)),
     machine.StateLost(why="no shares"),
     *(machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
-    *(machine.CallFailed(may_repeat=each) for each in (True, False)),
+    *(machine.CallFailed(error=each) for each in (None, BROKEN_LINK)),
     *(machine.Aborted(reached_workers=each) for each in (True, False)),
 ]
 
@@ -117,7 +121,7 @@ def test_the_table_of_the_architecture_page_has_the_transitions():
         for event, after in product(re.findall(names, events), re.findall(names, afters))
     }
     assert drawn == edges()
-    assert {type(sample) for sample in SAMPLES} == set(machine.Event.__subclasses__()) - {
+    assert {type(sample) for sample in SAMPLES} == set(machine.GroupEvent.__subclasses__()) - {
         machine.ShutDown
     }
 
@@ -182,36 +186,36 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
 def test_no_committed_step_is_discarded(event, policy):
     _, actions = machine.transition(Broken(), event, policy)
     form = actions[-1]
-    whole = [p.global_step for p in event.progress if not p.partial]
+    whole = [p.global_step for p in event.by_rank if not p.partial]
     if key(form) is not machine.FormGroup:
         assert not whole, "workers restart although one has a complete state"
         return
-    leader = event.progress[form.leader]
-    assert leader.global_step == max(whole or [p.global_step for p in event.progress])
+    leader = event.by_rank[form.leader]
+    assert leader.global_step == max(whole or [p.global_step for p in event.by_rank])
     assert form.leader in form.staying
-    left = set(range(len(event.progress))) - set(form.staying)
+    left = set(range(len(event.by_rank))) - set(form.staying)
     assert left <= event.leaving
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p.joins])
 def test_a_loss_ends_no_survivor(policy):
     state = Running(Budget(in_call=True, has_begun=True, max_losses=1))
-    after, actions = machine.transition(state, machine.WorkersLost(), policy)
-    assert actions == (Do.REMOVE_LOST, Do.SURVEY)
+    after, actions = machine.transition(state, machine.WorkersLost(lost=LOST), policy)
+    assert actions == (machine.RemoveLost(LOST), Do.SURVEY)
     assert (type(after), after.budget.num_losses) == (Broken, 1)
 
 
 def test_the_third_failure_to_form_a_live_group_is_an_error():
-    state, event = Broken(), machine.FormingFailed()
+    state, event = Broken(), machine.FormingFailed(error=BROKEN_LINK)
     for _ in range(2):
         state, actions = machine.transition(state, event, POLICIES[0])
         assert actions == (Do.SURVEY,)
-    assert machine.transition(state, event, POLICIES[0])[1] == (Do.RAISE_ERROR,)
+    assert machine.transition(state, event, POLICIES[0])[1] == (machine.EndCall(BROKEN_LINK),)
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p.keeps_snapshots])
 def test_a_lost_state_stops_members_and_replacements(policy):
-    state, actions = machine.transition(Broken(), machine.StateLost("no shards"), policy)
+    state, actions = machine.transition(Broken(), machine.StateLost(why="no shards"), policy)
     stop = (Do.STOP_REPLACEMENTS, machine.GiveUpState("no shards"))
     assert (state, actions) == (Broken(), (*stop, Do.SURVEY))
 

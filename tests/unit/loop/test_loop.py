@@ -125,7 +125,8 @@ def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
 @pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
 @pytest.mark.parametrize(("method", "name"), [("train", "train"), ("validate", "validation")])
 def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
-    trainer, operator = start(Streaming, {"num_samples": 0, "wrap": wrap})
+    config = {"num_samples": 0, "wrap": wrap}
+    trainer, operator = start(Streaming, config, add_dist_sampler=False)
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(
         train_state.context, world_rank=1, world_size=2
@@ -136,7 +137,7 @@ def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
 
 
 def test_other_workers_name_the_worker_with_an_empty_loader(start):
-    trainer, operator = start(Streaming, {"wrap": list})
+    trainer, operator = start(Streaming, {"wrap": list}, add_dist_sampler=False)
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
     train_state.minimum = lambda value: min(value, 1)  # worker 1 of 2 has no batch

@@ -3,15 +3,21 @@
 import pytest
 
 from raysgd._internal.context import Request
-from raysgd.loop.requests import TrainRequest, UpdateSchedulersRequest, ValidateRequest
+from raysgd.loop.requests import (
+    RngStateRequest,
+    TrainRequest,
+    UpdateSchedulersRequest,
+    ValidateRequest,
+)
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.train.runner import FunctionRunner, NextRequest
 from tests.operators import Classifier
 
 
-def test_a_request_has_the_name_of_its_class():
-    assert UpdateSchedulersRequest(call=0, metric=1.0).name == "update_schedulers"
+def test_a_request_has_the_name_of_its_class_or_of_the_method_that_users_call():
+    assert RngStateRequest().name == "rng_state"
+    assert UpdateSchedulersRequest(call=0, metric=1.0).name == "update_scheduler"
     assert Request().name == ""
 
 

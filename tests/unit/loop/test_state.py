@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
-from raysgd.loop.state import Snapshots, check_position
+from raysgd.loop.state import Snapshots
+from raysgd.loop.state_schema import check_state
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -313,6 +315,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         context=WorkerContext(world_rank=1, distributed=True),
         sharded_features=["feature"],
         ranks_in_sync=True,
+        timing=StepTiming(),
         epoch=0,
         global_step=7,
         minimum=lambda value: min(value, answers.pop()),
@@ -372,25 +375,25 @@ def test_a_snapshot_needs_no_memory_on_the_gpu():
 
 @pytest.mark.parametrize("data", [None, {"epoch": 3, "offset": 0, "rng": "anything"}])
 def test_older_states_may_lack_some_counts(data):
-    check_position({"epoch": 3, "data": data})
+    check_state({"epoch": 3, "data": data})
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.0, True, "1", None, 2**62])
 @pytest.mark.parametrize("key", ["epoch", "global_step"])
 def test_a_wrong_count_is_named_with_its_value(key, wrong):
     with pytest.raises(CheckpointError) as caught:
-        check_position({"epoch": 0, "global_step": 0, key: wrong})
+        check_state({"epoch": 0, "global_step": 0, key: wrong})
     assert str(caught.value) == f"The state's {key} must be a count, but it is {wrong!r}."
 
 
 @pytest.mark.parametrize("key", ["epoch", "offset", "validation_offset"])
 def test_a_wrong_place_in_the_data_is_named(key):
     with pytest.raises(CheckpointError, match=rf"data\['{key}'\] must be a count.*-1"):
-        check_position({"epoch": 0, "data": {"epoch": 0, "offset": 0, key: -1}})
+        check_state({"epoch": 0, "data": {"epoch": 0, "offset": 0, key: -1}})
 
 
 def test_data_must_be_a_dict_with_a_place():
     with pytest.raises(CheckpointError, match="data cannot be loaded"):
-        check_position({"epoch": 0, "data": [1]})
+        check_state({"epoch": 0, "data": [1]})
     with pytest.raises(CheckpointError, match=r"data\['offset'\] must be a count.*None"):
-        check_position({"epoch": 0, "data": {"epoch": 0}})
+        check_state({"epoch": 0, "data": {"epoch": 0}})

@@ -54,11 +54,19 @@ class Heads(torch.nn.Module):
         self.double()
 
     def forward(self, x, which="both"):
+        if which == "checkpointed":
+            h = checkpoint(self.body, x.clone().requires_grad_(), use_reentrant=True)
+            return SimpleNamespace(first=self.first(h), second=self.second(h))
         h = self.body(x)
         if which == "both":
             return self.first(h), {"second": self.second(h)}
         if which == "sum":
             return self.first(h) + self.second(h)
+        if which == "object":
+            return SimpleNamespace(first=self.first(h), second=self.second(h), scale=1)
+        if which == "kept":
+            self.kept = self.first(h)
+            return [None, lambda: self.second(h)]
         return getattr(self, which)(h)
 
     def energy(self, x):
@@ -218,6 +226,30 @@ def clips_by_hand(t, x, y):
 def one_head(t, x, y):
     """Leave the second head without gradients on all workers."""
     t.backward(mse(t.model(x, "first"), y))
+    t.optimizer_step(t.optimizer)
+
+
+def one_head_of_object(t, x, y):
+    t.backward(mse(t.model(x, "object").first, y))
+    t.optimizer_step(t.optimizer)
+
+
+def one_head_of_checkpointed(t, x, y):
+    t.backward(mse(t.model(x, "checkpointed").first, y))
+    t.optimizer_step(t.optimizer)
+
+
+def heads_of_objects(t, x, y):
+    a, b = t.model(x, "object"), t.model(2 * x, "object")
+    t.backward(mse(a.first, y))
+    t.backward(mse(b.second, -y))
+    t.optimizer_step(t.optimizer)
+
+
+def one_head_of_kept(t, x, y):
+    """Use an output that the model keeps, and not the one that it returns."""
+    t.model(x, "kept")
+    t.backward(mse(t.model.kept, y))
     t.optimizer_step(t.optimizer)
 
 
@@ -412,6 +444,7 @@ def run(case, rank):
         config={"case": case},
         num_workers=NUM_WORKERS,
         use_gpu=False,
+        guard=None,  # without a driver, nobody interrupts a worker that waits for a comparison
         **(precision if case.scaled else {}),
     )
     runner = TorchRunner(options)

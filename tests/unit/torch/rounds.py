@@ -256,7 +256,7 @@ class Player:
             return "left"
         if self.process == next(member for member in members if member != goes):
             held = pickle.loads(self.store.get(f"{self.prefix}/held"))
-            self.runner.handle(ImportReplicaRequest(held=held))
+            self.runner.handle(ImportReplicaRequest(shards=held))
         return "stays"
 
     def watch(self):

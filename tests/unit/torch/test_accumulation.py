@@ -57,6 +57,15 @@ def test_the_usual_update_needs_no_correction_of_gradients():
             assert tx.weigh(None, 3) == (1.0, 0.5)
 
 
+def test_first_loss_of_a_generation_is_not_scaled_up():
+    """With float16, it could overflow."""
+    tx = StepTransaction()
+    tx.begin_plan(UpdatePlan(tuple(MicroBatch(step=step) for step in range(4))))
+    tx.begin(MicroBatch(), is_last=False)
+    _, weight = tx.weigh(1000.0, 2, lambda count: 2 * count)
+    assert weight == pytest.approx(1 / 4, rel=0.5)
+
+
 def test_batch_without_a_loss_does_not_count():
     assert weights_of([None, 4, 4], counts=False) == [0.5, 0.5]
     assert weights_of([None, 4, 4]) == [0.5, 0.5]

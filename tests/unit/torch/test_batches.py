@@ -140,6 +140,7 @@ Inception = namedtuple("Inception", "logits aux_logits")
 AUXILIARY = {
     "named tuple": Inception,
     "dict": lambda logits, aux: {"logits": logits, "aux_loss": aux.mean()},
+    "like logits": lambda logits, aux: {"logits": logits, "deep": aux},
     "object": lambda logits, aux: SimpleNamespace(logits=logits, aux_logits1=aux, aux_logits2=None),
 }
 
@@ -148,13 +149,20 @@ AUXILIARY = {
 def test_auxiliary_output_that_no_loss_uses_is_an_error(kind):
     operator = run_operator(Trained, {"model": lambda: WithAuxiliary(AUXILIARY[kind])})
     operator.train_mode(True)
-    with pytest.raises(TypeError, match=r"has logits and aux_lo.*Register a criterion of your own"):
+    with pytest.raises(TypeError, match=r"has logits and (aux_lo|deep).*Register a criterion"):
         operator.train_batch((FEATURES, TARGET), {})
     operator.validate(iter([(FEATURES, TARGET)]))
     operator.train_mode(True)
     losses = torch.nn.functional.cross_entropy
     operator.criterion = lambda output, target: losses(scores_in(output), target)
     operator.train_batch((FEATURES, TARGET), {})
+
+
+def test_loss_that_is_no_number_is_an_error():
+    operator = run_operator(Trained, {"model": Model})
+    operator.criterion = torch.nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(ValueError, match="a loss must be one number"):
+        operator.train_batch((FEATURES, TARGET), {})
 
 
 def test_sample_with_a_scalar_target_counts_once():

@@ -81,6 +81,11 @@ def workers():
         Case("one_head"),
         Case("one_head", raw=True),
         Case("one_head", {"gradient_accumulation_steps": 2}),
+        Case("one_head_of_object"),
+        Case("one_head_of_object", {"gradient_accumulation_steps": 2}),
+        Case("one_head_of_checkpointed"),
+        Case("heads_of_objects", raw=True),
+        Case("one_head_of_kept"),
         Case("heads_by_data"),
         Case("one_or_the_other"),
         Case("one_head", after="freeze_body"),
@@ -106,6 +111,14 @@ def test_batch_that_one_worker_skips_is_an_error_in_that_step(workers, step, at)
     _, (message, is_unchanged) = workers(Case(step, num_steps=at))
     assert "self.backward(loss, num_samples=0)" in message
     assert is_unchanged == (at == 1)
+
+
+@pytest.mark.parametrize("step", ["task_by_task", "surgery", "own_gradients", "without_sync"])
+def test_gradients_without_the_scale_of_float16_are_an_error(workers, step):
+    for message, is_unchanged in workers(Case(step, scaled=True)):
+        assert "native AMP" in message
+        assert "self.backward(loss)" in message
+        assert is_unchanged
 
 
 def test_step_within_a_backward_pass_is_an_error(workers):

@@ -9,8 +9,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -565,35 +563,36 @@ class OfAllRanks(DistributedSampler):
         super().__init__(data, num_replicas=2, rank=1)
 
 
-LEFT_AS_THEY_ARE = {
-    "stream": (lambda data: DataLoader(Stream(), batch_size=2), "Stream, is an IterableDataset"),
-    "unsized": (lambda data: DataLoader(data, sampler=Unsized()), "Unsized, has no length"),
-    "unsized batches": (
-        lambda data: DataLoader(data, batch_sampler=OwnBatches(Unsized(), 3, False)),
-        "OwnBatches, has no length",
+STREAMS = {
+    "stream": lambda data: DataLoader(Stream(), batch_size=2),
+    "unsized": lambda data: DataLoader(data, sampler=Unsized()),
+    "unsized batches": lambda data: DataLoader(data, batch_sampler=OwnBatches(Unsized(), 3, False)),
+    "own iteration": lambda data: Twice(data, 4),
+    "list": lambda data: [1, 2, 3],
+}
+BY_USER = {
+    "own sampler": lambda data: DataLoader(data, sampler=EveryOther(20)),
+    "own batches": lambda data: DataLoader(
+        data, batch_sampler=OwnBatches(EveryOther(20), 3, False)
     ),
-    "own iteration": (lambda data: Twice(data, 4), "Twice, overrides __iter__"),
-    "list": (lambda data: [1, 2, 3], "not a torch.utils.data.DataLoader"),
-    "own sampler": (lambda data: DataLoader(data, sampler=EveryOther(20)), None),
-    "own batches": (
-        lambda data: DataLoader(data, batch_sampler=OwnBatches(EveryOther(20), 3, False)),
-        None,
-    ),
-    "own distributed sampler": (lambda data: DataLoader(data, sampler=OfAllRanks(data)), None),
+    "own distributed sampler": lambda data: DataLoader(data, sampler=OfAllRanks(data)),
 }
 
 
-@pytest.mark.parametrize("name", LEFT_AS_THEY_ARE)
-def test_loader_that_cannot_be_partitioned_says_why(name):
-    make, why_whole = LEFT_AS_THEY_ARE[name]
-    loader = make(tensors())
+@pytest.mark.parametrize("name", STREAMS)
+def test_loader_without_indices_is_read_as_a_stream(name):
+    loader = STREAMS[name](tensors())
+    ranks = [list(wrap(loader, world_size=2, rank=rank).batches(0, 0)) for rank in range(2)]
+    in_turn = [each for pair in itertools.zip_longest(*ranks) for each in pair]
+    expected = indices(loader)
+    assert indices(in_turn)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("name", BY_USER)
+def test_loader_that_selects_samples_of_its_worker_is_not_partitioned(name):
+    loader = BY_USER[name](tensors())
     source = wrap(loader, world_size=2, rank=0)
-    assert type(source) is BatchSource
-    if why_whole is None:
-        assert source.partitioned_by == "your code"
-    else:
-        assert source.partitioned_by == ""
-        assert why_whole in source.why_whole
+    assert (type(source), source.partitioned_by) == (BatchSource, "your code")
     assert indices(source.batches(0, 0)) == indices(loader)
 
 
@@ -670,40 +669,6 @@ def test_each_batch_of_a_custom_batch_sampler_goes_to_one_worker(training, num_w
         found = [batch for batch in orders[-1] if batch is not None]
         assert sorted(found) == sorted(expected + given_twice)
     assert orders[0] != orders[1]
-
-
-# Before PyTorch 2.10, datasets calls `torch.tensor` with a tensor.
-@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-@pytest.mark.parametrize("in_loader", [False, True])
-@pytest.mark.parametrize("num_shards", [1, 2])
-def test_hugging_face_stream_is_split_by_node(in_loader, num_shards):
-    datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
-    stream = datasets.Dataset.from_dict({"n": list(range(24))}).to_iterable_dataset(num_shards)
-    stream = stream.shuffle(seed=1, buffer_size=24).with_format("torch")
-    loader = DataLoader(stream, batch_size=4) if in_loader else stream.batch(4)
-    ranks = [wrap(loader, world_size=1) for _ in range(2)]
-    orders = []
-    for epoch in range(2):
-        for rank, source in enumerate(ranks):
-            source.reshard(2, rank, None)
-        parts = [torch.cat([b["n"] for b in source.batches(epoch, 0)]) for source in ranks]
-        orders.append(torch.cat(parts).tolist())
-        assert sorted(orders[-1]) == list(range(24))
-    assert orders[0] != orders[1]
-    others = [stream.shuffle(seed=seed) for seed in (1, 1, None)]
-    one, same, unseeded = (wrap(DataLoader(each)).fingerprint() for each in others)
-    assert one == same != unseeded
-    split = datasets.distributed.split_dataset_by_node(stream, 0, 2)
-    assert wrap(DataLoader(split, batch_size=4), world_size=2).partitioned_by == "your code"
-
-
-@given(st.integers(0, 9), st.integers(0, 12), st.none() | st.integers(0, 12))
-def test_iterable_continues_after_the_seen_batches(size, offset, num_steps):
-    source = wrap(list(range(size)))
-    expected = list(range(size))[offset:][:num_steps]
-    assert list(source.batches(0, offset, num_steps)) == expected
-    assert source.steps_left(offset) == max(0, size - offset)
-    assert source.offset_after(offset, 2) == offset + 2
 
 
 def test_iterator_is_not_read_ahead():

@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -71,8 +78,8 @@ class Case:
     sharding: str | None = None
     ignored: int = -100
     num_workers: int = NUM_RANKS
-    in_memory: bool = True
-    """Whether the data set is a TensorDataset."""
+    data_set: str = "tensors"
+    """Key of DATA_SETS."""
 
     def data(self):
         generator = torch.Generator().manual_seed(2)
@@ -96,6 +103,14 @@ class Case:
         return [sum(sizes[i : i + self.num_workers]) for i in range(0, stop, self.num_workers)]
 
 
+DATA_SETS = {
+    "tensors": lambda data: data,
+    "list": list,
+    "subset": lambda data: Subset(Subset(data, range(len(data))), range(len(data))),
+    "joined": lambda data: ConcatDataset([Subset(data, range(5)), Subset(data, range(5, 23))]),
+}
+
+
 def make_model(criterion):
     torch.manual_seed(3)
     layers = [torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)]
@@ -115,9 +130,7 @@ class Trained(TrainingOperator):
             gradient_accumulation_steps=case.accumulation,
             sharding=case.sharding,
         )
-        data = TensorDataset(*case.data())
-        if not case.in_memory:
-            data = list(data)
+        data = DATA_SETS[case.data_set](TensorDataset(*case.data()))
         loaders = {
             "samples": lambda: DataLoader(data, batch_size=BATCH),
             "batch sampler": lambda: DataLoader(data, batch_sampler=Lengths()),
@@ -260,8 +273,14 @@ def test_ignored_index_may_be_a_class(workers):
     check(case, workers(case))
 
 
+@pytest.mark.parametrize("data_set", ["subset", "joined"])
+def test_ignored_targets_of_parts_of_tensors_count(workers, data_set):
+    case = Case(CRITERIA["ignores"], data_set=data_set)
+    check(case, workers(case))
+
+
 def test_uncounted_targets_are_a_warning(workers):
-    results = workers(Case(CRITERIA["ignores"], in_memory=False))
+    results = workers(Case(CRITERIA["ignores"], data_set="list"))
     for *_, warnings in results:
         assert len(warnings) == 1
         assert_names(warnings[0], ["-100", "num_items"])

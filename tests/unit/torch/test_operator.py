@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
-from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from tests.operators import Classifier, make_model, parameters, register_all
@@ -63,20 +62,6 @@ def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, 
     expected = "changed self.teacher.0.weight, self.average['bias']. Checkpoints and workers"
     assert len(warnings) == (not keeps)
     assert keeps or expected in warnings[0]
-
-
-def test_changes_by_apply_all_operators_that_new_workers_lack_are_a_warning(caplog):
-    operator = run_operator(Teaching, {"keeps": True})
-    state = operator._train_state
-    state.settings.context = WorkerContext(in_driver=False)
-    with state.feature(Untracked).applying():
-        operator.alpha = 0.5
-        operator.criterion.label_smoothing = 0.1
-        operator.model[0].weight.data.mul_(2)  # this change travels
-        operator.model.train(False)
-        operator.teacher[0].weight.mul_(0.5)
-    (warning,) = [r.message for r in caplog.records if "apply_all_operators changed" in r.message]
-    assert "changed self.criterion.label_smoothing, self.alpha. Checkpoints" in warning
 
 
 # ---- missing objects

@@ -1,6 +1,8 @@
 """Registration of models and data, and warnings about unregistered objects."""
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -307,6 +309,18 @@ class TwoLoaders(Classifier):
         self.unlabelled = {"images": DataLoader(range(8), batch_size=2, shuffle=True)}
         self.own = DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0))
         self.config["loader"] = self.shared
+        self.split = itertools.cycle(self.own)
+        self.model.images = DataLoader(range(8))
+        self.cycled = itertools.cycle(DataLoader(range(8)))
+        self.reading = iter(DataLoader(range(8)))
+        self.forever = forever(DataLoader(range(8)))
+        self.next_batch = partial(next, map(torch.Tensor.double, DataLoader(range(8))))
+        self.reads = self.train_batch  # refers to the operator
+
+
+def forever(loader):
+    while True:
+        yield from loader
 
 
 @pytest.mark.parametrize(("num_workers", "partitions"), [(1, True), (2, True), (2, False)])
@@ -316,7 +330,8 @@ def test_warning_names_loaders_that_every_worker_reads(num_workers, partitions, 
     found = [record.message for record in caplog.records if "Every worker reads" in record.message]
     assert len(found) == (num_workers == 2 and partitions)
     for message in found:
-        assert "all of self.unlabelled['images'], because" in message
+        names = ["model", "unlabelled['images']", "cycled", "reading", "forever", "next_batch"]
+        assert f"all of {', '.join('self.' + name for name in names)}, because" in message
         assert "DistributedSampler(data, self.world_size, self.world_rank)" in message
 
 
@@ -324,6 +339,11 @@ class Timm:
     """A scheduler of timm, which wants the number of the epoch."""
 
     def step(self, epoch, metric=None):
+        pass
+
+
+class OfLoss:
+    def step(self, *, loss):
         pass
 
 
@@ -351,6 +371,11 @@ def register_all(**given):
             ["TopLevelTracedModule", "torch.compile(module)"],
         ),
         (
+            lambda: {"models": torch.nn.Sequential(torch.jit.script(linear()))},
+            TypeError,
+            ["RecursiveScriptModule"],
+        ),
+        (
             lambda: {"optimizers": zero_redundancy(linear())},
             TypeError,
             ["ZeroRedundancyOptimizer", 'sharding="optimizer"'],
@@ -360,8 +385,9 @@ def register_all(**given):
             ValueError,
             ["Timm.step() needs epoch", 'scheduler_step_freq="manual"', "update_scheduler"],
         ),
+        (lambda: {"schedulers": OfLoss()}, ValueError, ["OfLoss.step() needs loss"]),
     ],
-    ids=["script", "trace", "zero", "timm"],
+    ids=["script", "trace", "part", "zero", "timm", "keyword"],
 )
 def test_objects_that_cannot_work_are_refused_with_the_way(process_group, given, error, words):
     with pytest.raises(error) as caught:
@@ -373,16 +399,3 @@ def test_error_of_a_compiled_wrapper_names_the_way():
     error = torch._dynamo.exc.InternalTorchDynamoError("value=<raysgd.comm.gloo.GlooGroup object>")
     make_registration().micro_batching.explain(error)
     assert "register(models=torch.compile(model)" in error.__notes__[0]
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_compiling_a_registered_model_is_refused_with_the_way(process_group, in_place):
-    state = make_registration(context=WorkerContext(distributed=True), backend="gloo")
-    module = linear()
-    model, _ = registration.register(state, models=module, optimizers=sgd(module))
-    registration.adopt_wrappers(state, [model])
-    if in_place:
-        model.compile(backend="eager")
-    compiled = model if in_place else torch.compile(model, backend="eager")
-    with pytest.raises(ValueError, match=r"register\(models=torch.compile\(model\)"):
-        registration.adopt_wrappers(state, [None, [compiled]])

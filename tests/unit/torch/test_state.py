@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
-from raysgd.loop.state import check_parts
+from raysgd.loop.state_schema import check_parts
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.state import copy_to_cpu, state_problem, to_cpu

@@ -1,4 +1,4 @@
-"""Calls, state, files, and shutdown of trainers, with one worker in this process."""
+"""Dispatcher, state, files, and shutdown of trainers, with one worker in this process."""
 
 import gc
 import sys
@@ -52,13 +52,13 @@ def test_metrics_have_the_names_that_users_know(make_trainer):
 
 def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
     trainer = make_trainer()
-    run = trainer._calls.controller.run
+    run = trainer._dispatcher.controller.run
 
     def leave(call):
         call.departed_results += run(call)
         return call.departed_results
 
-    monkeypatch.setattr(trainer._calls.controller, "run", leave)
+    monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)
     assert trainer.train()["num_samples"] == 80
 
 

@@ -4,9 +4,11 @@ import json
 import logging
 import math
 import queue
+import random
 import re
 import signal
 import threading
+from collections import ChainMap, UserDict
 
 import numpy as np
 import pytest
@@ -216,6 +218,32 @@ class Total:
         self.parts[0].append(number)
 
 
+def make_generators():
+    of_numpy = np.random.default_rng(1), np.random.RandomState(1)
+    return [random.Random(1), torch.Generator().manual_seed(1), *of_numpy]
+
+
+def draw(generators):
+    own, of_torch, of_numpy, older = generators
+    numbers = torch.randint(2**31, (1,), generator=of_torch).item(), of_numpy.integers(2**31)
+    return own.randrange(2**31), *numbers, older.randint(2**31)
+
+
+class Slots:
+    __slots__ = "count"
+
+    def __init__(self):
+        self.count = [0]
+
+
+class MoreSlots(Slots):
+    __slots__ = ("total",)
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+
 class Metric(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -233,6 +261,10 @@ class Totals(Recorder):
         self.frozen = torch.nn.Linear(1, 1).requires_grad_(False)
         self.kept = [torch.zeros(1).expand(3), np.broadcast_to(np.zeros(1), 3), queue.Queue()]
         self.kept += [torch.eye(2).to_sparse(), np.float64(1), threading.Lock(), torch.Tensor]
+        self.slots, self.model[0].counts = MoreSlots(), [0]
+        self.model.number = 0
+        self.generators = make_generators()
+        self.more = [UserDict(total=0), ChainMap({"total": 0})]
         self.seen = seen = []  # a closure writes to the same list
         self.model.register_forward_hook(lambda *_: seen.append(1))
 
@@ -245,6 +277,13 @@ class Totals(Recorder):
         self.nested["a"][1] += number
         self.total.add(number)
         self.metrics["b"][0](number)
+        draw(self.generators)
+        for each in self.more:
+            each["total"] += number
+        self.slots.total += number
+        self.slots.count[0] += number
+        self.model.number += number
+        self.model[0].counts.append(number)
         result = super().validate_batch(batch, batch_info)
         assert len(self.seen) == before + 1
         return result
@@ -257,7 +296,14 @@ def test_the_validation_before_training_leaves_no_trace_in_totals(make_trainer):
     (nested, added), parts = operator.nested["a"], operator.total.parts[0]
     found = [operator.tensor, operator.array[0], operator.meter.count, sum(nested), added]
     found += [operator.total.count, sum(parts), operator.metrics["b"][0].count]
-    assert [int(each) for each in found] == [40] * 8
+    found += [operator.slots.total, operator.slots.count[0]]
+    found += [operator.model.number, sum(operator.model[0].counts)]
+    found += [each["total"] for each in operator.more]
+    assert [int(each) for each in found] == [40] * 14
+    fresh = make_generators()
+    for _ in nested:
+        draw(fresh)
+    assert draw(operator.generators) == draw(fresh)
 
 
 class OwnLoop(Recorder):

@@ -23,7 +23,7 @@ from raysgd.metrics import merge_workers
 logger = logging.getLogger(__name__)
 
 
-class CallResult(NamedTuple):
+class WorkerMetrics(NamedTuple):
     """The result of a call of train or validate."""
 
     by_worker: list[dict[str, Any]]
@@ -40,7 +40,7 @@ class TrainCall(Call):
     num_steps: int | None
     """Number of steps to train. None means the rest of the epoch."""
     next_pause: Callable[[int, bool], int | None]
-    """Function of the number of committed steps and `at_once` that returns the next pause step."""
+    """Returns the next pause step. Arguments: the committed steps, and `immediately`."""
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
@@ -62,12 +62,12 @@ class TrainCall(Call):
                 request = replace(request, until_epoch=progress.epoch + 1)
             else:
                 request = replace(request, until_step=step + self.num_steps)
-        self.request = replace(request, callback_pause=self.next_pause(step, self.at_once))
-        self.at_once = False
+        self.request = replace(request, callback_pause=self.next_pause(step, self.immediately))
+        self.immediately = False
 
 
 @dataclass(eq=False)
-class Calls:
+class Dispatcher:
     """Runs the calls of one trainer.
 
     Methods take the trainer as an argument, because a reference would keep it alive.
@@ -182,7 +182,7 @@ class Calls:
         profile: bool,
         info: Mapping[str, Any] | None,
         dataset: Dataset | None,
-    ) -> CallResult:
+    ) -> WorkerMetrics:
         request = TrainRequest(
             call=self.next_number(),
             until_step=self._max_steps,
@@ -215,7 +215,8 @@ class Calls:
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
         merged = merge_workers(results)
-        return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
+        last_call = LastCall("train", ended, call.seconds, controller.speed.lap("train"))
+        return WorkerMetrics(results, merged, completed, last_call)
 
     def _log(self, trainer: Trainer, call: TrainCall) -> None:
         """Pass the metrics since the last logged step to callbacks, if logging is due.
@@ -230,16 +231,17 @@ class Calls:
             return
         call.request = replace(call.request, logged=step)
         request = MeasuredRequest(call=call.request.call, since=since)
-        found = self.make(Call(request=request, max_losses=3))
-        merged = merge_workers([each for each in found if each is not None])
+        parts = self.make(Call(request=request, method="train", max_losses=3))
+        merged = merge_workers([each for each in parts if each is not None])
         metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
-        point = LastCall("step", time.time(), call.seconds - call.logged_s)
+        speed = self.controller.speed.lap("step")
+        point = LastCall("step", time.time(), call.seconds - call.logged_s, speed)
         call.logged_s = call.seconds
         self.callback_list.call("on_log", trainer, point, metrics)
 
-    def _next_pause(self, global_step: int, at_once: bool) -> int | None:
+    def _next_pause(self, global_step: int, immediately: bool) -> int | None:
         steps = (
-            self.callback_list.next_pause(global_step, at_once),
+            self.callback_list.next_pause(global_step, immediately),
             None if self._log_every is None else _next_multiple(self._log_every, global_step),
         )
         return min((step for step in steps if step is not None), default=None)
@@ -253,7 +255,7 @@ class Calls:
         info: Mapping[str, Any] | None,
         from_start: bool = False,
         loader: Any = None,
-    ) -> CallResult:
+    ) -> WorkerMetrics:
         """Run a call of ``validate``, or of ``test`` if a loader is given.
 
         After a failed call, the next call begins at the same batch. With `from_start`, begin with
@@ -274,6 +276,7 @@ class Calls:
         )
         call = Call(
             request=request,
+            method="validate" if loader is None else "test",
             max_losses=3,
             has_batches=True,
             on_wait=self.callback_list.watcher(trainer, "validate") if loader is None else None,
@@ -284,7 +287,7 @@ class Calls:
         if loader is None:
             self._failed_validation = None
         merged = merge_workers(results)
-        return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
+        return WorkerMetrics(results, merged, False, LastCall("validate", time.time(), seconds))
 
 
 def _has_same_input(first: TrainRequest, second: TrainRequest) -> bool:

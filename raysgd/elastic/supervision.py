@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import Attempt
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
-from raysgd.elastic.machine import CallFailed, CallReturned, Event, RunCall, WorkersLost
+from raysgd.elastic.machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
 from raysgd.elastic.policies import furthest, pause_step
 from raysgd.errors import CollectiveError
 
@@ -31,50 +31,27 @@ _NOTICE_S = 0.1
 """Seconds between the request of a pause and the pause."""
 _LONG_NOTICE_S = 1.0
 """The same delay for new shares, which are not urgent. A late request costs a new generation."""
-_CHANGE_S = 10.0
-"""Seconds that a call waits for the snapshot of a change. Large states arrive later."""
 
 
-class CallRunner:
-    """Runs the current call of a `DriverContext`, one attempt at a time."""
+class Supervision:
+    """Makes attempts at one call."""
 
-    def __init__(self, context: DriverContext) -> None:
-        self._context = context
+    def __init__(self, context: DriverContext, call: Call) -> None:
+        self._context, self._call = context, call
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
-        self._reached = Progress()
+        # Committed steps count, even if a later step has left the state partial.
+        self._reached = replace(context.journal.progress, partial=False)
         self._redo: Call | None = None
-        self._num_changes = 0
-        self.sent: dict[WorkerHandle, Future[Outcome]] | None = None
-        """The call on each worker, or None before the first worker receives it."""
         self._attempt: Attempt | None = None
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
-        self.outcomes: list[Outcome] = []
-
-    def save(self) -> None:
-        """Take a snapshot, and let callbacks save at the next step."""
-        self.sent, self._context.preemption.must_save = None, False
-        self.rescue_state()
-        self._context.call.at_once = True
-
-    def rescue_state(self) -> None:
-        """Fetch the newest state of the remaining workers as the snapshot."""
-        if (progress := self._context.snapshots.rescue(self._commands)) is not None:
-            self._journal.progress, self._context.has_state = progress, True
-
-    def begin(self, call: Call) -> None:
-        self._context.call, self._redo, self._split = call, None, 0
-        # Committed steps count, even if a later step has left the state partial.
-        self._reached = replace(self._journal.progress, partial=False)
-
-    def end(self) -> None:
-        self._context.call, self._redo, self.outcomes = Call(), None, []
-        self.sent = self._attempt = None
+        self.sent: dict[WorkerHandle, Future[Outcome]] | None = None
+        """The call on each worker, or None before the first worker receives it."""
 
     def is_behind(self) -> bool:
         """Whether steps were lost with all workers and a call can repeat them."""
-        step, reached, call = self._journal.progress.global_step, self._reached, self._context.call
+        step, reached, call = self._journal.progress.global_step, self._reached, self._call
         if step >= reached.global_step:
             return False
         if self._redo is None and call.catch_up is not None:
@@ -84,45 +61,38 @@ class CallRunner:
                     "Steps %d to %d were lost with all workers. They run again before %s().",
                     step + 1,
                     reached.global_step,
-                    call.request.name,
+                    call.name,
                 )
         return self._redo is not None
 
-    def run(self, action: RunCall) -> Event:
+    def run(self, action: RunCall) -> GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        self.sent, self._attempt, self._context.has_state = None, None, False
-        if self._context.pause_step is not None:  # the last attempt ended early
-            self._commands.pause_at(None)
-            self._context.pause_step = None
-        call, group = self._context.call, self._group
+        self.sent = self._attempt = None
+        self._commands.cancel_pause()
+        call = self._call
         if action.is_redo:
             assert self._redo is not None
             call = self._redo
         elif action.begins:
             call.begin(furthest([self._journal.progress, self._reached]))
-        members = list(group.members if call.rank is None else [group.members[call.rank]])
-        self._journal.seen_step = self._journal.progress.global_step
-        packed: Any = call.request
-        if call.rank is None:
-            packed = packed.with_shares(self._context.shares.of(members))
-        if self._split:
-            packed = packed.with_split(self._split)
-        if not group.options.inline:
-            packed = sendable(f"the arguments of {call.request.name}", packed)
+        members = list(
+            self._group.members if call.rank is None else [self._group.members[call.rank]]
+        )
+        packed, inbox, inline = self._packed(call, members), None, self._group.options.inline
+        self._split = 0
         self._context.check_open()
         with contextlib.ExitStack() as stack:
-            arguments, inbox = [packed], None
-            hosts = [member.info.node_ip for member in members]
-            if call.receives is not None and not group.options.inline:
+            arguments, hosts = [packed], [member.info.node_ip for member in members]
+            if call.receives is not None and not inline:
                 inbox = stack.enter_context(Inbox(hosts, call.receives))
                 arguments = [packed, inbox.address]
-            elif isinstance(call.request, LoadRequest) and not group.options.inline:
+            elif isinstance(call.request, LoadRequest) and not inline:
                 arguments = [stack.enter_context(offered(packed, hosts))]
             self.sent = {}
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 self.sent[member] = member.work("call", *arguments)
             self._attempt = attempt = Attempt(self.sent, self._clock)
-            self._watch(call, attempt)
+            polled = self._watch(call, attempt)
             if attempt.failed:
                 self._commands.stop(attempt)
         if inbox is not None:
@@ -131,43 +101,59 @@ class CallRunner:
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
+        newest = furthest(list(progress.values())) if progress else polled
         if progress:
-            self._journal.progress = furthest(list(progress.values()))
-            self._journal.seen_step = self._journal.progress.global_step
             self._context.preemption.poll(progress)
             self._context.shares.poll(progress)
-        self._split = self._new_split(attempt)
-        if attempt.lost:
-            self._journal.lost = attempt.lost
-            return WorkersLost()
-        interrupted = attempt.interrupted_by_us
+            self._journal.record_repair(next(iter(progress.values())))
+            self._context.speed.poll(progress)
         if attempt.failed:
-            is_stopped = interrupted and attempt.first_error is None
-            can_repeat = call.has_batches or call.max_losses > 0
-            may_repeat = bool(self._split) or (is_stopped and can_repeat)
-            if not may_repeat:
-                self._journal.error = attempt.error()
-                if attempt.first_error is not None:
-                    said = repr(self._journal.error)
-                    self._journal.record("user_error", [attempt.first_error[0]], cause=said)
-            return CallFailed(may_repeat=may_repeat)
+            return self._failure(call, attempt, newest)
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
         is_complete = not paused and not action.is_redo
         if is_complete:
-            self._poll_snapshots(progress)
-            self.outcomes = [attempt.outcomes[member] for member in members]
-        return CallReturned(is_complete=is_complete, interrupted=interrupted)
+            self._context.snapshots.settle(progress)
+        return CallReturned(
+            outcomes=[attempt.outcomes[member] for member in members],
+            is_complete=is_complete,
+            interrupted=attempt.interrupted_by_us,
+            progress=newest,
+        )
 
-    def _poll_snapshots(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Fetch a newer snapshot. Wait for it if a restart could not repeat this call."""
-        snapshots, before = self._context.snapshots, self._num_changes
-        snapshots.poll(progress)
-        self._num_changes = next((p.num_changes for p in progress.values()), before)
-        if self._num_changes != before:
-            self._clock.wait(snapshots.coming, _CHANGE_S)
+    def _failure(self, call: Call, attempt: Attempt, progress: Progress | None) -> GroupEvent:
+        """Return the event of a failed attempt, and decide whether to repeat the call."""
+        member, outcome = attempt.first_error or (None, None)
+        self._split = 0 if outcome is None else outcome.split
+        if outcome is not None and outcome.split:  # memory ran out
+            self._journal.record(
+                "split",
+                [member] if member else [],
+                cause=repr(outcome.value()),
+                step=None if progress is None else progress.global_step,
+                factor=outcome.split,
+            )
+        if attempt.lost:
+            return WorkersLost(lost=attempt.lost, progress=progress)
+        is_stopped = attempt.interrupted_by_us and outcome is None
+        can_repeat = call.has_batches or call.max_losses > 0
+        if self._split or (is_stopped and can_repeat):
+            return CallFailed(progress=progress)
+        return CallFailed(error=attempt.error(), member=member, progress=progress)
 
-    def _watch(self, call: Call, attempt: Attempt) -> None:
+    def _packed(self, call: Call, members: Sequence[WorkerHandle]) -> Any:
+        request = call.request
+        if call.rank is None:
+            request = request.with_shares(self._context.shares.of(members))
+        if self._split:
+            request = request.with_split(self._split)
+        if self._group.options.inline:
+            return request
+        return sendable(f"the arguments of {call.name}", request)
+
+    def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
+        """Wait for the end of an attempt. Return the newest polled progress."""
         monitor = HealthMonitor(attempt, self._journal.ranks, self._clock)
+        newest = None
         while attempt.under_way:
             self._context.check_open()
             is_busy = call.on_wait is not None or self._context.scale_up.under_way
@@ -179,18 +165,20 @@ class CallRunner:
             progress = self._commands.ask_progress()
             if call.on_wait is not None:
                 call.on_wait(list(progress.values()))
-            steps = [p.global_step for p in progress.values()]
-            self._journal.seen_step = max([self._journal.seen_step, *steps])
+            newest = (
+                furthest([p for p in (newest, *progress.values()) if p]) if progress else newest
+            )
             if call.has_batches:
                 monitor.log_standstill(progress)
             if (why := monitor.blocked(progress)) is not None:
                 raise CollectiveError(why)
             for feature in self._context.features:
                 feature.poll(progress)
-            if call.can_pause and self._context.pause_step is None:
+            if call.can_pause and not self._commands.is_pausing:
                 moves = any(self._context.who_moves()) or self._context.preemption.must_save
                 if moves or self._context.shares.wants_change:
                     self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
+        return newest
 
     def _pause(
         self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], notice_s: float
@@ -200,26 +188,17 @@ class CallRunner:
             return  # a worker does not answer, or the call is ending
         if not all(p.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
-        step = self._context.pause_step = pause_step(list(progress.values()), notice_s)
+        step = pause_step(list(progress.values()), notice_s)
         answers = self._commands.pause_at(step)
         if not all(f.done() and f.exception() is None and f.result() < step for f in answers):
             # Some workers have passed the step: discard it.
             attempt.interrupted_by_us = True
             self._commands.stop(attempt)
 
-    def abandon(self) -> None:
-        """Stop the work after Ctrl-C, and request the progress of the workers."""
+    def abandon(self) -> Progress | None:
+        """Stop the work after Ctrl-C, and return the progress of the workers."""
         pending = self.sent or {} if self._attempt is None else self._attempt.pending
         self._commands.busy |= pending
         self._commands.interrupt()
-        if reached := list(self._commands.ask_progress().values()):
-            self._journal.progress = furthest(reached)
-
-    def _new_split(self, attempt: Attempt) -> int:
-        """Return the number of micro-batches per batch if memory ran out, otherwise 0."""
-        if attempt.first_error is None or not attempt.first_error[1].split:
-            return 0
-        member, outcome = attempt.first_error
-        said = repr(outcome.value())
-        self._journal.record("split", [member], cause=said, factor=outcome.split)
-        return outcome.split
+        reached = list(self._commands.ask_progress().values())
+        return furthest(reached) if reached else None

@@ -1,4 +1,4 @@
-"""Runs training functions on workers by plain actor calls."""
+"""Runs functions on workers by plain actor calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[
     import ray
 
     ranks = dict(zip(references, range(len(members)), strict=True))
-    found: dict[int, Any] = {}
+    by_rank: dict[int, Any] = {}
     failure: Exception | None = None
     deadline = 0.0
     pending = list(references)
@@ -58,7 +58,7 @@ def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[
             break
         rank = ranks[ready[0]]
         try:
-            found[rank] = _result(members[rank], rank, ready[0])
+            by_rank[rank] = _result(members[rank], rank, ready[0])
         except WorkerLostError:
             raise
         except Exception as error:
@@ -66,7 +66,7 @@ def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[
                 failure, deadline = error, time.monotonic() + _ROOT_CAUSE_S
     if failure is not None:
         raise failure
-    return [found[rank] for rank in range(len(members))]
+    return [by_rank[rank] for rank in range(len(members))]
 
 
 def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:

@@ -1,0 +1,463 @@
+"""Numbered records of files: JSON lines, text, tar archives, and Parquet.
+
+An index of each file is built once and kept in a cache folder, so that any record can be read
+without the records before it. Compressed files are decompressed once into that folder.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import hashlib
+import io
+import itertools
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+import numpy as np
+from fsspec.core import url_to_fs
+from fsspec.utils import infer_compression
+
+from raysgd._internal.imports import import_extra
+
+T = TypeVar("T")
+
+_BLOCK_BYTES = 4 * 2**20
+_NUM_BLOCKS = 32  # of a remote file in memory
+_NUM_TRIES = 4
+_NUM_OPEN = 16
+
+
+class RecordError(ValueError):
+    """A record or a file that cannot be decoded."""
+
+
+class Broken:
+    """What replaces a broken record until a caller skips it, or raises its error."""
+
+    def __init__(self, error: RecordError) -> None:
+        self.error = error
+
+
+class Records(ABC):
+    """The records of files, in order. Subclasses read one format.
+
+    Args:
+        paths: Path or URL with wildcards, or a list of them. fsspec opens all but local files.
+            Files that match a wildcard are sorted by name.
+        cache_dir: Folder of indexes and decompressed files. The default is ``~/.cache/raysgd``.
+        storage_options: Arguments of the fsspec file system, such as credentials.
+
+    Raises:
+        FileNotFoundError: If no file matches one of `paths`.
+    """
+
+    block = 1  # records that are decoded together
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        cache_dir: str | os.PathLike[str] | None = None,
+        **storage_options: Any,
+    ) -> None:
+        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        cache = cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "raysgd")
+        self._cache = Path(cache).expanduser()
+        self.paths: list[str] = []
+        self._stamps: list[str] = []
+        for each in given:
+            path = os.fspath(each)
+            fs, pattern = url_to_fs(path, **storage_options)
+            is_pattern = any(mark in pattern for mark in "*?[")
+            glob = functools.partial(fs.glob, pattern)
+            found = sorted(_retried(glob)) if is_pattern else [pattern]
+            if not found:
+                raise FileNotFoundError(f"No file matches {path!r}.")
+            for name in found:
+                self.paths.append(fs.unstrip_protocol(name) if is_remote(fs) else name)
+                self._stamps.append(_retried(functools.partial(_stamp, fs, name)))
+        self._storage_options = storage_options
+        self.kept_rows = 0
+        """Number of decoded records to keep in memory."""
+        self._forget()
+        self._indexes = [self._load_index(number) for number in range(len(self.paths))]
+        counts = [self._count(index) for index in self._indexes]
+        self._ends = list(itertools.accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        held = ("_files", "_pid", "_tables")
+        return {key: value for key, value in vars(self).items() if key not in held}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def __del__(self) -> None:
+        for file in getattr(self, "_files", {}).values():
+            file.close()
+
+    def _forget(self) -> None:
+        self.__del__()
+        # Forked processes share the positions of open files.
+        self._pid = os.getpid()
+        self._files: OrderedDict[int, Any] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
+
+    def stamps(self) -> list[int]:
+        """Return a number for each file that changes with its name, size, and version."""
+        names = [os.path.basename(path) for path in self.paths]
+        pairs = zip(names, self._stamps, strict=True)
+        return [zlib.crc32(f"{name} {stamp}".encode()) for name, stamp in pairs]
+
+    def read(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the records with these numbers. A broken one is a `Broken`."""
+        if self._pid != os.getpid():
+            self._forget()
+        found: list[Any] = [None] * len(numbers)
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+        by_file = itertools.groupby(order, lambda i: bisect.bisect_right(self._ends, numbers[i]))
+        for file, group in by_file:
+            start = self._ends[file - 1] if file else 0
+            places = list(group)
+            records = self._read(file, [numbers[i] - start for i in places])
+            for place, record in zip(places, records, strict=True):
+                found[place] = record
+        return found
+
+    def broken(self, file: int, number: int, error: Exception) -> Broken:
+        text = f"{self.paths[file]}, {self._place(number)}: {error}"
+        return Broken(RecordError(text))
+
+    def _place(self, number: int) -> str:
+        return f"record {number}"
+
+    # ---- formats
+
+    @abstractmethod
+    def _build_index(self, file: Any) -> np.ndarray[Any, Any]: ...
+
+    @abstractmethod
+    def _count(self, index: Any) -> int: ...
+
+    @abstractmethod
+    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+        """Return records of one file. The numbers are sorted."""
+
+    # ---- files
+
+    def _load_index(self, number: int) -> Any:
+        path = self._cached(number, f"{type(self).__name__}.npy")
+        if not path.exists():
+            with _retried(lambda: self._open(number)) as file:
+                try:
+                    index = self._build_index(file)
+                except (tarfile.TarError, ValueError) as error:
+                    raise RecordError(f"{self.paths[number]}: {error}") from error
+            _write(path, lambda target: np.save(target, index))
+        return np.load(path, mmap_mode="r") if path.stat().st_size > 2**16 else np.load(path)
+
+    def _cached(self, number: int, kind: str) -> Path:
+        key = hashlib.sha256(f"{self.paths[number]} {self._stamps[number]}".encode()).hexdigest()
+        return self._cache / f"{key[:24]}.{kind}"
+
+    def _open(self, number: int) -> Any:
+        """Open the uncompressed content of a file."""
+        path = self.paths[number]
+        fs, name = url_to_fs(path, **self._storage_options)
+        if (stamp := _stamp(fs, name)) != self._stamps[number]:
+            raise RuntimeError(
+                f"{path} changed while it was read: {stamp}, and {self._stamps[number]} before. "
+                "Start again with the new file."
+            )
+        compression = infer_compression(path)
+        if compression is not None:
+            target = self._cached(number, "raw")
+            if not target.exists():
+                with fsspec.open(path, compression="infer", **self._storage_options) as source:
+                    _write(target, lambda file: shutil.copyfileobj(source, file, 2**20))
+            return open(target, "rb")
+        if not is_remote(fs):
+            return open(name, "rb")
+        options = {"cache_type": "background", "block_size": _BLOCK_BYTES}
+        return fs.open(name, "rb", cache_options={"maxblocks": _NUM_BLOCKS}, **options)
+
+    def _file(self, number: int) -> Any:
+        """Return an open file, which stays open for the next call."""
+        if number not in self._files:
+            self._files[number] = self._open(number)
+            if len(self._files) > _NUM_OPEN:
+                self._files.popitem(last=False)[1].close()
+        self._files.move_to_end(number)
+        return self._files[number]
+
+    def _with_file(self, number: int, read: Callable[[Any], T]) -> T:
+        """Call `read` with an open file. Open it again after an error."""
+
+        def attempt() -> T:
+            try:
+                return read(self._file(number))
+            except OSError:
+                self._files.pop(number, None)
+                raise
+
+        return _retried(attempt)
+
+    def _bytes(self, number: int, start: int, stop: int) -> bytes:
+        def read(file: Any) -> bytes:
+            file.seek(start)
+            data: bytes = file.read(stop - start)
+            return data
+
+        data = self._with_file(number, read)
+        if len(data) < stop - start:
+            raise RuntimeError(f"{self.paths[number]} has become shorter. Start again with it.")
+        return data
+
+
+class _Spans(Records):
+    """Records that are consecutive bytes. The index has the start of each, and the end."""
+
+    def _count(self, index: Any) -> int:
+        return len(index) - 1
+
+    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+        index, found = self._indexes[file], []
+        for first, stop in _runs(numbers):
+            starts = index[first : stop + 1].tolist()
+            data = self._bytes(file, starts[0], starts[-1])
+            for number, (low, high) in enumerate(itertools.pairwise(starts), start=first):
+                try:
+                    found.append(self._decode(data[low - starts[0] : high - starts[0]]))
+                except Exception as error:
+                    found.append(self.broken(file, number, error))
+        return found
+
+    @abstractmethod
+    def _decode(self, data: bytes) -> Any: ...
+
+
+class Text(_Spans):
+    """Lines of text, without their line ends."""
+
+    keeps_blank = True
+
+    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
+        starts, offset, ends_line = [np.zeros(1, np.int64)], 0, True
+        while data := file.read(_BLOCK_BYTES):
+            found = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + offset + 1
+            starts.append(found.astype(np.int64))
+            offset, ends_line = offset + len(data), data.endswith(b"\n")
+        index = np.concatenate(starts if ends_line else [*starts, np.array([offset])])
+        if not self.keeps_blank:
+            lengths = np.diff(index, append=index[-1:] + 2)
+            index = index[lengths > 1]
+        return index
+
+    def _decode(self, data: bytes) -> Any:
+        return data.decode().rstrip("\r\n")
+
+
+class JsonLines(Text):
+    """One JSON value per line. Blank lines do not count."""
+
+    keeps_blank = False
+
+    def _place(self, number: int) -> str:
+        return f"JSON line {number + 1}, without blank lines"
+
+    def _decode(self, data: bytes) -> Any:
+        return json.loads(data)
+
+
+class Tar(_Spans):
+    """Samples of a tar archive: dicts of the content of consecutive files with the same stem.
+
+    ``"__key__"`` is the path up to the first dot of the file name, and the other keys are the rest
+    of the names, as in WebDataset.
+    """
+
+    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
+        starts, key, end = [], None, 0
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                end = member.offset_data + -(-member.size // 512) * 512
+                if not member.isfile():
+                    continue
+                stem = _stem(member.name)[0]
+                if stem != key:
+                    starts.append(member.offset)
+                    key = stem
+                vars(archive)["members"] = []  # would grow with the file
+        return np.array([*starts, end], np.int64)
+
+    def _decode(self, data: bytes) -> Any:
+        sample: dict[str, Any] = {}
+        for path, content in _members(data):
+            sample["__key__"], name = _stem(path)
+            sample[name] = content
+        return sample
+
+
+class Parquet(Records):
+    """Rows of Parquet files, as dicts. Row groups are decoded as a whole."""
+
+    def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
+        self._columns = None if columns is None else list(columns)
+        super().__init__(paths, **options)
+        sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
+        self.block = int(max(sizes, default=1))
+
+    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
+        metadata = _pyarrow().ParquetFile(file).metadata
+        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
+        return np.array([0, *itertools.accumulate(sizes)], np.int64)
+
+    def _count(self, index: Any) -> int:
+        return int(index[-1])
+
+    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+        index, found = self._indexes[file], []
+        groups = np.searchsorted(index, numbers, side="right") - 1
+        pairs = zip(groups.tolist(), numbers, strict=True)
+        for group, members in itertools.groupby(pairs, lambda pair: pair[0]):
+            rows = [number - int(index[group]) for _, number in members]
+            table = self._table(file, group)
+            is_run = rows[-1] - rows[0] == len(rows) - 1
+            part = table.slice(rows[0], len(rows)) if is_run else table.take(rows)
+            found += part.to_pylist()
+        return found
+
+    def _table(self, file: int, group: int) -> Any:
+        key = file, group
+        if key not in self._tables:
+            held = list(self._tables.values())
+            while held and sum(map(len, held)) > self.kept_rows:
+                self._tables.popitem(last=False)
+                held.pop(0)
+            settings = {"columns": self._columns, "use_threads": False}
+            self._tables[key] = self._with_file(
+                file,
+                lambda opened: _pyarrow().ParquetFile(opened).read_row_group(group, **settings),
+            )
+        self._tables.move_to_end(key)
+        return self._tables[key]
+
+
+def _members(data: bytes) -> list[tuple[str, bytes]]:
+    """Return the names and contents of the files in a part of a tar archive."""
+    found, start = [], 0
+    while start < len(data):
+        header = data[start : start + 512]
+        # tarfile takes longer than decoding a small image. It reads all other kinds of members.
+        if header[156] not in b"0\0" or header[124] & 128:
+            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+                files = [member for member in archive if member.isfile()]
+                opened: list[Any] = [archive.extractfile(member) for member in files]
+                pairs = zip(files, opened, strict=True)
+                return [(member.name, file.read()) for member, file in pairs]
+        name, prefix = (header[a:b].partition(b"\0")[0] for a, b in ((0, 100), (345, 500)))
+        if prefix and header.startswith(b"ustar\0", 257):
+            name = prefix + b"/" + name
+        size = int(header[124:136].strip(b" \0") or b"0", 8)
+        found.append((name.decode(), data[start + 512 : start + 512 + size]))
+        start += 512 + -(-size // 512) * 512
+    return found
+
+
+def _pyarrow() -> Any:
+    return import_extra("parquet()", "pyarrow.parquet", "data")
+
+
+def is_remote(fs: Any) -> bool:
+    return "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+
+
+def _stamp(fs: Any, path: str) -> str:
+    """Return the size and the ETag or modification time of a file."""
+    info = fs.info(path)
+    versions = (info.get(key) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
+    version = next((each for each in versions if each is not None), "")
+    return f"{info['size']} {version}"
+
+
+def _retried(function: Callable[[], T]) -> T:
+    """Call a function again if it fails, unless the file is missing."""
+    for attempt in itertools.count(1):
+        try:
+            return function()
+        except (FileNotFoundError, PermissionError, IsADirectoryError):
+            raise
+        except (OSError, TimeoutError):
+            if attempt == _NUM_TRIES:
+                raise
+            time.sleep(0.1 * 4**attempt)
+    raise AssertionError
+
+
+def _write(path: Path, write: Callable[[Any], Any]) -> None:
+    """Write a file of the cache, which other processes may write too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (first, stop) of the runs of consecutive numbers."""
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        yield members[0], members[-1] + 1
+
+
+def _stem(name: str) -> tuple[str, str]:
+    folder, base = os.path.split(name)
+    stem, _, rest = base.partition(".")
+    return os.path.join(folder, stem), rest
+
+
+def jsonl(paths: Any, **options: Any) -> Records:
+    """Return the values of JSON lines. `Records` describes the arguments."""
+    return JsonLines(paths, **options)
+
+
+def text(paths: Any, **options: Any) -> Records:
+    """Return the lines of text files, without line ends. `Records` describes the arguments."""
+    return Text(paths, **options)
+
+
+def tar(paths: Any, **options: Any) -> Records:
+    """Return the samples of tar archives, such as those of WebDataset, as dicts of bytes.
+
+    `Records` describes the arguments.
+    """
+    return Tar(paths, **options)
+
+
+def parquet(paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> Records:
+    """Return the rows of Parquet files as dicts, with all `columns` by default.
+
+    `Records` describes the other arguments.
+    """
+    return Parquet(paths, columns=columns, **options)

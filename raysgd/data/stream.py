@@ -1,0 +1,363 @@
+"""Streams of numbered samples: shuffled in windows, transformed, and mixed.
+
+The samples of an epoch have numbers. Sample `k` follows from the number, the epoch, and the seed
+alone, so any worker reads any sample without the samples before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raysgd.data.formats import Broken, Records
+from raysgd.errors import CheckpointError
+
+Key = tuple[int, int]
+"""Epoch and number of a sample."""
+
+_READ_SIZE = 256
+_MIX_SIZE = 1000  # samples in which each stream of a mix has its share
+_CHUNKS_PER_WINDOW = 8
+
+
+class Keys:
+    """The keys of the samples of an epoch, computed where they are read."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __getitem__(self, part: slice) -> list[Key]:
+        return [(self._epoch, number) for number in range(part.start, part.stop)]
+
+
+class NumberedSamples(ABC):
+    """A data set for a ``DataLoader`` whose order differs between epochs."""
+
+    epoch = 0
+    shuffles = False
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+        """Return the samples with these numbers in the order of an epoch."""
+
+    @property
+    @abstractmethod
+    def paths(self) -> list[str]:
+        """The files."""
+
+    @abstractmethod
+    def stamps(self) -> list[int]:
+        """Return a number for each of `paths` that changes with the file."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of samples that are read by their numbers."""
+        self.epoch = epoch
+
+    def keys(self, epoch: int) -> Keys:
+        """Return the keys of the samples of an epoch."""
+        return Keys(epoch)
+
+    def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
+        if keys and isinstance(keys[0], tuple):
+            epochs, numbers = zip(*keys, strict=True)
+            return self.read(epochs[0], numbers)
+        return self.read(self.epoch, keys)
+
+    def __getitem__(self, key: int | Key) -> Any:
+        if isinstance(key, tuple):
+            return self.read(key[0], [key[1]])[0]
+        return self.read(self.epoch, [range(len(self))[key]])[0]  # also raises IndexError
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in range(0, len(self), _READ_SIZE):
+            yield from self.read(self.epoch, range(start, min(start + _READ_SIZE, len(self))))
+
+
+class Stream(NumberedSamples):
+    """Samples of files, for a ``DataLoader``.
+
+    >>> from raysgd.data import Stream, text
+    >>> stream = Stream(text("README.md"), transform=len)
+
+    raysgd trains on each sample of an epoch once, on any number of workers, and each worker reads
+    only its samples. A run continues at any position without reading the samples before it.
+
+    Args:
+        records: Files: the result of `jsonl`, `parquet`, `tar`, or `text`.
+        transform: Converts a record into a sample, on the worker that trains on it.
+        augment: Changes a sample at random. It gets the sample and a ``numpy.random.Generator``,
+            whose seed is the number of the sample in its epoch.
+        shuffle: Number of samples in a window, within which the order is random. The order of parts
+            of the files is random too. 0 keeps the order of the files.
+        seed: Determines the order of each epoch, and the random numbers of `augment`.
+        group: Number of consecutive records that `transform` gets as a list. It then returns any
+            number of samples, for example to pack texts or to drop records. Because the number of
+            samples is unknown, every worker transforms all records.
+        skip_broken: Skip records that cannot be decoded, and count them in `num_skipped`.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __new__(
+        cls, *_: Any, group: int | None = None, skip_broken: bool = False, **__: Any
+    ) -> Any:
+        is_grouped = group is not None or skip_broken
+        kind = GroupedStream if cls is Stream and is_grouped else cls
+        torch = sys.modules.get("torch.utils.data")
+        if torch is not None and kind is GroupedStream:  # a DataLoader asks for the class
+            torch.IterableDataset.register(kind)
+        return object.__new__(kind)
+
+    def __init__(
+        self,
+        records: Records,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        augment: Callable[[Any, np.random.Generator], Any] | None = None,
+        shuffle: int = 0,
+        seed: int = 0,
+        group: int | None = None,
+        skip_broken: bool = False,
+    ) -> None:
+        if not isinstance(records, Records):
+            raise TypeError(
+                f"Stream({records!r}): must be the result of jsonl(), parquet(), tar(), or text() "
+                "of raysgd.data. raysgd also partitions other iterables. Register them directly."
+            )
+        for name, value, least in (("shuffle", shuffle, 0), ("group", group, 1), ("seed", seed, 0)):
+            if value is not None and (isinstance(value, bool) or value < least):
+                raise ValueError(f"Stream({name}={value!r}): must be at least {least}.")
+        self._records, self._transform, self._augment = records, transform, augment
+        self._window, self._seed = int(shuffle), seed
+        self._group = 1 if group is None else group
+        self._is_list, self._skips = group is not None, skip_broken
+        self.shuffles = shuffle > 1
+        self.num_skipped = 0
+        # Parts of the files that follow each other. Larger ones would mix less, and smaller ones
+        # would decode the same row group more often.
+        self._chunk = max(1, self._window // _CHUNKS_PER_WINDOW, records.block)
+        records.kept_rows = 2 * (self._window + records.block)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        return f"Stream of {len(self._records.paths)} files with {len(self._records)} records"
+
+    @property
+    def paths(self) -> list[str]:
+        return self._records.paths
+
+    def stamps(self) -> list[int]:
+        return self._records.stamps()
+
+    def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+        found = []
+        for number, record in zip(numbers, self._read(epoch, numbers), strict=True):
+            if isinstance(record, Broken):
+                raise record.error
+            sample = record if self._transform is None else self._transform(record)
+            found.append(self._augmented(sample, epoch, number))
+        return found
+
+    def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+        return self._records.read([self._record_of(epoch, number) for number in numbers])
+
+    def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
+        if self._augment is None:
+            return sample
+        return self._augment(sample, np.random.default_rng((self._seed, epoch, number)))
+
+    def _record_of(self, epoch: int, number: int) -> int:
+        """Return the number of a record in the files."""
+        if not self.shuffles:
+            return number
+        size = len(self._records)
+        window, within = divmod(number, self._window)
+        start = window * self._window
+        within = int(_order(min(self._window, size - start), self._seed, epoch, 1, window)[within])
+        chunk, within = divmod(start + within, self._chunk)
+        num_chunks = size // self._chunk  # the last one, if it is shorter, stays the last
+        if chunk < num_chunks:
+            chunk = int(_order(num_chunks, self._seed, epoch, 0)[chunk])
+        return chunk * self._chunk + within
+
+
+@functools.lru_cache(maxsize=32)
+def _order(size: int, *seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).permutation(size)
+
+
+class GroupedStream(Stream):
+    """A `Stream` whose number of samples is unknown. Every worker reads all of it."""
+
+    is_resumable = True
+    """Whether reading can continue from a `state_dict`."""
+
+    def __len__(self) -> int:
+        raise TypeError("A Stream with group or skip_broken has no length before it is read.")
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._state: dict[str, int] | None = None
+        self._start: Mapping[str, int] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        torch = sys.modules.get("torch.utils.data")
+        info = None if torch is None else torch.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        start = self._start or {"group": first, "taken": 0}
+        skip, epoch = start["taken"], self.epoch
+        for group in range(start["group"], -(-len(self._records) // self._group), step):
+            for taken, sample in enumerate(self._samples(epoch, group)):
+                if taken >= skip:
+                    self._state = {"group": group, "taken": taken + 1}
+                    yield self._augmented(sample, epoch, (group << 24) + taken)
+            skip = 0
+
+    def _samples(self, epoch: int, group: int) -> Iterable[Any]:
+        first = group * self._group
+        records = []
+        for record in self._read(epoch, range(first, min(first + self._group, len(self._records)))):
+            if not isinstance(record, Broken):
+                records.append(record)
+            elif self._skips:
+                self.num_skipped += 1
+            else:
+                raise record.error
+        if self._is_list:
+            return records if self._transform is None else self._transform(records)
+        return records if self._transform is None else map(self._transform, records)
+
+    def state_dict(self) -> dict[str, int] | None:
+        """Return the position of an iteration: its group of records, and samples of the group."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, int] | None) -> None:
+        """Begin the next iteration at a position."""
+        self._state, self._start = None if state is None else dict(state), state
+
+
+class Mixed(NumberedSamples):
+    """Several streams in one. `mix` describes it."""
+
+    def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
+        self._streams, self._seed = list(streams), seed
+        self._starts: list[int] = []  # numbers of samples at which the set of streams changes
+        self._parts: list[tuple[list[int], np.ndarray[Any, Any]]] = []
+        self._plan(np.asarray(weights, float))
+
+    def _plan(self, weights: np.ndarray[Any, Any]) -> None:
+        """Find out where streams end. From there on, the others share their weight."""
+        taken = [0] * len(self._streams)
+        left = [len(stream) for stream in self._streams]
+        while any(left):
+            share = np.where(np.array(left) > 0, weights, 0.0)
+            ideal = share / share.sum() * _MIX_SIZE
+            counts = np.where(share > 0, np.maximum(1, np.floor(ideal)), 0).astype(int)
+            pattern = np.repeat(np.arange(len(left)), counts)
+            pattern = pattern[np.random.default_rng((self._seed, *taken)).permutation(len(pattern))]
+            self._starts.append(sum(taken))
+            self._parts.append((list(taken), pattern))
+            ends = []
+            for stream in np.flatnonzero(counts):
+                rounds, rest = divmod(left[stream] - 1, int(counts[stream]))
+                places = np.flatnonzero(pattern == stream)
+                ends.append(rounds * len(pattern) + int(places[rest]) + 1)
+            size = min(ends)
+            for stream in np.flatnonzero(counts):
+                used = _count_before(pattern, int(stream), size)
+                taken[stream] += used
+                left[stream] -= used
+
+    def __len__(self) -> int:
+        return sum(map(len, self._streams))
+
+    @property
+    def shuffles(self) -> bool:  # type: ignore[override]
+        return any(stream.shuffles for stream in self._streams)
+
+    def __repr__(self) -> str:
+        return f"mix of {len(self._streams)} streams with {len(self)} records"
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for stream in self._streams for path in stream.paths]
+
+    def stamps(self) -> list[int]:
+        return [stamp for stream in self._streams for stamp in stream.stamps()]
+
+    def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+        places = [self.place_of(number) for number in numbers]
+        found: list[Any] = [None] * len(numbers)
+        for which, stream in enumerate(self._streams):
+            own = [i for i, (other, _) in enumerate(places) if other == which]
+            samples = stream.read(epoch, [places[i][1] for i in own])
+            for i, sample in zip(own, samples, strict=True):
+                found[i] = sample
+        return found
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Return which stream has a sample, and its number in that stream."""
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        taken, pattern = self._parts[part]
+        within = number - self._starts[part]
+        stream = int(pattern[within % len(pattern)])
+        return stream, taken[stream] + _count_before(pattern, stream, within)
+
+
+def _count_before(pattern: np.ndarray[Any, Any], stream: int, number: int) -> int:
+    rounds, rest = divmod(number, len(pattern))
+    is_own = pattern == stream
+    return int(rounds * is_own.sum() + is_own[:rest].sum())
+
+
+def mix(streams: Sequence[Stream], weights: Sequence[float], *, seed: int = 0) -> Mixed:
+    """Return the samples of several streams, mixed by `weights`.
+
+    Each sample appears once in an epoch. When a stream has no samples left, the others share its
+    weight. The number of a sample determines its stream.
+
+    >>> from raysgd.data import Stream, mix, text
+    >>> readme = Stream(text("README.md"))
+    >>> len(mix([readme, readme], [0.8, 0.2])) == 2 * len(readme)
+    True
+    """
+    given = f"mix(weights={list(weights)!r})"
+    if len(streams) != len(weights) or not streams or min(weights) <= 0:
+        raise ValueError(f"{given}: must be {len(streams)} positive numbers, one per stream.")
+    for stream in streams:
+        if not isinstance(stream, Stream) or isinstance(stream, GroupedStream):
+            raise TypeError(
+                f"mix() of {stream!r}: must be a Stream without group and skip_broken, because "
+                "the number of samples of the others is unknown."
+            )
+    return Mixed(streams, weights, seed)
+
+
+def file_stamps(dataset: Any) -> dict[str, list[int]]:
+    """Return what a checkpoint saves about the files of a data set."""
+    is_known = isinstance(dataset, NumberedSamples)
+    return {"files": dataset.stamps()} if is_known else {}
+
+
+def check_files(dataset: Any, position: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if files differ from those of a saved `position`."""
+    saved, own = position.get("files"), file_stamps(dataset).get("files")
+    if saved is None or own is None or saved == own:
+        return
+    changed = [path for path, a, b in zip(dataset.paths, saved, own, strict=False) if a != b]
+    what = changed[0] if changed else f"{len(own)} files instead of {len(saved)}"
+    raise CheckpointError(
+        f"The data has changed since the checkpoint was saved, within an epoch: {what}. Restore "
+        "the files, with their modification times, or load a checkpoint of the end of an epoch."
+    )

@@ -1,0 +1,145 @@
+"""Each epoch of a stream trains on each sample once, whatever happens to workers."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from raysgd import ElasticConfig, TorchTrainer
+from raysgd.data import Stream, text
+from raysgd.errors import CheckpointError
+from raysgd.testing import chaos
+from raysgd.testing.chaos import Chaos, Fault
+from tests.ledger import SlowLedger, check_ledger, ledger_of, ledger_trainer
+from tests.shared import Shared
+
+NUM_SAMPLES = 1603
+
+
+class Numbers(IterableDataset):
+    """A stream of numbers."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+def valid(lines):
+    """Drop lines without a number."""
+    return [int(line) for line in lines if line]
+
+
+class FromStream(SlowLedger):
+    def make_loader(self, config):
+        size, kind = config["num_samples"], config["kind"]
+        if kind == "plain":
+            return DataLoader(Numbers(size), batch_size=8)
+        if kind == "generator":
+            return lambda: (yield from torch.arange(size).split(8))
+        records = text(f"{config['data']}/*.txt", cache_dir=config["data"])
+        if kind == "files":
+            stream = Stream(records, transform=int, shuffle=100)
+        else:
+            stream = Stream(records, transform=valid, group=64, shuffle=100)
+        return DataLoader(stream, batch_size=8, num_workers=config["loader_workers"])
+
+    def validate_batch(self, batch, batch_info):
+        return {"num_samples": len(batch)}
+
+    def predict_batch(self, batch, batch_info):
+        return batch
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    numbers = iter(range(NUM_SAMPLES))
+    for file in range(5):
+        lines = [f"{next(numbers)}\n\n" for _ in range(300)]
+        (folder / f"{file}.txt").write_text("".join(lines))
+    (folder / "5.txt").write_text("".join(f"{number}\n" for number in numbers))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def two_workers(module_cluster, data):
+    elastic = ElasticConfig(resize_cooldown_s=0.0)
+    settings = {"kind": "grouped", "data": data, "loader_workers": 2}
+    with ledger_trainer(2, NUM_SAMPLES, elastic, FromStream, **settings) as trainer:
+        yield Shared(trainer)
+
+
+@pytest.fixture
+def two(two_workers):
+    return two_workers.fresh()
+
+
+def one_worker(**config):
+    config = {"num_samples": NUM_SAMPLES, "until_size": 1, "loader_workers": 0, **config}
+    return TorchTrainer(training_operator_cls=FromStream, config=config, use_local=True)
+
+
+@pytest.mark.slow("workers and their loader processes start several times")
+def test_each_sample_is_read_once_despite_losses_and_on_another_number_of_workers(two, tmp_path):
+    trainer = two.trainer
+    assert "every worker reads all samples" in trainer.describe_data()["train"]
+    with Chaos(trainer, [Fault(rank=0, step=5)]):
+        metrics = trainer.train()
+    assert two.kinds.count("lost") == 1
+    assert trainer.num_workers == 2
+    check_ledger(trainer, metrics)
+    before = ledger_of(trainer).clone()
+    trainer.train(num_steps=41)
+    saved = trainer.save(tmp_path / "state.pt")
+    for rank in range(2):
+        chaos.kill(trainer, rank)
+    trainer.train()
+    assert "restarted" in two.kinds
+    assert torch.equal(ledger_of(trainer), before + 1)
+    with one_worker(kind="grouped", data=trainer.config["data"], loader_workers=2) as one:
+        one.load(saved)
+        assert one.train()["num_samples"] == NUM_SAMPLES - 41 * 16
+        assert torch.equal(ledger_of(one), before + 1)
+
+
+def test_evaluation_of_a_stream_counts_each_sample_once(two):
+    def loader(config):
+        return DataLoader(Numbers(37), batch_size=5)
+
+    assert two.trainer.test(loader)["num_samples"] == 37
+    assert two.trainer.predict(loader).tolist() == list(range(37))
+
+
+@pytest.mark.parametrize("kind", ["plain", "generator", "grouped"])
+def test_a_run_resumes_within_an_epoch_of_any_stream(kind, data, tmp_path):
+    with one_worker(kind=kind, data=data) as first:
+        first.train(num_steps=77)
+        saved = first.save(tmp_path / "state.pt")
+        first.train()
+        assert torch.equal(ledger_of(first), torch.ones(NUM_SAMPLES))
+    with one_worker(kind=kind, data=data) as second:
+        second.train(num_steps=3)  # leaves another position
+        second.load(saved)
+        assert second.train()["num_samples"] == NUM_SAMPLES - 77 * 8
+        assert torch.equal(ledger_of(second), torch.ones(NUM_SAMPLES))
+
+
+def test_files_that_change_within_an_epoch_are_an_error(tmp_path):
+    file = tmp_path / "data.txt"
+    file.write_text("".join(f"{number}\n" for number in range(40)))
+    config = {"kind": "files", "data": str(tmp_path), "num_samples": 40}
+    with one_worker(**config) as trainer:
+        assert trainer.describe_data()["train"].endswith("each worker reads only its samples")
+        trainer.train(num_steps=2)
+        saved = trainer.save(tmp_path / "state.pt")
+        trainer.train()
+        assert torch.equal(ledger_of(trainer), torch.ones(40))
+        whole = trainer.save(tmp_path / "whole.pt")
+    file.write_text("".join(f"{number}\n" for number in range(39, -1, -1)))
+    with one_worker(**config) as trainer:
+        with pytest.raises(CheckpointError, match=r"has changed since the checkpoint .*data\.txt"):
+            trainer.load(saved)
+        trainer.load(whole)
+        trainer.train()
+        assert torch.equal(ledger_of(trainer), torch.full((40,), 2.0))

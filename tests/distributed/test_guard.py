@@ -1,0 +1,39 @@
+"""Replicas that differ, as a trainer's user sees them."""
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer
+from raysgd.errors import ReplicasDifferError
+from tests.operators import Classifier, replica_hash
+
+
+def adds_noise(operator, ranks):
+    if operator.world_rank in ranks:
+        torch.manual_seed(operator.world_rank)
+        with torch.no_grad():
+            for parameter in operator.model.parameters():
+                parameter += torch.randn_like(parameter)
+
+
+def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster, tmp_path):
+    with TorchTrainer(
+        training_operator_cls=Classifier, num_workers=3, min_workers=3, guard="repair"
+    ) as trainer:
+        trainer.train(num_steps=2)
+        path = trainer.save(tmp_path / "good.pt")
+        trainer.apply_all_operators(lambda operator: adds_noise(operator, (0,)))
+        trainer.train(num_steps=2)
+        event = trainer.events[-1]
+        assert (event.kind, event.ranks, event.step) == ("repaired", (0,), 2)
+        assert "worker 0 and the majority differ in: models[0]" in event.cause
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+
+        trainer.apply_all_operators(lambda operator: adds_noise(operator, (0, 1, 2)))
+        for _ in range(2):
+            with pytest.raises(ReplicasDifferError, match="the workers differ in: models"):
+                trainer.train(num_steps=2)
+        trainer.load(path)
+        trainer.train(num_steps=2)
+        assert trainer.global_step == 4
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1

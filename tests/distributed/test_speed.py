@@ -1,0 +1,79 @@
+"""Where the time of training goes, on workers that run."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.elastic import speed_monitor
+
+SLEEP_S, BATCH_SIZE = 0.03, 4
+
+
+class SlowData(TensorDataset):
+    """Data whose batches take `SLEEP_S` longer on the second worker."""
+
+    is_slow = False
+
+    def __getitem__(self, index):
+        if self.is_slow:
+            time.sleep(SLEEP_S / BATCH_SIZE)
+        return super().__getitem__(index)
+
+
+class OneSlowLoader(TrainingOperator):
+    """A step that calls neither ``self.backward`` nor ``self.optimizer_step``."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        # Its gradients are too large for the mesh: DistributedDataParallel waits for gloo.
+        model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 512))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+        data = SlowData(torch.randn(400, 8))
+        data.is_slow = self.world_rank == 1
+        self.register_data(train_loader=DataLoader(data, batch_size=BATCH_SIZE))
+
+    def train_batch(self, batch, batch_info):
+        loss = self.model(batch[0]).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"num_samples": len(batch[0])}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Look at shorter times."""
+    monkeypatch.setattr(speed_monitor, "_WINDOW_S", 0.1)
+    monkeypatch.setattr(speed_monitor, "_LEAST_S", 0.5)
+
+
+def test_a_slow_loader_of_one_worker_is_named(module_cluster, quick, tmp_path, caplog):
+    with TorchTrainer(
+        training_operator_cls=OneSlowLoader, num_workers=2, logdir=tmp_path
+    ) as trainer:
+        for _ in range(3):
+            trainer.train(num_steps=10)
+        trainer.fit(1, verbose=False)
+        report, seconds = trainer.speed(), trainer.last_call.seconds
+    fast, slow = report.workers
+    assert report.sentence.startswith(f"Worker 1 on {slow.host} waits for data")
+    assert "raise DataLoader(num_workers=0)" in report.sentence
+    assert report.sentence in caplog.text, "fit logs it at its end"
+    assert slow.seconds["data"] > 0.8 * SLEEP_S
+    assert fast.seconds["data"] < 0.2 * SLEEP_S
+    assert fast.seconds["wait"] > 0.8 * SLEEP_S, "the gradients of the other worker"
+    assert fast.seconds["save"] > slow.seconds["save"] == 0, "worker 0 takes the snapshots"
+    for worker in report.workers:
+        assert worker.num_steps == 50
+        parts = worker.seconds
+        assert min(parts["forward"], parts["backward"], parts["optimizer"]) > 0
+        assert parts["other"] < 0.2 * worker.step_s
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["kind"] == "train"
+    spent = sum(line["speed"][f"{name}_s"][1] for name in slow.seconds)
+    assert spent * 20 == pytest.approx(seconds, rel=0.3)

@@ -1,0 +1,355 @@
+"""Streams of files: numbers, formats, orders, mixes, and errors."""
+
+import bz2
+import collections
+import gzip
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import tarfile
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.data import Stream, formats, jsonl, mix, parquet, tar, text
+from raysgd.data.formats import RecordError
+from raysgd.data.stream import check_files, file_stamps
+from raysgd.errors import CheckpointError
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+from pyarrow import parquet as pq  # noqa: E402
+
+
+def write_jsonl(path, numbers, end="\n"):
+    lines = [json.dumps({"n": n, "text": "x" * (n % 7)}) for n in numbers]
+    path.write_text("\n".join(lines) + end if lines else "")
+
+
+def write_text(path, numbers):
+    path.write_text("".join(f"{n}\n" for n in numbers))
+
+
+def write_parquet(path, numbers):
+    pq.write_table(pa.table({"n": list(numbers), "other": ["y"] * len(numbers)}), path, 7)
+
+
+def write_tar(path, numbers):
+    with tarfile.open(path, "w") as archive:
+        folder = tarfile.TarInfo("images")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for n in numbers:
+            for name, data in (("cls", b"%d" % n), ("seg.png", b"p" * (n % 600))):
+                member = tarfile.TarInfo(f"images/{n:05}.{name}")
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+
+
+FORMATS = {
+    "jsonl": (write_jsonl, jsonl, lambda record: record["n"]),
+    "text": (write_text, text, int),
+    "parquet": (write_parquet, lambda *a, **k: parquet(*a, columns=["n"], **k), lambda r: r["n"]),
+    "tar": (write_tar, tar, lambda record: int(record["cls"])),
+}
+each_format = pytest.mark.parametrize("name", FORMATS)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Return a function that writes 100 numbers to files, one of them empty."""
+
+    def make(name, sizes=(31, 0, 54, 15)):
+        write, open_records, number = FORMATS[name]
+        start = 0
+        for file, size in enumerate(sizes):
+            write(tmp_path / f"{file}.{name}", range(start, start + size))
+            start += size
+        records = open_records(str(tmp_path / f"*.{name}"), cache_dir=tmp_path / "cache")
+        return records, number
+
+    return make
+
+
+@each_format
+def test_any_record_is_read_by_its_number(make, name):
+    records, number = make(name)
+    assert len(records) == 100
+    assert [number(each) for each in records.read(range(100))] == list(range(100))
+    generator = random.Random(3)
+    for _ in range(20):
+        numbers = [generator.randrange(100) for _ in range(generator.randrange(1, 9))]
+        assert [number(each) for each in records.read(numbers)] == numbers
+    copy = pickle.loads(pickle.dumps(records))
+    assert number(copy.read([57])[0]) == 57
+
+
+@each_format
+def test_index_is_built_once(make, name, monkeypatch):
+    make(name)
+    for kind in (formats.Text, formats.Tar, formats.Parquet):
+        monkeypatch.setattr(kind, "_build_index", None)
+    records, _ = make(name, sizes=())
+    assert len(records) == 100
+
+
+@each_format
+@pytest.mark.parametrize("shuffle", [0, 1, 8, 40, 1000])
+def test_each_epoch_has_each_record_once_in_its_own_order(make, name, shuffle):
+    records, number = make(name)
+    stream = Stream(records, transform=number, shuffle=shuffle, seed=4)
+    orders = []
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        orders.append(list(stream))
+        assert sorted(orders[-1]) == list(range(100))
+        keys = stream.keys(epoch)[10:90]
+        assert stream.__getitems__(keys) == orders[-1][10:90]
+        assert stream[(epoch, 37)] == orders[-1][37]
+    if shuffle > 1:
+        assert orders[0] != orders[1]
+    else:
+        assert orders == [list(range(100))] * 2
+    other = Stream(records, transform=number, shuffle=shuffle, seed=5)
+    assert (list(other) != orders[0]) == (shuffle > 1)
+
+
+def test_shuffle_keeps_few_row_groups_in_memory(make):
+    records, _ = make("parquet", sizes=(350,))
+    stream = Stream(records, shuffle=14, seed=1)
+    most = 0
+    for _ in stream:
+        most = max(most, sum(map(len, records._tables.values())))
+    assert 0 < most <= 2 * (14 + 7) + 7
+
+
+def test_random_changes_depend_on_the_number_of_the_sample(make):
+    records, number = make("text")
+    stream = Stream(
+        records, transform=number, augment=lambda n, generator: (n, generator.random()), shuffle=9
+    )
+    whole = list(stream)
+    assert stream.__getitems__(stream.keys(0)[20:25]) == whole[20:25]
+    assert len({value for _, value in whole}) == 100
+    stream.set_epoch(1)
+    assert not {value for _, value in stream} & {value for _, value in whole}
+
+
+# ---- compressed and remote files
+
+
+@pytest.mark.parametrize(("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress)])
+def test_compressed_files_are_read_like_others(tmp_path, ending, compress):
+    write_jsonl(tmp_path / "plain.jsonl", range(50))
+    content = (tmp_path / "plain.jsonl").read_bytes()
+    (tmp_path / f"data.jsonl.{ending}").write_bytes(compress(content))
+    records = jsonl(str(tmp_path / f"data.jsonl.{ending}"), cache_dir=tmp_path / "cache")
+    assert [each["n"] for each in records.read([49, 0, 7])] == [49, 0, 7]
+
+
+@pytest.fixture
+def flaky(tmp_path):
+    """Register a file system whose reads fail now and then."""
+    import fsspec
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Flaky(MemoryFileSystem):
+        protocol = "flaky"
+        failures: ClassVar = collections.deque()
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return super()._strip_protocol(path.removeprefix("flaky://"))
+
+        def _open(self, path, mode="rb", **options):
+            if self.failures and mode == "rb":
+                raise self.failures.popleft()
+            return super()._open(path, mode)
+
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    return Flaky
+
+
+def test_remote_files_are_read_again_after_errors(tmp_path, flaky, monkeypatch):
+    waits = []
+    monkeypatch.setattr(formats.time, "sleep", waits.append)
+    with flaky().open("/data/a.txt", "wb") as file:
+        file.write(b"0\n1\n2\n")
+    flaky.failures.extend([TimeoutError(), ConnectionResetError()])
+    records = text("flaky:///data/*.txt", cache_dir=tmp_path)
+    assert waits == [0.4, 1.6]
+    assert records.read([2, 0]) == ["2", "0"]
+    flaky.failures.extend([TimeoutError("slow")] * 4)
+    with pytest.raises(TimeoutError, match="slow"):
+        pickle.loads(pickle.dumps(records)).read([1])
+
+
+# ---- wrong files and records
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"No file matches '.*none-\*.txt'"):
+        text(str(tmp_path / "none-*.txt"))
+    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
+        text(str(tmp_path / "none.txt"))
+
+
+def test_broken_line_is_an_error_with_its_place_or_is_skipped(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"n": 0}\n\n{"n": 1\n{"n": 2}\n')
+    records = jsonl(path, cache_dir=tmp_path)
+    with pytest.raises(RecordError, match=r"data\.jsonl, JSON line 2, without blank lines: "):
+        list(Stream(records))
+    stream = Stream(records, skip_broken=True)
+    assert [each["n"] for each in stream] == [0, 2]
+    assert stream.num_skipped == 1
+
+
+def test_broken_archive_is_an_error(tmp_path):
+    (tmp_path / "data.tar").write_bytes(b"no archive" * 100)
+    with pytest.raises(RecordError, match=r"data\.tar"):
+        tar(tmp_path / "data.tar", cache_dir=tmp_path / "cache")
+
+
+def test_file_that_changes_is_an_error(tmp_path):
+    path = tmp_path / "data.txt"
+    write_text(path, range(9))
+    stream = Stream(text(path, cache_dir=tmp_path / "cache"))
+    saved = file_stamps(stream)
+    check_files(stream, saved)
+    write_text(path, range(3))
+    with pytest.raises(RuntimeError, match=r"data\.txt changed while it was read"):
+        stream[0]
+    with pytest.raises(CheckpointError, match=r"has changed since .*: .*data\.txt"):
+        check_files(Stream(text(path, cache_dir=tmp_path / "cache")), saved)
+    other = Stream(text([path, path], cache_dir=tmp_path / "cache"))
+    with pytest.raises(CheckpointError, match="2 files instead of 1"):
+        check_files(other, {"files": other.stamps()[:1]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shuffle": -1}, r"Stream\(shuffle=-1\): must be at least 0"),
+        ({"group": 0}, r"Stream\(group=0\): must be at least 1"),
+        ({"seed": -2}, r"Stream\(seed=-2\)"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Stream(make("text")[0], **arguments)
+
+
+def test_stream_of_something_else_is_refused():
+    with pytest.raises(TypeError, match=r"must be the result of jsonl\(\)"):
+        Stream([1, 2])
+
+
+# ---- groups
+
+
+def pack(numbers):
+    """Pack numbers into lists with a sum of at least 40."""
+    packed = []
+    for number in map(int, numbers):
+        packed.append(number)
+        if sum(packed) >= 40:
+            yield packed
+            packed = []
+
+
+@pytest.mark.parametrize("shuffle", [0, 16])
+def test_groups_are_the_same_from_any_position(make, shuffle):
+    records, _ = make("text")
+    stream = Stream(records, transform=pack, group=16, shuffle=shuffle)
+    with pytest.raises(TypeError):
+        len(stream)
+    whole = list(stream)
+    assert 10 < len(whole) < 100
+    for number in range(len(whole)):
+        iterator = iter(stream)
+        assert list(itertools.islice(iterator, number)) == whole[:number]
+        resumed = pickle.loads(pickle.dumps(stream))
+        resumed.load_state_dict(stream.state_dict() if number else None)
+        assert list(resumed) == whole[number:]
+
+
+# ---- mixes
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    weights=st.lists(st.floats(0.1, 5), min_size=4, max_size=4),
+)
+def test_mix_has_each_sample_once(tmp_path_factory, sizes, weights):
+    folder = tmp_path_factory.mktemp("mix")
+    streams = []
+    for which, size in enumerate(sizes):
+        write_text(folder / f"{which}.txt", range(which * 100, which * 100 + size))
+        records = text(folder / f"{which}.txt", cache_dir=folder)
+        streams.append(Stream(records, transform=int, shuffle=5, seed=which))
+    mixed = mix(streams, weights[: len(sizes)])
+    expected = [which * 100 + n for which, size in enumerate(sizes) for n in range(size)]
+    assert sorted(mixed) == expected
+    for which, size in enumerate(sizes):
+        places = [mixed.place_of(number) for number in range(len(mixed))]
+        assert [place for other, place in places if other == which] == list(range(size))
+
+
+def test_mix_keeps_the_weights_until_a_stream_ends(tmp_path):
+    for name in "ab":
+        write_text(tmp_path / f"{name}.txt", range(3000))
+    streams = [Stream(text(tmp_path / f"{name}.txt", cache_dir=tmp_path)) for name in "ab"]
+    mixed = mix(streams, [3, 1])
+    which = np.array([mixed.place_of(number)[0] for number in range(len(mixed))])
+    assert np.bincount(which[:2000]).tolist() == [1500, 500]
+    assert np.bincount(which[4000:], minlength=2).tolist() == [0, 2000]
+    with pytest.raises(ValueError, match=r"mix\(weights=\[1\]\): must be 2 positive numbers"):
+        mix(streams, [1])
+
+
+def test_cache_folder_is_that_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    write_text(tmp_path / "data.txt", range(3))
+    text(tmp_path / "data.txt")
+    assert [path.suffix for path in (tmp_path / "home" / "raysgd").iterdir()] == [".npy"]
+
+
+def test_index_of_a_file_of_several_blocks(make, monkeypatch):
+    monkeypatch.setattr(formats, "_BLOCK_BYTES", 16)
+    records, number = make("jsonl")
+    assert [number(each) for each in records.read(range(100))] == list(range(100))
+
+
+def test_forked_process_opens_files_again(make):
+    """Forked processes would share the position in a file."""
+    records, _ = make("text", sizes=(20_000,))  # more than a buffer
+    records.read([50])
+    (file,) = records._files.values()
+    before = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+    process = multiprocessing.get_context("fork").Process(target=records.read, args=([19_000],))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == before
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_names_in_archives_of_any_kind(tmp_path, kind):
+    names = ["a/" + "b" * 90 + "/" + "c" * 20, "short", "gr\u00fc\u00dfe" * 9]
+    with tarfile.open(tmp_path / "data.tar", "w", format=kind) as archive:
+        for name in names:
+            for ending in ("x", "y"):
+                member = tarfile.TarInfo(f"{name}.{ending}")
+                member.size = 700
+                archive.addfile(member, io.BytesIO(ending.encode() * 700))
+    records = tar(tmp_path / "data.tar", cache_dir=tmp_path)
+    expected = [{"__key__": name, "x": b"x" * 700, "y": b"y" * 700} for name in names]
+    assert records.read([0, 1, 2]) == expected
+    assert records.read([2]) == expected[2:]

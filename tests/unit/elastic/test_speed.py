@@ -1,0 +1,266 @@
+"""The sentence about slow training, and the events when the speed changes.
+
+Rows of seconds come from real runs of ``tests.why_slow``.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from raysgd._internal.context import Progress
+from raysgd._internal.step_timing import PHASES, Totals
+from raysgd.elastic import speed_monitor
+from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
+from raysgd.elastic.speed_monitor import SpeedMonitor
+
+HEALTHY = {"data": 1.0, "forward": 3.4, "backward": 10.2, "wait": 9.1, "optimizer": 0.9}
+
+
+def ms(**milliseconds):
+    return {name: milliseconds.get(name, 0.0) / 1000 for name in PHASES}
+
+
+def speeds(*rows, hosts="ABCD", loader_workers=0):
+    return [
+        WorkerSpeed(
+            rank=rank,
+            host=hosts[rank],
+            num_steps=100,
+            samples_per_s=1.0,
+            seconds=ms(**row),
+            loader_workers=loader_workers,
+        )
+        for rank, row in enumerate(rows)
+    ]
+
+
+def sentence(workers, links=None):
+    cause = find_cause(workers, 42, links)
+    return "" if cause is None else cause.text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (HEALTHY,),
+        (HEALTHY, HEALTHY),
+        # Nothing helps against the overhead of tiny steps.
+        ({"data": 0.3, "forward": 0.2, "wait": 0.6, "other": 0.4},) * 2,
+        ({"forward": 0.2, "wait": 0.9}, {"forward": 1.1}),
+        # Three processes share two cores.
+        ({"forward": 7.8, "backward": 17.6, "wait": 24.5}, {"backward": 25.3, "wait": 24.0}),
+    ],
+)
+def test_healthy_training_has_no_sentence(rows):
+    assert sentence(speeds(*rows)) == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"data": 78.5}, "76 % of the step waits for data on all workers since step 42: raise "),
+        ({"copy": 19.0}, "42 % of the step copies batches to the device on all workers"),
+        ({"other": 5.9}, "19 % of the step is code outside of forward, backward, and optimizer on"),
+        ({"save": 31.6}, "55 % of the time goes into checkpoints and snapshots since step 42"),
+        (
+            {"wait": 71.0},
+            "81 % of the step waits for gradients since step 42, on all workers: look",
+        ),
+    ],
+)
+def test_a_slow_phase_of_all_workers_is_named(row, said):
+    rows = {**HEALTHY, "other": 1.5, **row}
+    assert sentence(speeds(rows, rows)).startswith(said)
+
+
+def test_advice_names_the_loader():
+    row = {**HEALTHY, "data": 80}
+    assert sentence(speeds(row, loader_workers=3)).endswith("raise DataLoader(num_workers=3).")
+    assert "in other processes" in sentence(speeds(row, loader_workers=None))
+    assert "all workers" not in sentence(speeds(row))
+
+
+@pytest.mark.parametrize(
+    ("slow", "said"),
+    [
+        (
+            {"data": 76.9},
+            "Worker 2 on C waits for data much longer than the others since step 42, ",
+        ),
+        ({"other": 12}, "Worker 2 on C runs code outside of forward, backward, and optimizer 12.0"),
+        (
+            # The loader works on the busy processor too.
+            {"data": 35.0, "forward": 12.7, "backward": 26.8, "optimizer": 2.0},
+            "Worker 2 on C computes 2.9 times longer than the others since step 42: use",
+        ),
+    ],
+)
+def test_the_slowest_worker_is_named_though_the_others_wait(slow, said):
+    usual = {"data": 1.0, "forward": 4.0, "backward": 10.0, "optimizer": 0.5, "other": 1.0}
+    waiting = {**usual, "wait": sum(slow.values())}
+    found = sentence(speeds(waiting, waiting, {**usual, **slow, "wait": 1.0}))
+    assert found.startswith(said)
+
+
+def test_a_slow_connection_is_named():
+    row = {**HEALTHY, "wait": 519.7}
+    links = {("A", "B"): 16e8, ("B", "C"): 12e6, ("C", "A"): 11e6, ("C", "B"): 12e6}
+    found = sentence(speeds(row, row, row), links)
+    assert "because worker 2 on C sends 12.0 MB/s, and the others 1600.0 MB/s" in found
+    both = sentence(speeds(row, row), {("A", "B"): 11e6, ("B", "A"): 12e6})
+    assert ", on all workers: look at the network" in both, (
+        "either host may have the slow connection"
+    )
+    assert sentence(speeds(HEALTHY, HEALTHY, HEALTHY), links) == ""
+
+
+def test_the_report_is_a_table_and_the_sentence():
+    workers = speeds({**HEALTHY, "data": 80}, HEALTHY)
+    text = str(SpeedReport(workers=workers, sentence="It is slow."))
+    head, first, second, last = text.splitlines()
+    assert head.split() == [
+        *["ms", "per", "step", "data", "forward", "backward", "wait", "optimizer", "sum"],
+        "samples/s",
+    ]
+    assert first.split()[:5] == ["worker", "0", "on", "A", "80"]
+    assert second.split()[-2:] == ["24.6", "1"]
+    assert last == "It is slow."
+
+
+class Group:
+    """A group whose workers have measured 1 s of steps more in each call of `train`."""
+
+    def __init__(self, num_workers=2):
+        self.members = [self.new_member(f"host{rank}") for rank in range(num_workers)]
+        self.totals = dict.fromkeys(self.members, Totals())
+        self.events, self.seen_step = [], 0
+        self.monitor = SpeedMonitor(self, self)
+
+    def new_member(self, host):
+        return SimpleNamespaceKey(info=SimpleNamespace(node_ip=host), remote=False)
+
+    def record(self, kind, members, *, cause, step):
+        self.events.append((kind, [self.members.index(m) for m in members], cause, step))
+
+    def train(self, *rows, seconds=1.0):
+        step_s = sum(rows[0].values()) / 1000
+        num_steps = round(seconds / step_s)
+        self.seen_step += num_steps
+        for member, row in zip(self.members, rows, strict=True):
+            old = self.totals.setdefault(member, Totals())
+            more = zip(old.seconds, ms(**row).values(), strict=True)
+            self.totals[member] = Totals(
+                tuple(before + num_steps * each for before, each in more),
+                old.num_steps + num_steps,
+                old.num_samples + 32 * num_steps,
+                0,
+            )
+        step, totals = self.seen_step, self.totals
+        self.monitor.poll({m: Progress(global_step=step, timing=totals[m]) for m in self.members})
+
+
+class SimpleNamespaceKey(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+FAST = {"data": 2.0, "forward": 4.0, "backward": 10.0, "wait": 4.0}
+SLOW = {"data": 2.0, "forward": 14.0, "backward": 35.0, "wait": 1.0}
+WAITS = {"data": 2.0, "forward": 4.0, "backward": 10.0, "wait": 36.0}
+
+
+def test_a_phase_that_is_slow_for_ten_seconds_is_an_event_and_its_end_another():
+    group = Group()
+    for _ in range(30):
+        group.train(FAST, FAST)
+    began = group.seen_step
+    for _ in range(9):
+        group.train(WAITS, SLOW)
+    assert group.events == []
+    for _ in range(11):
+        group.train(WAITS, SLOW)
+    report = group.monitor.report()
+    assert report.since_step == began
+    assert f"Worker 1 on host1 computes 3.5 times longer than the others since step {began:,}" in (
+        report.sentence
+    )
+    ended = group.seen_step
+    for _ in range(20):
+        group.train(FAST, FAST)
+    slow = "backward takes 35.0 ms per step, and usually 10.0 ms"
+    fast = "backward takes 10.0 ms per step, and usually 10.0 ms"
+    assert group.events == [("slow", [1], slow, began), ("recovered", [1], fast, ended)]
+    assert group.monitor.report().sentence == ""
+    assert group.monitor.report().since_step == ended
+
+
+def test_short_slowness_and_noise_are_no_events_and_no_sentence():
+    group = Group()
+    for second in range(120):
+        rows = [WAITS, SLOW] if second % 5 else [SLOW, WAITS]
+        group.train(*(rows if second % 16 >= 8 else [FAST, FAST]))
+    assert group.events == []
+    assert group.monitor.report().sentence == ""
+    group = Group()
+    for _ in range(5):
+        group.train(FAST, FAST)
+    group.train({**FAST, "wait": 60000.0}, {**FAST, "other": 60000.0}, seconds=60)
+    assert find_cause(group.monitor.report().workers).rank == 1, "on average"
+    assert group.events == []
+    assert group.monitor.report().sentence == ""
+
+
+def test_a_second_phase_can_become_slow():
+    group = Group()
+    for slow in ({}, {"data": 60.0}, {"data": 60.0, "other": 70.0}, {"other": 70.0}, {}):
+        for _ in range(60):
+            group.train({**FAST, **slow}, {**FAST, **slow})
+    found = [(kind, ranks, cause.split()[0]) for kind, ranks, cause, _ in group.events]
+    assert found == [
+        ("slow", [0, 1], "data"),
+        ("slow", [0, 1], "other"),
+        ("recovered", [0, 1], "data"),
+        ("recovered", [0, 1], "other"),
+    ]
+
+
+def test_a_few_fast_seconds_at_the_start_are_not_the_usual_speed():
+    group = Group()
+    for _ in range(5):
+        group.train(FAST, FAST)
+    for _ in range(20):
+        group.train(WAITS, SLOW)
+    assert group.events == []
+
+
+def test_a_new_group_is_measured_from_its_start():
+    group = Group()
+    for _ in range(5):
+        group.train(WAITS, SLOW)
+    assert "Worker 1" in group.monitor.report().sentence
+    group.members[1] = group.new_member("new")
+    changed = group.seen_step
+    group.train(FAST, FAST)
+    report = group.monitor.report()
+    assert (report.since_step, report.sentence) == (changed, "")
+    assert report.workers[0].step_s == pytest.approx(0.020)
+    assert report.workers[1].host == "new"
+
+
+def test_long_runs_keep_a_bounded_number_of_windows(monkeypatch):
+    monkeypatch.setattr(speed_monitor, "_MOST_WINDOWS", 16)
+    group = Group()
+    for _ in range(100):
+        group.train(FAST, FAST)
+        assert len(group.monitor._windows) <= 17
+    assert group.monitor.report().workers[0].num_steps == group.seen_step
+
+
+def test_a_lap_has_the_times_since_the_last_lap_of_its_kind():
+    group = Group()
+    group.train(FAST, FAST)
+    assert group.monitor.lap("train")["forward_s"] == [pytest.approx(0.004)] * 2
+    group.train(WAITS, SLOW)
+    lap = group.monitor.lap("train")
+    assert lap["forward_s"] == pytest.approx([0.004, 0.014])
+    assert lap["samples_per_s"] == pytest.approx([32 / 0.052] * 2)
+    assert group.monitor.lap("train") == {}, "no step since then"

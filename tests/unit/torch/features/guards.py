@@ -1,0 +1,369 @@
+"""Replicas that differ, and legitimate operators whose replicas stay equal, on three workers."""
+
+import itertools
+import pickle
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.errors import ReplicasDifferError
+from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+
+NUM_WORKERS = 3
+BATCH = 4
+ODD = 1
+"""The rank that differs."""
+
+
+@dataclass
+class Case:
+    """A change of an operator, by its name in this module, and when and by which workers."""
+
+    change: str = ""
+    when: str = "between calls"
+    """Or "in a step", "in setup", "in a join"."""
+    ranks: tuple[int, ...] = (ODD,)
+    guard: Any = "check"
+    settings: dict[str, Any] = field(default_factory=dict)
+    register: dict[str, Any] = field(default_factory=dict)
+    step: str = "default"
+    model: str = "Net"
+
+    def __str__(self):
+        shown = (each for each in vars(self).values() if each not in ("check", "default", "Net"))
+        return " ".join(str(each) for each in shown if each and each != (ODD,))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Dropout(0.1)
+        )
+        self.head = torch.nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Caching(Net):
+    """Keeps the newest batch of the worker, and sums up all inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("newest", None, persistent=False)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x):
+        self.newest = x.clone()
+        with torch.no_grad():
+            self.total += x.sum(0)
+        return super().forward(x)
+
+
+class Bounded(Net):
+    """Renormalizes the rows of its embedding that a batch uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Embedding(50, 3, max_norm=0.5)
+
+    def forward(self, x):
+        return super().forward(x + self.rows((x[:, 0].abs() * 20).long().clamp(max=49)))
+
+
+# ---- changes: `t` is an operator
+
+
+def flip(tensor, bit=20):
+    """Flip one bit, without PyTorch noticing it."""
+    content = tensor.detach().numpy().reshape(-1).view("u1")
+    content[bit // 8] ^= 1 << bit % 8
+
+
+def weights(t):
+    return t.model.head.weight
+
+
+def initializes(t):
+    torch.nn.init.normal_(t.model.body[0].weight)
+
+
+def adds_noise(t):
+    with torch.no_grad():
+        for parameter in t.model.parameters():
+            parameter += 1e-6 * torch.randn_like(parameter)
+
+
+def sets_data(t):
+    t.model.head.weight.data = t.model.head.weight.data * 1.01
+
+
+def flips_parameter(t):
+    flip(weights(t))
+
+
+def flips_sign_bits(t):
+    """Negate two elements, whose highest bits would cancel in a sum."""
+    weights(t).data[0, :4].neg_()
+
+
+def swaps_elements(t):
+    first, second = weights(t).data[0, :2].tolist()
+    weights(t).data[0, :2] = torch.tensor([second, first])
+
+
+def flips_state(t):
+    flip(t.optimizer.state[weights(t)]["exp_avg"])
+
+
+def flips_count(t):
+    flip(t.optimizer.state[weights(t)]["step"])
+
+
+def flips_teacher(t):
+    flip(t.teacher.head.weight)
+
+
+def flips_buffer(t):
+    flip(t.teacher.table)
+
+
+def sets_buffer(t):
+    t.teacher.table.data[0] = 7.0
+
+
+def flips_averages(t):
+    flip(t._train_state.averaging.averages[0]["head.weight"])
+
+
+def clears_state(t):
+    t.optimizer.state.clear()
+
+
+def scales_state(t):
+    for state in t.optimizer.state.values():
+        state["exp_avg_sq"].data.mul_(2)
+
+
+def sets_rate(t):
+    t.optimizer.param_groups[0]["lr"] = 0.2
+
+
+def sets_decay(t):
+    t.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def steps_scheduler(t):
+    t.scheduler.last_epoch += 1
+
+
+def freezes(t):
+    t.model.head.requires_grad_(False)
+
+
+def evaluates(t):
+    t.model.body[2].eval()
+
+
+def sets_dropout(t):
+    t.model.body[2].p = 0.5
+
+
+def sets_scale(t):
+    t._train_state.optimization.precision.scaler.update(1024.0)
+
+
+def changes_gradients(t):
+    """Change the averaged gradients through ``data``, which PyTorch does not count."""
+    for parameter in t.model.parameters():
+        parameter.grad.data.mul_(1.5)
+
+
+def replaces_head(t):
+    t.model.head = torch.nn.Linear(5, 1)
+
+
+def adds_module(t):
+    t.model.body.append(torch.nn.Linear(5, 5))
+
+
+def adds_parameter(t):
+    t.model.body[0].scale = torch.nn.Parameter(torch.ones(5))
+
+
+def casts(t):
+    t.model.head.double()
+
+
+def adds_group(t):
+    t.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))]})
+
+
+def tags(t):
+    t.tag = t.world_rank
+
+
+# ---- steps
+
+
+def default(t, x, y):
+    loss = (t.model(x) - y).square().mean()
+    t.backward(loss)
+    if t.is_changing and t.case.change == "changes_gradients":
+        changes_gradients(t)
+    t.optimizer_step(t.optimizer)
+
+
+def raw(t, x, y):
+    (t.model(x) - y).square().mean().backward()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
+def noisy(t, x, y):
+    default(t, x + torch.randn_like(x), y)
+
+
+def head_by_data(t, x, y):
+    """Use the head only for some samples, whose state of the optimizer starts late."""
+    output = t.model.body(x).mean(1, keepdim=True)
+    if t.global_step > 2 and t.world_rank == 0:
+        output = output + t.model.head(t.model.body(x))
+    t.backward((output - y).square().mean())
+    t.optimizer_step(t.optimizer)
+
+
+def overflows(t, x, y):
+    loss = (t.model(x) - y).square().mean()
+    t.backward(loss * (1e38 if t.global_step == 2 and t.world_rank == 0 else 1.0))
+    t.optimizer_step(t.optimizer)
+
+
+def closure(t, x, y):
+    def evaluate():
+        t.optimizer.zero_grad()
+        loss = (t.model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    t.optimizer.step(evaluate)
+
+
+def averages(t):
+    t._train_state.averaging.start(0.9, 1)
+
+
+# ----
+
+
+class Trains(TrainingOperator):
+    def setup(self, config):
+        self.case = case = config["case"]
+        torch.manual_seed(0)
+        model, self.teacher = globals()[case.model](), Net()
+        self.teacher.register_buffer("table", torch.arange(4.0))
+        self.teacher.requires_grad_(False)
+        if case.step == "closure":
+            optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+        (self.model, self.teacher), self.optimizer, _ = self.register(
+            models=[model, self.teacher],
+            optimizers=optimizer,
+            schedulers=self.scheduler,
+            **case.register,
+        )
+        x = torch.randn(BATCH * NUM_WORKERS * 8, 3)
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=BATCH)
+        self.register_data(train_loader=loader, validation_loader=loader)
+        torch.manual_seed(self.world_rank)
+        self.is_changing = False
+        if case.when == "in setup":
+            self.maybe_change()
+
+    def on_world_change(self):
+        if self.case.when == "in a join" and self.global_step:
+            self.maybe_change()
+
+    def maybe_change(self):
+        if self.case.change and self.world_rank in self.case.ranks:
+            globals()[self.case.change](self)
+
+    def train_batch(self, batch, batch_info):
+        is_time = self.case.when == "in a step" and self.global_step == 3
+        self.is_changing = is_time and self.world_rank in self.case.ranks
+        globals()[self.case.step](self, *batch)
+        if is_time and self.case.change != "changes_gradients":
+            self.maybe_change()
+        return {"num_samples": len(batch[0])}
+
+    def validate_batch(self, batch, batch_info):
+        x, y = batch
+        return {"val_loss": (self.model(x) - y).square().mean().item(), "num_samples": len(x)}
+
+
+def run(case, rank):
+    """Return the error, the committed steps, the repair, and a parameter."""
+    options = TorchOptions(
+        training_operator_cls=Trains,
+        config={"case": case},
+        num_workers=NUM_WORKERS,
+        scheduler_step_freq="batch",
+        use_gpu=False,
+        guard=case.guard,
+        **case.settings,
+    )
+    runner = TorchRunner(options)
+    torch.manual_seed(rank)
+    context = WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True)
+    runner.setup(context)
+    if case.change == "flips_averages":
+        runner.handle(ApplyOperatorRequest(function=averages))
+    problem, error = "", None
+    try:
+        runner.handle(TrainRequest(call=0, until_step=2, until_epoch=99))
+        if case.when == "between calls":
+            runner.handle(ApplyOperatorRequest(function=Trains.maybe_change))
+        elif case.when == "in a join":
+            runner.rejoin(context, 0)
+        runner.handle(ValidateRequest(call=1))
+        runner.handle(TrainRequest(call=2, until_step=6, until_epoch=99))
+        runner.handle(TrainRequest(call=3, until_step=10, until_epoch=99))
+    except (ReplicasDifferError, RuntimeError) as found:
+        problem, error = str(found), found
+    result = {
+        "problem": problem,
+        "kind": type(error).__name__,
+        "ranks": getattr(error, "ranks", ()),
+        "step": runner.operator.global_step,
+        "repaired": runner.progress().repaired,
+        "weight": runner.operator.model.head.weight.detach().clone(),
+    }
+    runner.teardown()
+    return result
+
+
+def play(rank, store):
+    """Run cases from the store until one is None."""
+    for number in itertools.count():
+        if (case := pickle.loads(store.get(f"cases/{number}"))) is None:
+            break
+        own = dist.PrefixStore(f"group-{number}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=NUM_WORKERS)
+        try:
+            result = run(case, rank)
+        except Exception:
+            result = traceback.format_exc()
+        store.set(f"results/{number}/{rank}", pickle.dumps(result))
+        dist.destroy_process_group()
+    print("good")

@@ -1,0 +1,187 @@
+"""Workers compare their replicas, and report a difference."""
+
+import datetime
+import itertools
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raysgd import Guard
+from tests.conftest import running_ranks
+from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
+
+PLAY = """
+from tests.unit.torch.features.guards import play
+
+play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """Return a function that runs a case and returns the result of each worker."""
+    with running_ranks(PLAY, NUM_WORKERS) as store:
+        store.set_timeout(datetime.timedelta(seconds=30))
+        numbers = itertools.count()
+
+        def run(case):
+            number = next(numbers)
+            store.set(f"cases/{number}", pickle.dumps(case))
+            keys = [f"results/{number}/{rank}" for rank in range(NUM_WORKERS)]
+            results = [pickle.loads(store.get(key)) for key in keys]
+            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
+            return results
+
+        yield run
+        store.set(f"cases/{next(numbers)}", pickle.dumps(None))
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (Case("initializes"), "models[0].body.0.weight"),
+        (Case("adds_noise"), "and 1 more"),
+        (Case("sets_data"), "models[0].head.weight"),
+        (Case("flips_parameter"), "models[0].head.weight"),
+        (Case("flips_sign_bits"), "models[0].head.weight"),
+        (Case("swaps_elements"), "models[0].head.weight"),
+        (Case("flips_state"), "optimizers[0].state[4]['exp_avg']"),
+        (Case("flips_count"), "optimizers[0].state[4]['step']"),
+        (Case("clears_state"), "optimizers[0].state[0]['exp_avg']"),
+        (Case("scales_state"), "optimizers[0].state[0]['exp_avg_sq']"),
+        (Case("flips_teacher"), "models[1].head.weight"),
+        (Case("flips_buffer"), "models[1].table"),
+        (Case("sets_buffer"), "models[1].table"),
+        (Case("flips_averages"), "averages[0]['head.weight']"),
+        (Case("sets_rate"), "optimizers[0].param_groups[0]['lr']"),
+        (Case("sets_decay"), "optimizers[0].param_groups[0]['weight_decay']"),
+        (Case("steps_scheduler"), "schedulers[0]['last_epoch']"),
+        (Case("freezes"), "models[0].head.weight"),
+        (
+            Case("sets_scale", settings={"use_fp16": True, "amp_dtype": torch.float16}),
+            "scaler[0]",
+        ),
+    ],
+    ids=str,
+)
+def test_difference_is_an_error_before_the_next_step(workers, case, named):
+    for result in workers(case):
+        assert named in result["problem"]
+        assert f"worker {ODD} and the majority differ in" in result["problem"]
+        assert "They were equal after step 2" in result["problem"]
+        assert result["ranks"] == (ODD,)
+        assert result["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (Case("changes_gradients", "in a step"), "models[0].body.0.weight"),
+        (Case("sets_data", "in a step"), "models[0].head.weight"),
+        (Case("flips_state", "in a step"), "optimizers[0].state[4]['exp_avg']"),
+        (Case("sets_rate", "in a step"), "optimizers[0].param_groups[0]['lr']"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("every", ["auto", 1])
+def test_difference_within_a_call_is_an_error(workers, case, named, every):
+    case = replace(case, guard=Guard(every=every))
+    for result in workers(case):
+        assert named in result["problem"]
+        assert result["step"] == (6 if every == "auto" else 4)
+
+
+@pytest.mark.parametrize(
+    ("case", "named", "step"),
+    [
+        (Case("flips_parameter", "in a join"), "models[0].head.weight", 2),
+        (Case("flips_state", "in a join"), "optimizers[0].state[4]['exp_avg']", 2),
+        (Case("flips_buffer", "in a join"), "models[1].table", 2),
+        (
+            Case("sets_dropout", "in a join"),
+            "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)",
+            3,
+        ),
+        (Case("evaluates", "in a step", guard=Guard(every=1)), "modes of models[0]", 4),
+    ],
+    ids=str,
+)
+def test_worker_that_joins_with_a_difference_is_an_error(workers, case, named, step):
+    for result in workers(case):
+        assert named in result["problem"]
+        assert result["step"] == step
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (Case("replaces_head", "in a step"), "its parameter head.weight is new"),
+        (
+            Case("replaces_head", "in a step", register={"sharding": "full"}),
+            "its parameter head.weight is new",
+        ),
+        (Case("adds_module", "in a step"), "its parameter body.3.weight is new"),
+        (Case("adds_parameter", "in a step"), "its parameter body.0.scale is new"),
+        (Case("casts", "in a step"), "was cast from torch.float32 to torch.float64"),
+        (Case("adds_group", "in a step"), "An optimizer got 1 parameters after register()"),
+    ],
+    ids=str,
+)
+def test_added_parameters_are_an_error_before_they_are_trained(workers, case, named):
+    for result in workers(replace(case, ranks=(0, 1, 2))):
+        assert named in result["problem"]
+        assert result["step"] == 4
+
+
+FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(step="raw"),
+        Case(step="noisy"),
+        Case(step="head_by_data"),
+        Case(step="closure"),
+        Case(step="overflows", settings=FLOAT16),
+        Case(model="Caching"),
+        Case(model="Caching", register={"ddp_args": {"broadcast_buffers": False}}),
+        Case(model="Bounded"),
+        Case("averages", ranks=(0, 1, 2)),
+        Case("tags", ranks=(0, 1, 2)),
+        Case(register={"gradient_accumulation_steps": 2}),
+        Case(register={"sharding": "optimizer"}),
+        Case(register={"sharding": "full"}),
+        Case("adds_noise", settings={"wrap_ddp": False}),
+        Case("freezes", ranks=(0, 1, 2)),
+        Case("sets_rate", ranks=(0, 1, 2)),
+    ],
+    ids=str,
+)
+def test_legitimate_operators_train_without_an_error(workers, case):
+    for result in workers(replace(case, guard=Guard(every=1))):
+        assert result["problem"] == ""
+
+
+def test_minority_takes_the_state_of_the_majority(workers):
+    case = Case("adds_noise", "in a step", guard=Guard(every=1, on_difference="repair"))
+    first, *others = workers(case)
+    assert first["problem"] == ""
+    assert first["repaired"][:2] == (4, (ODD,))
+    assert all(torch.equal(first["weight"], each["weight"]) for each in others)
+
+
+def test_repair_needs_a_majority(workers):
+    case = Case("adds_noise", "in a step", (0, 1, 2), guard="repair")
+    for result in workers(case):
+        assert "the workers differ in" in result["problem"]
+        assert result["ranks"] == ()
+
+
+def test_without_a_guard_a_difference_is_silent(workers):
+    _, odd, other = workers(Case("adds_noise", guard=None))
+    assert odd["problem"] == ""
+    assert not torch.equal(odd["weight"], other["weight"])
