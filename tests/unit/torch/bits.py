@@ -104,7 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
     "float16": {"model": Perceptron, "precision": torch.float16},
     "own loop": {"model": Perceptron, "own_loop": True},
     "two optimizers": {"model": Perceptron, "two_optimizers": True},
-    "buffers": {"model": Counting, "noisy_validation": True},
+    "buffers": {"model": Counting, "noisy_validation": True, "late_parameter": True},
 }
 
 
@@ -116,6 +116,8 @@ class Trains(TrainingOperator):
         parameters, optimizers = list(model.parameters()), []
         if case.get("two_optimizers"):
             optimizers = [torch.optim.SGD([parameters.pop()], lr=0.1)]
+        if case.get("late_parameter"):
+            self.late = parameters.pop()
         if case.get("optimizer") == "SGD":
             optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         else:
@@ -141,6 +143,8 @@ class Trains(TrainingOperator):
         return (batch[0] > 4).sum() if self.case.get("num_items") else None
 
     def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+        if self.case.get("late_parameter") and epoch_idx == 1:
+            self.optimizer.add_param_group({"params": [self.late]})
         if not self.case.get("own_loop"):
             return super().train_epoch(iterator, info, num_steps, epoch_idx)
         self.train_mode(True)
