@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from raysgd.elastic.config import ElasticConfig
     from raysgd.tf import TFTrainer
     from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
-    from raysgd.torch.options import Guard
+    from raysgd.torch.options import EqualBits, Guard
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CreatorOperator",
     "ElasticConfig",
+    "EqualBits",
     "Guard",
     "TFTrainer",
     "TorchTrainer",
@@ -31,6 +32,7 @@ __all__ = [
 _HOMES = {
     "CreatorOperator": "raysgd.torch",
     "ElasticConfig": "raysgd.elastic.config",
+    "EqualBits": "raysgd.torch.options",
     "Guard": "raysgd.torch.options",
     "TFTrainer": "raysgd.tf",
     "TorchTrainer": "raysgd.torch",

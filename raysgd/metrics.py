@@ -8,6 +8,7 @@ idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 
 from __future__ import annotations
 
+import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,38 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Number)
 
 
+class ExactSum:
+    """A sum of floats that rounds only when it is read, so that the order of the terms is free."""
+
+    _BITS = 1074  # 2**-1074 is the smallest float64 above 0
+
+    def __init__(self, value: float) -> None:
+        self._scaled, self._infinite = 0, 0.0
+        if math.isfinite(value):
+            numerator, denominator = value.as_integer_ratio()  # the latter is a power of 2
+            self._scaled = numerator << (self._BITS + 1 - denominator.bit_length())
+        else:
+            self._infinite = value
+
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, ExactSum):
+            return float(self) + other
+        total = ExactSum(self._infinite + other._infinite)
+        total._scaled += self._scaled + other._scaled
+        return total
+
+    __radd__ = __add__
+
+    def __float__(self) -> float:
+        try:
+            return self._scaled / (1 << self._BITS) + self._infinite
+        except OverflowError:
+            return math.inf if self._scaled > 0 else -math.inf
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, ExactSum):
+        return float(value)
     if hasattr(value, "detach"):
         value = value.detach()
         return value.item() if value.numel() == 1 else value.cpu().double()
@@ -52,11 +84,17 @@ def _plain(value: Any) -> Any:
 
 def _summable(value: Any) -> Any:
     """Convert `value` for float64 sums. Tensors on an accelerator stay there, to avoid waiting."""
+    if isinstance(value, ExactSum):
+        return value
     device = getattr(value, "device", None)
     if hasattr(value, "detach") and getattr(device, "type", "cpu") not in ("cpu", "mps"):
         return value.detach().double()
     value = _plain(value)
     return float(value) if isinstance(value, numbers.Real) else value
+
+
+def _exact(value: Any) -> Any:
+    return ExactSum(value) if isinstance(value, float) else value
 
 
 class AverageMeter:
@@ -75,14 +113,14 @@ class AverageMeter:
     def reset(self) -> None:
         """Discard all values."""
         self._last: Any = 0.0
-        self._total: Any = 0.0
+        self._total: Any = ExactSum(0.0)
         self.count: float = 0
 
     def update(self, val: Any, n: float = 1) -> None:
         """Add `val`, the mean of `n` samples. Tensors on an accelerator are read later."""
         self._last = _summable(val)
         if n:  # the mean of no samples can be NaN
-            self._total = self._total + self._last * n
+            self._total = _exact(self._last * n) + self._total
             self.count += n
 
     @property
@@ -139,7 +177,7 @@ class Sums(MergeableMetric):
 
     def __init__(self, function: Callable[..., Any], /, **sums: Any) -> None:
         self.function = function
-        self._sums = {name: _summable(value) for name, value in sums.items()}
+        self._sums = {name: _exact(_summable(value)) for name, value in sums.items()}
 
     @property
     def sums(self) -> dict[str, Any]:
@@ -156,7 +194,8 @@ class Sums(MergeableMetric):
         return self.function(**self.sums)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"function": self.function, "_sums": self.sums}
+        sums = {n: v if isinstance(v, ExactSum) else _plain(v) for n, v in self._sums.items()}
+        return {"function": self.function, "_sums": sums}
 
 
 def ratio(total: Any, weight: Any) -> Any:
@@ -272,7 +311,7 @@ class AverageMeterCollection:
                 value = _mean(value, n)
             elif isinstance(value, MergeableMetric) and name in self._meters:
                 meter = self._meters.pop(name)
-                mean = Sums(ratio, total=meter.sum, weight=meter.count)
+                mean = Sums(ratio, total=meter._total, weight=meter.count)
                 self._mergeable[name] = mean, mean
             if is_number(value):
                 self._meters.setdefault(name, AverageMeter()).update(value, n)
@@ -313,7 +352,7 @@ class AverageMeterCollection:
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         for name, meter in self._meters.items():
-            values.update(computed(name, Sums(ratio, total=meter.sum, weight=meter.count)))
+            values.update(computed(name, Sums(ratio, total=meter._total, weight=meter.count)))
             values.update(self._last(name))
         for name, (merged, _) in self._mergeable.items():
             values.update(computed(name, merged))

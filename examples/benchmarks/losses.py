@@ -2,10 +2,13 @@
 
     python examples/benchmarks/losses.py
     python examples/benchmarks/losses.py --num-kills 20 --draw losses.svg
+    python examples/benchmarks/losses.py --exact --draw equal_bits.svg
 
 Four workers train a small network on handwritten digits in float64, with AdamW and a OneCycleLR
 that counts steps. In the second run real processes are killed and replaced. The loss is the mean
 over all samples, measured after every tenth step. Rank 0 logs how many workers made each step.
+``--exact`` trains with batch normalization, dropout, and ``exact="bits"``. The two runs must then
+be equal bit for bit.
 """
 
 import argparse
@@ -40,6 +43,8 @@ class Digits(TrainingOperator):
             validation_loader=DataLoader(data, batch_size=600),
         )
         layers = torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)
+        if config["exact"]:
+            layers = layers[0], torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), *layers[1:]
         model = torch.nn.Sequential(*layers).double()
         optimizer = torch.optim.AdamW(model.parameters())
         self.model, self.optimizer, self.criterion, _ = self.register(
@@ -81,6 +86,7 @@ def run(config, num_kills):
             num_workers=NUM_WORKERS,
             scheduler_step_freq="batch",
             elastic=ElasticConfig(resize_cooldown_s=0.0),
+            exact="bits" if config["exact"] else None,
         ) as trainer,
     ):
         num_steps = config["num_epochs"] * -(-1797 // config[BATCH_SIZE])
@@ -140,12 +146,13 @@ def draw(undisturbed, disturbed, path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-kills", type=int, default=10)
+    parser.add_argument("--exact", action="store_true", help='train with exact="bits"')
     parser.add_argument("--smoke-test", action="store_true", help="two kills, few steps")
     parser.add_argument("--draw", type=Path, help="write a drawing there (.svg)")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
     num_kills, num_epochs = (2, 4) if args.smoke_test else (args.num_kills, 20)
-    config = {BATCH_SIZE: 100, "num_epochs": num_epochs, "step_s": 0.1}
+    config = {BATCH_SIZE: 100, "num_epochs": num_epochs, "step_s": 0.1, "exact": args.exact}
     ray.init("local", num_cpus=NUM_WORKERS, include_dashboard=False, log_to_driver=False)
     undisturbed, disturbed = run(config, 0), run(config, num_kills)
     expected, found = undisturbed.pop("model"), disturbed.pop("model")
@@ -155,6 +162,7 @@ def main():
     parameters = max((found[name] - each).abs().max().item() for name, each in expected.items())
     print(f"workers killed at steps {', '.join(map(str, disturbed['killed']))} of {max(losses)}")
     print(f"losses differ by at most {apart:.1e}, final parameters by at most {parameters:.1e}")
+    assert not args.exact or (apart, parameters) == (0, 0)
     if args.json:
         result = {"undisturbed": undisturbed, "disturbed": disturbed, "machine": machine()}
         differences = {"loss_difference": apart, "parameter_difference": parameters}

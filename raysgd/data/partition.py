@@ -31,11 +31,18 @@ class EpochPartition:
     full_size: int | None = None  # workers that define the size of a step; None: the current ones
     global_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
     weights: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
+    num_shards: int | None = None  # parts of each step that do not depend on the workers
 
     @property
     def stride(self) -> int:
         """Samples of the whole group in a full step."""
         return self.global_batch or self.batch_size * (self.full_size or self.world_size)
+
+    @property
+    def owned(self) -> range:
+        """The shards of each step that this worker trains one after the other."""
+        assert self.num_shards is not None
+        return range(*part_of(self.num_shards, self.world_size, self.rank, self.weights))
 
     @property
     def max_rows(self) -> int:
@@ -98,8 +105,24 @@ class EpochPartition:
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
     def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
+        if self.num_shards is not None:
+            return [(*part_of(size, self.num_shards, each), each < size) for each in self.owned]
         max_rows = self.max_rows if in_parts else size
         return _parts(size, self.world_size, self.rank, max_rows, self.weights)
+
+    def plan(self, sizes: tuple[int, ...], in_parts: bool) -> UpdatePlan:
+        """Return this worker's micro-batches in an update, whose steps have `sizes` samples."""
+        if self.num_shards is None:
+            return plan_update(
+                sizes, self.world_size, self.rank, self.max_rows, in_parts, self.weights
+            )
+        planned: list[MicroBatch] = []
+        for step, size in enumerate(sizes):
+            for first, stop, counts in self._parts(size, in_parts):
+                count = stop - first if counts else 0
+                planned.append(MicroBatch(count, count, step, ends_step=False))
+            planned[-1] = replace(planned[-1], ends_step=True)
+        return UpdatePlan(tuple(planned), sum(sizes))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysgd.data.partition import EpochPartition, MicroBatch, UpdatePlan, plan_update
+from raysgd.data.partition import EpochPartition, MicroBatch, UpdatePlan
 
 
 def own_split(loader: Any) -> tuple[Any, Any] | None:
@@ -231,10 +231,7 @@ class PartitionedSource(BatchSource):
 
     def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
         shard = self.shard
-        sizes = tuple(shard.sizes(offset, num_steps))
-        return plan_update(
-            sizes, shard.world_size, shard.rank, shard.max_rows, in_parts, shard.weights
-        )
+        return shard.plan(tuple(shard.sizes(offset, num_steps)), in_parts)
 
     def batch_positions(self) -> Iterator[int]:
         return (start for start, _ in self.shard.batches())

@@ -50,6 +50,7 @@ class Options(ABC):
     elastic: Any = None
 
     trainer: ClassVar[str]
+    num_shards: ClassVar[int | None] = None  # parts of a step that do not depend on the workers
     flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")  # booleans
     precisions: ClassVar[Collection[Any]]  # allowed values of ``use_fp16``
 
@@ -65,7 +66,7 @@ class Options(ABC):
         if BATCH_SIZE in config:
             config[BATCH_SIZE] = as_int(config[BATCH_SIZE])
             check_batch_size(config, num_workers)
-            config = rounded_config(config, num_workers)
+            config = rounded_config(config, self.num_shards or num_workers)
         set_fields(
             self,
             num_workers=num_workers,

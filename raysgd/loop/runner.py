@@ -66,6 +66,7 @@ class OperatorRunner(Runner, ABC):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, given = options.unpacked()
         size = options.num_workers if keeps else context.world_size  # defines a worker's share
+        size = options.num_shards or size
         config = worker_config(given, size, copies=context.in_driver)
         return operator_cls, config, given.get(BATCH_SIZE)
 
@@ -73,7 +74,9 @@ class OperatorRunner(Runner, ABC):
         given = self._train_state.settings.global_batch
         if given is None:
             return None
-        share = self.operator.config[BATCH_SIZE] = given // context.world_size
+        share = self.operator.config[BATCH_SIZE] = given // (
+            self._options.num_shards or context.world_size
+        )
         return share
 
     def _follow(self, leader: int) -> dict[str, Any] | None:

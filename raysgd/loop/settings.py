@@ -25,18 +25,21 @@ class Settings:
     @property
     def full_size(self) -> int | None:
         """Number of workers in the full group if smaller groups keep its batch size, else None."""
+        if self.options.num_shards is not None:
+            return self.options.num_shards
         keeps = self.options.elastic.global_batch == "keep"
         return self.options.num_workers if keeps else None
 
     @property
     def placing(self) -> dict[str, Any]:
         """Arguments with which a source partitions data for the group."""
-        full_size = self.full_size
+        full_size, num_shards = self.full_size, self.options.num_shards
         return {
             "world_size": self.context.world_size,
             "rank": self.context.world_rank,
             "full_size": full_size,
             "global_batch": None if full_size is None else self.global_batch,
+            **({} if num_shards is None else {"num_shards": num_shards}),
         }
 
     def warn_once(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:

@@ -156,7 +156,7 @@ class StepIterator:
         if tx.batches and not tx.is_last:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
-                f"groups of {self._train_state.accumulation_steps} batches from the iterator."
+                f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
             )
         has_step = bool(tx.batches)
         self._end()

@@ -30,7 +30,7 @@ from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import has_ignored
-from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
+from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked, seed_all
 from raysgd.torch.stream_loading import StreamSource
 
 _MISSING = object()
@@ -40,6 +40,9 @@ class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
         options = self._settings.options
+        if options.num_shards is not None:
+            for name, source in self._sources.items():
+                _check_shards(name, source)
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
@@ -99,6 +102,7 @@ class ShardedLoader(PartitionedSource):
         batch_share: int | None = None,
         full_size: int | None = None,
         global_batch: int | None = None,
+        num_shards: int | None = None,
     ) -> None:
         # Without a batch size, each item is a ready batch and cannot grow. The same holds for the
         # batches of a user's batch sampler.
@@ -117,6 +121,7 @@ class ShardedLoader(PartitionedSource):
             drop_last=bool(loader.drop_last),
             even=training,
             full_size=full_size,
+            num_shards=num_shards,
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
@@ -165,20 +170,21 @@ class ShardedLoader(PartitionedSource):
         order, shard = self._order_of(epoch), self.shard
         first, again = itertools.tee(shard.batches(offset, num_steps, in_parts))
         if self._tensors is not None:
-            return self._complete((self._rows(order, *span) for span in first), order, again)
-        loader = self._reader()
-        loader._index_sampler.begin(order, first)
+            rows = (self._rows(order, *span) for span in first)
+            return self._complete(rows, order, again, epoch)
+        loader, seeds = self._reader(), (self._seed, epoch)
+        loader._index_sampler.begin(order, first, None if shard.num_shards is None else seeds)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
-        return self._complete(iter(loader), order, again)
+        return self._complete(iter(loader), order, again, epoch)
 
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
         return [each[keys] for each in self._tensors or ()]
 
     def _complete(
-        self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]]
+        self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
     ) -> Iterator[Any]:
         """Yield the batches of a loader. Raise an error if samples are missing at the end."""
         for number, (start, stop) in enumerate(spans):
@@ -191,6 +197,8 @@ class ShardedLoader(PartitionedSource):
             self.num_drawn = stop - start if self.counts_samples else None
             if self._deals_batches:
                 self.num_drawn = sum(map(len, picked(order, start, stop)))
+            if self._shard.num_shards is not None:
+                seed_all(hash((self._seed, epoch, start)))  # for user code in a validation
             yield batch
         next(batches, None)  # ends the loader's processes
 
@@ -204,6 +212,8 @@ class ShardedLoader(PartitionedSource):
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             made = changed(self.loader, **{name: _Indices(flat=self.loader.batch_size is None)})
+            if self._shard.num_shards is not None:
+                made = changed(made, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
                 self._kept_loader = made
         return made
@@ -310,12 +320,60 @@ class _Indices:
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
-    def begin(self, order: Order, spans: Iterator[tuple[int, int]]) -> None:
-        self._order, self._spans = order, spans
+    def begin(
+        self, order: Order, spans: Iterator[tuple[int, int]], seeds: tuple[int, int] | None = None
+    ) -> None:
+        """Begin an epoch. If `seeds` are given, they and the position precede each index."""
+        self._order, self._spans, self._seeds = order, spans, seeds
 
     def __iter__(self) -> Iterator[Any]:
-        batches = (picked(self._order, start, stop) for start, stop in self._spans)
+        batches = (self._batch(*span) for span in self._spans)
         return itertools.chain.from_iterable(batches) if self._flat else batches
+
+    def _batch(self, start: int, stop: int) -> Any:
+        keys = picked(self._order, start, stop)
+        if self._seeds is None:
+            return keys
+        return [((*self._seeds, start + number), key) for number, key in enumerate(keys)]
+
+
+class SeededSamples(Dataset[Any]):
+    """A data set whose random numbers follow from the seed, the epoch, and the position in it.
+
+    Its indices are pairs of these seeds and the index, because loader processes have copies of this
+    object. Attributes are those of the user's data set.
+    """
+
+    __getitems__ = None  # PyTorch would call the method of the user's data set
+
+    def __init__(self, data: Any) -> None:
+        vars(self)["_data"] = data
+
+    def __getitem__(self, key: tuple[tuple[int, ...], Any]) -> Any:
+        seeds, index = key
+        seed_all(hash(seeds))
+        return self._data[index]
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_data":  # the attribute is missing while unpickling
+            raise AttributeError(name)
+        return getattr(self._data, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._data, name, value)
+
+
+def _check_shards(name: str, source: BatchSource) -> None:
+    is_split = isinstance(source, ShardedLoader) and source.loader.batch_size is not None
+    if not is_split or source.loader.collate_fn is _join_samples:
+        raise ValueError(
+            f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
+            "batch_size and a map-style data set, which raysgd can divide into shards, but it is "
+            f"{source.describe()}."
+        )
 
 
 def wrap_loader(
@@ -358,7 +416,8 @@ def wrap_loader(
         return ShardedLoader(
             whole, training=training, world_size=world_size, rank=rank, seed=seed, **sizes
         )
-    if may_split and not isinstance(loader, Iterator):
+    # A stream cannot be divided into shards, which `_check_shards` reports.
+    if may_split and not isinstance(loader, Iterator) and sizes.get("num_shards") is None:
         return StreamSource(
             loader,
             training=training,

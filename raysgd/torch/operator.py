@@ -139,7 +139,12 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         with timers.record("apply"):
             self.optimizer_step(optimizer)
         loss = loss / (num_samples or 1) if tx.is_sum else loss
-        return {"train_loss": mean_of(loss, num_items), NUM_SAMPLES: num_samples}
+        return {"train_loss": self._mean_of(loss, num_items), NUM_SAMPLES: num_samples}
+
+    def _mean_of(self, loss: torch.Tensor, num_items: float | None) -> Any:
+        # A sum of tensors on an accelerator depends on their order.
+        is_exact = self._train_state.settings.options.num_shards is not None
+        return mean_of(loss.cpu() if is_exact else loss, num_items)
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return the number of items over which the loss of a batch is a mean.
@@ -233,7 +238,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         num_items = self._count_items(batch, num_samples, read.target)
         if read.target is not None and self._loss_is_sum:
             loss = loss / (num_samples or 1)
-        metrics = {"val_loss": mean_of(loss, num_items), NUM_SAMPLES: num_samples}
+        metrics = {"val_loss": self._mean_of(loss, num_items), NUM_SAMPLES: num_samples}
         target = read.keywords.get("labels") if read.target is None else read.target
         ignored = ignored_index(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:

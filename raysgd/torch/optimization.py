@@ -49,6 +49,10 @@ class Optimization(StepFeature):
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self.average: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         """Averages gradients of an optimizer that the workers have not averaged."""
+        self.keep: Callable[[torch.optim.Optimizer], None] = lambda optimizer: (
+            self._accumulated.set_aside(_parameters(optimizer))
+        )
+        """Keeps the gradients of an optimizer until the last micro-batch."""
         self.rows: Callable[[Any], Any] = lambda parameters: parameters
         """Returns the tensors that have this worker's gradients of some parameters."""
         self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
@@ -146,7 +150,8 @@ class Optimization(StepFeature):
         if count == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self.precision.backward(loss if weight == 1.0 else loss * weight, tx.is_last)
-        self._note_gradients(self.precision.scales or not tx.is_last)
+        is_part = not tx.is_last or state.settings.options.num_shards is not None
+        self._note_gradients(self.precision.scales or is_part)
 
     def _note_gradients(self, is_watched: bool) -> None:
         watched = self.optimizers if is_watched else ()
@@ -174,7 +179,7 @@ class Optimization(StepFeature):
         if not tx.has_loss and (tx.has_earlier_losses or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
         if not tx.is_last:
-            self._accumulated.set_aside(_parameters(optimizer))
+            self.keep(optimizer)
             return False
         self._update(optimizer)
         optimizer.zero_grad(set_to_none=True)

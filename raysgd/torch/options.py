@@ -14,7 +14,7 @@ from raysgd.backends import backend_names
 from raysgd.loop.options import Options
 from raysgd.torch.precision import PRECISIONS
 
-__all__ = ["Guard"]
+__all__ = ["EqualBits", "Guard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,29 @@ def _checked_guard(trainer: str, guard: Any) -> Guard | None:
     )
 
 
+@dataclass(frozen=True)
+class EqualBits:
+    """Train with the same bits on any number of workers: ``TorchTrainer(exact=EqualBits(8))``.
+
+    Args:
+        num_shards: Number of parts of each step. It decides the result, together with the data and
+            the seed. ``exact="bits"`` uses `num_workers`. Pass a number to compare or resume runs
+            with different `num_workers`. A DataLoader's ``batch_size`` is then the size of a shard.
+    """
+
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        check_int("EqualBits", "num_shards", self.num_shards, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TorchOptions(Options):
     wrap_ddp: bool = True
     amp_dtype: torch.dtype | None = None
     scheduler_step_freq: str | None = None
     split_on_oom: bool = True
+    exact: Any = None
     guard: Any = "check"
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
@@ -82,14 +99,47 @@ class TorchOptions(Options):
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
                 "is for native AMP. Also pass use_fp16=True."
             )
+        if self.num_shards is not None:
+            self._check_exact()
 
     def _check_crosscheck(self) -> None:
         every = self.guard and self.guard.crosscheck_every
         is_possible = self.wrap_ddp and not self.use_horovod and self.num_workers > 1
+        is_possible = is_possible and self.num_shards is None
         if every and not is_possible:
             raise ValueError(
                 f"{self.trainer}(guard=Guard(crosscheck_every={every})): this needs at least two "
-                "workers, wrap_ddp=True, and no Horovod. Leave out crosscheck_every."
+                "workers, wrap_ddp=True, and neither Horovod nor exact. Leave out crosscheck_every."
+            )
+
+    @property
+    def num_shards(self) -> int | None:  # type: ignore[override]
+        """Parts of each step with ``exact="bits"``, which do not depend on the workers."""
+        if self.exact is None:
+            return None
+        return self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
+
+    def _check_exact(self) -> None:
+        if not isinstance(self.exact, EqualBits):
+            check_choice(self.trainer, "exact", self.exact, (None, "bits"))
+        conflicts = {
+            "use_horovod": self.use_horovod and 'backend="horovod"',
+            "apex": self.use_fp16 == "apex" and 'use_fp16="apex"',
+            "wrap_ddp": not self.wrap_ddp and "wrap_ddp=False",
+            "sampler": not self.add_dist_sampler and "add_dist_sampler=False",
+            "batch": self.elastic.global_batch != "keep"
+            and f"ElasticConfig(global_batch={self.elastic.global_batch!r})",
+        }
+        for conflict in filter(None, conflicts.values()):
+            raise ValueError(
+                f"{self.trainer}(exact={self.exact!r}) does not work with {conflict}. Leave out "
+                "one of the two."
+            )
+        set_fields(self, split_on_oom=False)  # smaller parts would change the result
+        if self.num_shards is not None and self.num_workers > self.num_shards:
+            raise ValueError(
+                f"{self.trainer}(num_workers={self.num_workers}, exact={self.exact!r}): each "
+                "worker trains at least one shard. Pass at most as many workers as shards."
             )
 
     def backends(self) -> tuple[str, ...]:

@@ -73,6 +73,13 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
             each.set_state(state)
 
 
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch, NumPy, and random."""
+    torch.manual_seed(seed % 2**63)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def drawn_order(sampler: Any, seed: int) -> Order:
     """Return the order that a sampler draws if all random numbers follow from `seed`."""
     if type(sampler) is SequentialSampler:

@@ -92,11 +92,13 @@ class RegisteredState(TrainState):
     @property
     def num_averaged(self) -> int:
         """Number of workers that average their gradients."""
+        if self.settings.options.num_shards is not None:  # the gradients are summed
+            return 1
         return self.context.world_size if self.context.distributed and self.replicated else 1
 
     def sum_over_workers(self, value: float) -> float:
         """Return the sum of a number over the workers that average their gradients."""
-        if self.num_averaged == 1:
+        if not (self.context.distributed and self.replicated):
             return value
         return collectives.total(value, self.settings.device)
 

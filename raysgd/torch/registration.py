@@ -12,6 +12,7 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd._internal.step_timing import OTHER
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
+from raysgd.torch.features.equal_bits import ShardReplication
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.replication import Replication
@@ -164,6 +165,11 @@ def _shard(
     if sharding is None:
         return []
     precision, distributed = state.optimization.precision, state.context.distributed
+    if state.settings.options.num_shards is not None:
+        raise ValueError(
+            f"register(sharding={sharding!r}) does not work with TorchTrainer(exact=...). Leave "
+            "out one of the two."
+        )
     check_shardable(sharding, state.models, state.optimizers)
     if sharding == "full":
         check_fully_shardable(state.models, state.optimizers, has_ddp_args, precision.scales)
@@ -182,6 +188,11 @@ def _replicate(
     state: TorchTrainState, ddp_args: dict[str, Any], horovod_args: dict[str, Any]
 ) -> HorovodGradients | Replication:
     options, distributed = state.settings.options, state.context.distributed
+    if options.num_shards is not None:
+        shards = ShardReplication(state, options.num_shards)
+        state.optimization.average, state.optimization.keep = shards.average, shards.keep
+        state.optimization.needs_helper = shards.needs_helper
+        return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)
     wraps = distributed and options.wrap_ddp

@@ -35,6 +35,7 @@ class TorchRunner(OperatorRunner):
     def __init__(self, options: TorchOptions) -> None:
         super().__init__(options)
         self.generators = TorchGenerators()
+        self._earlier: tuple[int, bool, bool, bool] | None = None
 
     # ---- lifecycle
 
@@ -43,6 +44,11 @@ class TorchRunner(OperatorRunner):
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
             torch.set_default_dtype(self._options.default_dtype)
+        if self._options.num_shards is not None:
+            self._earlier = self._earlier or _arithmetic()
+            # cuBLAS reads the variable when PyTorch first uses it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            _set_arithmetic(max(1, int(context.num_cpus)), True, False, False)
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
@@ -69,6 +75,11 @@ class TorchRunner(OperatorRunner):
             global_batch=global_batch,
         )
         self.host(build_operator(operator_cls, config, settings))
+
+    def teardown(self) -> None:
+        super().teardown()
+        if self._earlier is not None:  # the process may be the user's
+            _set_arithmetic(*self._earlier)
 
     # ---- answers to requests
 
@@ -113,6 +124,24 @@ def build_operator(
     operator._seed_worker()
     state.features.append(Untracked(operator))
     return operator
+
+
+def _arithmetic() -> tuple[int, bool, bool, bool]:
+    """Return the settings of PyTorch for `_set_arithmetic`."""
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def _set_arithmetic(
+    num_threads: int, is_deterministic: bool, warns_only: bool, benchmark: bool
+) -> None:
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
+    torch.backends.cudnn.benchmark = benchmark
 
 
 def _device(use_gpu: bool, context: WorkerContext) -> torch.device:

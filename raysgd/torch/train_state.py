@@ -11,8 +11,10 @@ import torch
 
 from raysgd._internal.nested import loading
 from raysgd.loop.state_schema import check_parts
+from raysgd.loop.step import StepTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.features.equal_bits import ShardedTransaction
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.optimization import Optimization
@@ -41,6 +43,10 @@ class TorchTrainState(RegisteredState):
         self.optimization = Optimization(self, precision)
         self.schedules = Schedules(self, self.optimization.check_complete)
         self.averaging = Averaging(self)
+
+    def _new_transaction(self) -> StepTransaction:
+        is_sharded = self.settings.options.num_shards is not None
+        return ShardedTransaction() if is_sharded else StepTransaction()
 
     # ---- the other workers
 

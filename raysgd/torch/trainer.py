@@ -18,7 +18,7 @@ from raysgd.compat.ray_sgd import OldTorchTrainer, without_old_arguments
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.options import Guard, TorchOptions
+from raysgd.torch.options import EqualBits, Guard, TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharding.shards import gather_state
 from raysgd.trainer.base import OperatorTrainer, known_arguments
@@ -73,6 +73,8 @@ class TorchTrainer(OldTorchTrainer, OperatorTrainer):
             its worker.
         scheduler_step_freq: "batch", "epoch", or "manual". Required with schedulers.
         split_on_oom: Whether to repeat a step that runs out of memory with micro-batches.
+        exact: "bits", or an :class:`raysgd.EqualBits`: parameters, metrics, and predictions have
+            the same bits with any number of workers, kills, and joins. Training takes longer.
         guard: "check": workers compare their replicas, and a difference is an error. "repair": a
             minority takes the state of the majority. None: no comparison. Or a
             :class:`raysgd.Guard`.
@@ -113,6 +115,7 @@ class TorchTrainer(OldTorchTrainer, OperatorTrainer):
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         split_on_oom: bool = True,
+        exact: str | EqualBits | None = None,
         guard: str | Guard | None = "check",
         use_local: bool = False,
         elastic: ElasticConfig | None = None,
@@ -140,6 +143,7 @@ class TorchTrainer(OldTorchTrainer, OperatorTrainer):
             add_dist_sampler=add_dist_sampler,
             scheduler_step_freq=scheduler_step_freq,
             split_on_oom=split_on_oom,
+            exact=exact,
             guard=guard,
             use_local=use_local,
             elastic=elastic,

@@ -11,7 +11,8 @@ import raysgd
 
 SURFACE = {
     "raysgd": """
-        CreatorOperator ElasticConfig Guard TFTrainer TorchTrainer TrainingOperator __version__
+        CreatorOperator ElasticConfig EqualBits Guard TFTrainer TorchTrainer TrainingOperator
+        __version__
     """,
     "raysgd.backends": "Backend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """

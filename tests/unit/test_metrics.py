@@ -398,3 +398,26 @@ def test_a_metric_may_compute_an_array(classes, point):
     expected = {f"matrix_{row}_{column}": n for (row, column), n in np.ndenumerate(counts)}
     for merge in (merge_workers, merge_segments):
         assert expected.items() <= merge(parts).items()
+
+
+def test_a_mean_does_not_depend_on_the_order_of_the_batches_and_workers():
+    losses = [(-1.0) ** i * 0.1 * 10.0 ** (i * 7 % 31 - 15) for i in range(64)]
+    whole = AverageMeterCollection()
+    for loss in losses:
+        whole.update({"loss": loss}, 3)
+    parts = [AverageMeterCollection() for _ in range(3)]
+    for i, loss in enumerate(reversed(losses)):
+        parts[i % 3].update({"loss": loss}, 3)
+    sent = [pickle.loads(pickle.dumps(part.summary())) for part in parts]
+    assert merge_workers(sent)["loss"] == whole.summary()["loss"]
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [([1e308, 1e308, -1e308], 1e308 / 3), ([math.inf, 1.0], math.inf), ([1.7e308] * 2, math.inf)],
+)
+def test_a_mean_of_values_near_the_limit(values, mean):
+    meter = AverageMeter()
+    for value in values:
+        meter.update(value)
+    assert meter.avg == mean

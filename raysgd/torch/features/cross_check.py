@@ -107,7 +107,7 @@ def _digests(
         random.seed(state.global_step)
         np.random.seed(state.global_step % 2**32)
         torch.manual_seed(state.global_step)
-        state.buffers.put(buffers)
+        state.buffers.write(buffers)
         stack.enter_context(compute(batch))
         digests = {
             f"models[{index}].{name}": None if p.grad is None else _digest(p.grad)

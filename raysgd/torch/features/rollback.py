@@ -150,7 +150,7 @@ class BufferCopies(StepFeature):
             for module in model.modules()
             for name in buffer_names(module)
         ]
-        self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
+        self.copies: list[torch.Tensor | None] = [None] * len(self._slots)
         self.update()
 
     def tensors(self) -> list[torch.Tensor | None]:
@@ -164,26 +164,26 @@ class BufferCopies(StepFeature):
         """Copy the buffers."""
         copies, buffers = [], []
         for index, buffer in enumerate(self.tensors()):
-            copy = self._copies[index]
+            copy = self.copies[index]
             if buffer is None:
-                self._copies[index] = None
+                self.copies[index] = None
                 continue
             if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
-                copy = self._copies[index] = torch.empty_like(buffer)
+                copy = self.copies[index] = torch.empty_like(buffer)
             copies.append(copy)
             buffers.append(buffer)
         copy_all(copies, buffers)
 
     def roll_back(self, tx: StepTransaction) -> None:
-        self.put(self._copies)
+        self.write(self.copies)
 
-    def put(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Set all buffers, until the next roll-back."""
+    def write(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Write the values into the buffers, in the order of `tensors`."""
         for slot, value in zip(self._slots, values, strict=True):
             _set_buffer(*slot, value)
 
     def set(self, values: Sequence[torch.Tensor | None]) -> None:
-        self.put(values)
+        self.write(values)
         self.update()
 
     def receive(self, leader: int) -> Callable[[], None]:

@@ -1,0 +1,292 @@
+"""Training with the same bits on any number of workers, ``TorchTrainer(exact="bits")``.
+
+Each step has a fixed number of shards, whose samples do not depend on the workers. A worker trains
+the shards that it owns one after the other, each as a micro-batch with its own forward and backward
+pass, random numbers, and batch statistics. The gradients of all shards are added up in the order of
+a fixed tree (`raysgd.torch.tree_sum`). See EasyScale, "Elastic Training with Consistent Accuracy
+and Improved Utilization on GPUs", 2023, for the idea of logical workers.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from raysgd.data.partition import EpochPartition
+from raysgd.errors import CheckpointError
+from raysgd.loop.step import StepTransaction
+from raysgd.torch.features.replication import Replication
+from raysgd.torch.features.shard_buffers import ShardBuffers
+from raysgd.torch.orders import seed_all
+from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.state import multiply_all
+from raysgd.torch.tree_sum import TreeSum, sum_over_workers
+
+_KEY = "num_shards"
+_SKIPPED = (
+    "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
+    "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
+    "for every batch."
+)
+
+
+class ShardedTransaction(StepTransaction):
+    """A step whose losses have weights that do not depend on the workers.
+
+    The weight of a loss is ``items of the shard / samples of the update``. If user code counts
+    items, the counts are added up like gradients, and the sum is then multiplied by
+    ``samples / items of the update``.
+    """
+
+    @property
+    def counted(self) -> float | None:
+        """Items of the current shard, or None if samples count."""
+        return self._items if self._counts_items else None
+
+    def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        return float(self.plan.total or 1)
+
+    def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        return self._planned(num_workers, add_up)
+
+
+class ShardReplication(Replication):
+    """Keeps models equal by sums of gradients in a fixed order, instead of averages."""
+
+    needs_helper = 'exact="bits"'
+    replicates = True
+
+    def __init__(self, state: RegisteredState, num_shards: int) -> None:
+        super().__init__(state, wraps=True)
+        _check_modules(state.models)
+        self._num_shards = num_shards
+        self._shard = 0
+        self._ends_group = True  # the shard has no later micro-batch in this update
+        self._buffers = ShardBuffers(state)
+        self._clear()
+        state.micro_batching.refuse = _refuse  # type: ignore[method-assign]
+
+    def _clear(self) -> None:
+        self._trees: dict[int, TreeSum] = {}
+        self._earlier: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self._has_gradient: dict[int, list[bool]] = {}
+        self._buffers.clear()
+        self._stepped: list[int] = []  # optimizers, by number, in the current shard
+        self._stepped_before: list[int] | None = None  # in the earlier shards
+
+    def enter(self) -> None:
+        """Check that all workers compute with the same bits."""
+        super().enter()
+        if not self._state.context.distributed:
+            return
+        own = _arithmetic(self._state.settings.device)
+        first = self._state.from_rank(lambda: own, 0)
+        if self._state.minimum(-int(own != first)) < 0:
+            raise RuntimeError(
+                f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
+                f"another worker differs (this one has {own}). Choose equal hosts with "
+                "resources_per_worker."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_KEY: self._num_shards}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        saved = state.get(_KEY, self._num_shards)
+        if saved != self._num_shards:
+            raise CheckpointError(
+                f"The state comes from a run with {saved!r} shards, and this trainer has "
+                f"{self._num_shards}. Pass exact=EqualBits(num_shards={saved!r})."
+            )
+
+    def sync_buffers(self) -> None:
+        """Do nothing, because all buffers are equal after each step."""
+
+    # ---- hooks of a step
+
+    @property
+    def _partition(self) -> EpochPartition:
+        return self._state.data.source(self._state.data.trains_on).shard  # type: ignore[no-any-return]
+
+    def begin_call(self, logs_steps: bool) -> None:
+        self.end_epoch(self._state.epoch)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Seed the generators for code of ``train_epoch`` before its first batch."""
+        seed_all(hash((self._state.seed, epoch)))
+
+    def begin_micro_batch(self, tx: StepTransaction) -> None:
+        owned = self._partition.owned
+        if tx.index > 0:
+            self._end_shard()
+            for optimizer in tx.optimizers:  # of losses of other optimizers
+                optimizer.zero_grad(set_to_none=True)
+        for model in self._state.models:  # also of parameters that no optimizer has yet
+            model.zero_grad(set_to_none=True)
+        self._shard = owned[tx.index % len(owned)]
+        self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
+        self._buffers.begin(self._shard, is_first=tx.index <= 0)
+        step = self._state.global_step + tx.micro_batch.step
+        seed_all(hash((self._state.seed, step, self._shard)))
+
+    def _end_shard(self) -> None:
+        """Check that all shards have stepped the same optimizers, and have then ended."""
+        if self._stepped:
+            self._check_buffers()
+        if self._stepped_before not in (None, self._stepped):
+            raise RuntimeError(_SKIPPED.format(self.needs_helper, self._state.global_step))
+        self._stepped, self._stepped_before = [], self._stepped
+
+    def _check_buffers(self) -> None:
+        if self._buffers.have_changed:
+            raise RuntimeError(
+                f"{self.needs_helper}: train_batch changes buffers after self.optimizer_step, for "
+                "example by a forward pass in train mode. Change them before it."
+            )
+
+    def before_commit(self, tx: StepTransaction) -> None:
+        has_stepped = bool(self._stepped)
+        self._end_shard()
+        if not has_stepped and tx.index >= 0:
+            self._agree(0, [])
+            self._state.buffers.write(self._state.buffers.copies)
+
+    def commit(self, tx: StepTransaction) -> None:
+        super().commit(tx)
+        self._clear()
+
+    roll_back = commit
+
+    # ---- gradients
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the gradients of a shard, when its optimizer would step."""
+        parameters = _trained(optimizer)
+        key = id(optimizer), self._shard
+        gradients = [p.grad for p in parameters]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            raise ValueError(
+                f"{self.needs_helper}: {type(optimizer).__name__} has sparse gradients, whose sums "
+                "raysgd cannot order. Create the embedding with sparse=False."
+            )
+        optimizer.zero_grad(set_to_none=True)
+        if (count := self._transaction.counted) is not None:
+            device = self._state.settings.device
+            gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
+        if (earlier := self._earlier.pop(key, None)) is not None:
+            gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
+        if not self._ends_group:
+            self._earlier[key] = gradients
+        else:
+            known = self._has_gradient.setdefault(key[0], [False] * len(parameters))
+            leaf: list[Any] = []
+            for index, parameter in enumerate(parameters):
+                gradient = gradients[index]
+                known[index] |= gradient is not None
+                leaf.append(torch.zeros_like(parameter) if gradient is None else gradient)
+            leaf += gradients[len(parameters) :]
+            self._trees.setdefault(key[0], TreeSum()).add(0, self._shard, leaf)
+        if self._stepped:  # another optimizer
+            self._check_buffers()
+        self._buffers.keep()
+        self._stepped.append(self._number_of(optimizer))
+
+    @property
+    def _transaction(self) -> ShardedTransaction:
+        assert isinstance(self._state.transaction, ShardedTransaction)
+        return self._state.transaction
+
+    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the position of a registered optimizer, from 1."""
+        return [id(each) for each in self._state.optimizers].index(id(optimizer)) + 1
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write the sum over all shards into the gradients. Every rank must call this."""
+        tx = self._transaction
+        if not tx.is_open or all(optimizer is not each for each in self._state.optimizers):
+            raise RuntimeError(
+                f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
+                "draws from its iterator, and for registered optimizers."
+            )
+        self.keep(optimizer)
+        parameters = _trained(optimizer)
+        tree = self._trees.pop(id(optimizer))
+        flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
+        kind = 2 * self._number_of(optimizer) + (tx.counted is not None)
+        flags = self._agree(kind, flags)
+        partition = self._partition
+        total = sum_over_workers(tree, self._num_shards, partition.weights)
+        if tx.counted is not None:
+            *total, count = total
+            if num_items := count.item():
+                multiply_all(total, (tx.plan.total or 1) / num_items)
+        for parameter, gradient, has in zip(parameters, total, flags, strict=False):
+            # Sums of workers have another layout, which may change the order of later sums.
+            parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None
+        self._buffers.merge(flags[len(parameters) :], partition)
+
+    def _agree(self, kind: int, flags: Sequence[int]) -> list[int]:
+        """Return the maximum of each flag over the workers. Check that all do the same."""
+        if not dist.is_initialized():
+            return list(flags)
+        # Messages of different optimizers have equal sizes, so that they can be compared.
+        width = max(sum(len(g["params"]) for g in o.param_groups) for o in self._state.optimizers)
+        padding = [0] * (width + len(self._state.buffers.copies) - len(flags))
+        step = self._state.global_step
+        sent = [step, kind, -step, -kind, *flags, *padding]
+        found = torch.tensor(sent, dtype=torch.int64, device=self._state.settings.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        newest, largest, oldest, smallest, *agreed = found.tolist()
+        if (newest, largest) != (-oldest, -smallest):
+            raise RuntimeError(_SKIPPED.format(self.needs_helper, -oldest))
+        return agreed[: len(flags)]
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _arithmetic(device: torch.device) -> str:
+    """Return what decides the bits of a result, apart from data and seeds."""
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        # Libraries choose operations by the model of the CPU, for example by its cache sizes.
+        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        kind = model[1] if model else platform.machine()
+        kind += f" ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{kind}, PyTorch {torch.__version__}, and {torch.get_num_threads()} threads"
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first.add_(second)
+
+
+def _check_modules(models: Sequence[torch.nn.Module]) -> None:
+    """Reject modules whose results depend on the other samples of a worker."""
+    for module in (module for model in models for module in model.modules()):
+        name = type(module).__name__
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            why, remedy = "communicates in each forward pass", "Use BatchNorm"
+        elif getattr(module, "max_norm", None):
+            why, remedy = "with max_norm changes its weight in each forward pass", "Leave it out"
+        elif any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
+            why, remedy = "has uninitialized parameters", "Call the model once before register()"
+        else:
+            continue
+        raise ValueError(f'exact="bits" does not work with {name}, which {why}. {remedy}.')
+
+
+def _refuse(why: str, tx: StepTransaction) -> NoReturn:
+    raise RuntimeError(
+        f'{why}. With exact="bits", train_batch must call self.backward(loss) and '
+        "self.optimizer_step(optimizer) once for each batch, after all losses of the batch."
+    )

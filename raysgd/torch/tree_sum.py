@@ -1,0 +1,120 @@
+"""Add tensors in the order of a fixed binary tree, on any number of workers.
+
+The leaves of the tree are numbered. A node of level ``k`` and number ``i`` covers the leaves from
+``i * 2**k`` to ``(i + 1) * 2**k - 1``, and is the sum of its two children. A worker owns
+consecutive leaves. It adds up the complete subtrees among them, and then the workers exchange the
+roots of these subtrees. Each node is therefore the sum of the same two tensors everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from raysgd.data.partition import part_of
+
+_MESSAGE_BYTES = 32 * 2**20
+"""Size in bytes at which tensors are sent. They are copied for that."""
+
+
+# PyTorch 2.13 has a new name for it, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class TreeSum:
+    """The sum of this worker's leaves: the roots of the largest complete subtrees among them."""
+
+    def __init__(self) -> None:
+        self.roots: list[tuple[int, int, Sequence[torch.Tensor]]] = []
+
+    def add(self, level: int, number: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Add the node that follows the newest one. Its tensors may be overwritten."""
+        while self.roots and number % 2 and self.roots[-1][:2] == (level, number - 1):
+            left = self.roots.pop()[2]
+            _add(left, tensors)
+            tensors = left
+            level, number = level + 1, number // 2
+        self.roots.append((level, number, tensors))
+
+    def total(self) -> Sequence[torch.Tensor]:
+        """Return the sum of all leaves, which is the sum of the roots from the right."""
+        *_, (_, _, total) = self.roots
+        for _, _, left in reversed(self.roots[:-1]):
+            _add(left, total)
+            total = left
+        return total
+
+
+def _add(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> None:
+    for sum_of_both, other in zip(left, right, strict=True):
+        sum_of_both.add_(other)
+
+
+def subtrees(first: int, stop: int) -> list[tuple[int, int]]:
+    """Return level and number of the largest complete subtrees over some leaves.
+
+    >>> subtrees(3, 8)
+    [(0, 3), (2, 1)]
+    """
+    tree = TreeSum()
+    for leaf in range(first, stop):
+        tree.add(0, leaf, ())
+    return [(level, number) for level, number, _ in tree.roots]
+
+
+def sum_over_workers(
+    tree: TreeSum, num_leaves: int, weights: tuple[float, ...] | None = None
+) -> Sequence[torch.Tensor]:
+    """Return the sum of all workers' leaves. Every rank must call this with equal shapes.
+
+    The leaves of a rank are those of `part_of` for `num_leaves` and `weights`.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tree.total()
+    size = dist.get_world_size()
+    layout = [subtrees(*part_of(num_leaves, size, rank, weights)) for rank in range(size)]
+    summed: list[torch.Tensor] = []
+    shapes = tree.roots[0][2]
+    for part in _messages(shapes):
+        rows = torch.stack([torch.cat([t[i].reshape(-1) for i in part]) for _, _, t in tree.roots])
+        total = _exchange(rows, layout)
+        pieces = total.split([shapes[i].numel() for i in part])
+        summed += [piece.view(shapes[i].shape) for piece, i in zip(pieces, part, strict=True)]
+    return summed
+
+
+def _messages(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Divide consecutive tensors of one dtype into messages."""
+    messages: list[list[int]] = []
+    size = 0
+    for index, tensor in enumerate(tensors):
+        if not messages or size >= _MESSAGE_BYTES or tensor.dtype != tensors[index - 1].dtype:
+            messages.append([])
+            size = 0
+        messages[-1].append(index)
+        size += tensor.nbytes
+    return messages
+
+
+def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
+    """Return the sum of the nodes of all workers, of which `rows` has those of this worker.
+
+    Each worker adds up one slice of all nodes, and sends the sum to the others.
+    """
+    size, count = len(layout), rows.shape[1]
+    width = -(-count // size)
+    rows = torch.nn.functional.pad(rows, (0, width * size - count))
+    sent = rows.view(len(rows), size, width).transpose(0, 1).contiguous()
+    received = rows.new_empty(sum(map(len, layout)), width)
+    dist.all_to_all_single(
+        received, sent.view(-1, width), [len(roots) for roots in layout], [len(rows)] * size
+    )
+    tree, nodes = TreeSum(), [node for roots in layout for node in roots]
+    for (level, number), row in zip(nodes, received, strict=True):
+        tree.add(level, number, [row])
+    (own,) = tree.total()
+    total = rows.new_empty(size * width)
+    _all_gather(total, own.contiguous())
+    return total[:count]

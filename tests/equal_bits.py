@@ -1,0 +1,178 @@
+"""Compare the bits of models over numbers of workers, kills, and resumes. It prints a table.
+
+    python -m tests.equal_bits
+    python -m tests.equal_bits --seeds 0
+
+Rank processes without Ray train each model for 3 epochs with 8 shards. Then trainers with random
+kills and joins train some of the models, and resume on other numbers of workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import pickle
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ray
+import torch
+
+from raysgd import ElasticConfig, EqualBits, TorchTrainer
+from raysgd.testing import chaos
+from raysgd.utils import BATCH_SIZE
+from tests.conftest import running_ranks
+from tests.unit.torch.bits import (
+    CASES,
+    Perceptron,
+    Recurrent,
+    Trains,
+    Transformer,
+    digest,
+    merged,
+)
+
+NUM_SHARDS = 8
+NUM_EPOCHS = 3
+SIZES = (1, 2, 3, 5, 8)
+SHARES = {3: (1.0, 4.0, 2.0), 5: (3.0, 1.0, 1.0, 1.0, 2.0)}
+MODELS = {
+    **{name: case for name, case in CASES.items() if name != "own loop"},
+    "recurrent, accumulated, SGD": {
+        "model": Recurrent,
+        "optimizer": "SGD",
+        "register": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
+    },
+    "recurrent, bfloat16": {"model": Recurrent, "precision": torch.bfloat16},
+    "transformer, bfloat16, clipped": {
+        "model": Transformer,
+        "precision": torch.bfloat16,
+        "register": {"max_grad_norm": 0.1},
+    },
+    "own loop, clipped": {
+        "model": Perceptron,
+        "own_loop": True,
+        "register": {"max_grad_norm": 0.1},
+    },
+}
+KILLED = ("perceptron", "accumulation", "recurrent", "transformer, bfloat16, clipped")
+PLAY = """
+from tests.equal_bits import MODELS, NUM_EPOCHS, NUM_SHARDS
+from tests.unit.torch.bits import play
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[-1]))
+play(rank, int(sys.argv[2]), store, MODELS, num_shards=NUM_SHARDS, num_epochs=NUM_EPOCHS{})
+"""
+
+
+def hashes_of_ranks(size, shares=None):
+    """Return the hash of each model on a number of workers, of state, metrics, and predictions."""
+    script = PLAY.format("" if shares is None else f", shares={shares}")
+    found = {}
+    with running_ranks(script, size) as store:
+        store.set_timeout(datetime.timedelta(minutes=5))
+        for name in MODELS:
+            results = [pickle.loads(store.get(f"{name}/{size}/{rank}")) for rank in range(size)]
+            states = {state for state, *_ in results}
+            found[name] = digest([*sorted(states), merged(results)])[:12]
+    return found
+
+
+class Slow(Trains):
+    def train_batch(self, batch, batch_info):
+        time.sleep(0.01)  # so that workers are killed within an epoch
+        return super().train_batch(batch, batch_info)
+
+
+def make_trainer(case, num_workers):
+    dtype = case.get("precision")
+    return TorchTrainer(
+        training_operator_cls=Slow,
+        config={"case": {**case, "num_samples": 24 * 20}, BATCH_SIZE: 24},
+        num_workers=num_workers,
+        use_gpu=False,
+        exact=EqualBits(NUM_SHARDS),
+        scheduler_step_freq="batch",
+        elastic=ElasticConfig(resize_cooldown_s=0.0, initial_s=0.1),
+        **({} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}),
+    )
+
+
+def hash_of(trainer):
+    state, metrics = trainer.state_dict(), trainer.validate()
+    kept = {name: metrics[name] for name in ("val_loss", "val_accuracy", "num_samples")}
+    names = ("models", "optimizers", "schedulers", "scaler")
+    return digest([state.get(name) for name in names] + [kept])[:12]
+
+
+def undisturbed(case):
+    with make_trainer(case, 1) as trainer:
+        for _ in range(NUM_EPOCHS):
+            trainer.train()
+        return hash_of(trainer)
+
+
+def disturbed(case, seed):
+    """Train with random kills, and resume twice on another number of workers, within epochs."""
+    draw, num_steps = random.Random(seed), 20 * NUM_EPOCHS
+    stops = [*sorted(draw.sample(range(2, num_steps), 2)), num_steps]
+    started, num_killed, sizes = 0, 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"
+        for stop in stops:
+            sizes.append(draw.choice([1, 2, 3, 4]))
+            with make_trainer(case, sizes[-1]) as trainer:
+                if started:
+                    trainer.load(path)
+                steps = sorted(draw.sample(range(started, stop), min(2, stop - started)))
+                faults = [chaos.Fault(draw.randrange(sizes[-1]), step) for step in steps]
+                with chaos.Chaos(trainer, faults) as injected:
+                    trainer.train(num_steps=stop - started, max_retries=10)
+                num_killed += len(injected.injected)
+                started = stop
+                trainer.save(path)
+                if stop == num_steps:
+                    return hash_of(trainer), num_killed, sizes
+    raise AssertionError
+
+
+def compare_ranks():
+    columns = {str(size): hashes_of_ranks(size) for size in SIZES}
+    columns |= {f"{size} with shares": hashes_of_ranks(size, s) for size, s in SHARES.items()}
+    print(f"Hashes with {', '.join(columns)} workers:")
+    failed = False
+    for name in MODELS:
+        found = {column: hashes[name] for column, hashes in columns.items()}
+        differs = len(set(found.values())) > 1
+        failed |= differs
+        print(f"{name:32} {found['1']} {found if differs else 'equal'}", flush=True)
+    return failed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="disturbed runs of each model")
+    parser.add_argument("--killed", nargs="*", default=KILLED, help="models of these runs")
+    parser.add_argument("--no-table", action="store_true", help="train only these models")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    failed = False if args.no_table else compare_ranks()
+    if args.seeds:
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    for name in args.killed if args.seeds else ():
+        expected = undisturbed(MODELS[name])
+        for seed in range(args.seeds):
+            found, num_killed, sizes = disturbed(MODELS[name], seed)
+            failed |= found != expected
+            outcome = "equal" if found == expected else f"differs: {found}"
+            print(
+                f"{name:32} {expected} {outcome} ({num_killed} kills, workers {sizes})", flush=True
+            )
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

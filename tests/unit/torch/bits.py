@@ -1,0 +1,237 @@
+"""Models whose training must have the same bits on any number of workers."""
+
+import hashlib
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from raysgd import EqualBits, TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import PredictRequest, TrainRequest, ValidateRequest
+from raysgd.metrics import merge_workers
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from raysgd.utils import BATCH_SIZE
+
+NUM_SHARDS = 6
+LENGTH = 5
+CLASSES = 4
+
+
+class Augmented(Dataset):
+    """Vectors with noise, or sequences of tokens, and their classes."""
+
+    def __init__(self, num_samples, of_tokens):
+        generator = torch.Generator().manual_seed(1)
+        if of_tokens:
+            self.x = torch.randint(20, (num_samples, LENGTH), generator=generator)
+        else:
+            self.x = torch.randn(num_samples, 8, generator=generator)
+        self.y = torch.randint(CLASSES, (num_samples,), generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x = self.x[index]
+        return (x + 0.1 * torch.randn(8) if x.is_floating_point() else x), self.y[index]
+
+
+class Perceptron(nn.Sequential):
+    def __init__(self):
+        normed = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3)
+        super().__init__(*normed, nn.Linear(16, CLASSES))
+
+
+class Convolution(nn.Sequential):
+    def __init__(self):
+        normed = nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 6, 3), nn.BatchNorm1d(6, momentum=None)
+        super().__init__(*normed, nn.Flatten(), nn.Linear(36, CLASSES))
+
+
+class Counting(nn.Module):
+    """A model whose buffers are integers, appear late, or change their shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, CLASSES)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("late", None)
+        self.register_buffer("cache", torch.zeros(0))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += torch.stack([(x > 1).sum(), (x < 0).sum()])
+            self.cache = x[:, 0].detach().clone()
+            self.late = self.cache.mean() if self.late is None else self.late
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.lstm = nn.LSTM(8, 12, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.embedding(x))[0][:, -1])
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embedding(x)).mean(1))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "perceptron": {"model": Perceptron},
+    "accumulation": {"model": Perceptron, "register": {"gradient_accumulation_steps": 2}},
+    "convolution": {"model": Convolution, "optimizer": "SGD", "num_samples": 61},
+    "recurrent": {"model": Recurrent, "register": {"max_grad_norm": 0.1}},
+    "transformer": {"model": Transformer, "num_items": True},
+    "bfloat16": {"model": Perceptron, "precision": torch.bfloat16},
+    "float16": {"model": Perceptron, "precision": torch.float16},
+    "own loop": {"model": Perceptron, "own_loop": True},
+    "two optimizers": {"model": Perceptron, "two_optimizers": True},
+    "buffers": {"model": Counting, "noisy_validation": True, "late_parameter": True},
+}
+
+
+class Trains(TrainingOperator):
+    def setup(self, config):
+        self.case = case = config["case"]
+        torch.manual_seed(3)
+        model = case["model"]()
+        parameters, optimizers = list(model.parameters()), []
+        if case.get("two_optimizers"):
+            optimizers = [torch.optim.SGD([parameters.pop()], lr=0.1)]
+        if case.get("late_parameter"):
+            self.late = parameters.pop()
+        if case.get("optimizer") == "SGD":
+            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        optimizers.append(optimizer)
+        self.optimizer = optimizer
+        self.model, self.optimizers, self.criterion, self.scheduler = self.register(
+            models=model,
+            optimizers=optimizers,
+            criterion=nn.CrossEntropyLoss(),
+            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+            **case.get("register", {}),
+        )
+        of_tokens = case["model"] in (Recurrent, Transformer)
+        data = Augmented(case.get("num_samples", 64), of_tokens)
+        known, size = Augmented(31, of_tokens), config[BATCH_SIZE]
+        self.register_data(
+            train_loader=DataLoader(data, size, shuffle=True),
+            validation_loader=DataLoader(TensorDataset(known.x, known.y), size),
+        )
+
+    def num_items(self, batch):
+        return (batch[0] > 4).sum() if self.case.get("num_items") else None
+
+    def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+        if self.case.get("late_parameter") and epoch_idx == 1:
+            self.optimizer.add_param_group({"params": [self.late]})
+        if not self.case.get("own_loop"):
+            return super().train_epoch(iterator, info, num_steps, epoch_idx)
+        self.train_mode(True)
+        noise = torch.randn(8)
+        for x, y in iterator:
+            self.train_batch((x + noise, y), {})
+        return {}
+
+    def train_batch(self, batch, batch_info):
+        if not (self.case.get("own_loop") or self.case.get("two_optimizers")):
+            return super().train_batch(batch, batch_info)
+        x, y = batch
+        self.backward(self.criterion(self.model(x), y))
+        for optimizer in self.optimizers:
+            self.optimizer_step(optimizer)
+        return {}
+
+    def validate_batch(self, batch, batch_info):
+        if self.case.get("noisy_validation"):
+            batch = batch[0] + torch.rand(8), batch[1]
+        return super().validate_batch(batch, batch_info)
+
+
+def digest(tree):
+    """Return a hash of all bits of nested containers of tensors and numbers."""
+    found = hashlib.sha256()
+
+    def add(leaf):
+        if isinstance(leaf, torch.Tensor):
+            found.update(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, dict):
+            for name, value in leaf.items():
+                found.update(str(name).encode())
+                add(value)
+        elif isinstance(leaf, list | tuple):
+            for value in leaf:
+                add(value)
+        else:
+            found.update(repr(leaf).encode())
+
+    add(tree)
+    return found.hexdigest()
+
+
+def make_runner(case, size, num_shards=NUM_SHARDS, operator_cls=Trains):
+    dtype = case.get("precision")
+    options = TorchOptions(
+        training_operator_cls=operator_cls,
+        config={"case": case, BATCH_SIZE: 24},
+        num_workers=size,
+        exact=EqualBits(num_shards),
+        scheduler_step_freq="batch",
+        use_gpu=False,
+        **({} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}),
+    )
+    return TorchRunner(options)
+
+
+def run(case, rank, size, num_shards=NUM_SHARDS, num_epochs=2, shares=None):
+    """Train, validate, and predict. Return a hash of the state, the metrics, and predictions."""
+    runner = make_runner(case, size, num_shards)
+    context = WorkerContext(world_rank=rank, world_size=size, distributed=size > 1)
+    runner.prepare(context)
+    runner.setup(context)
+    trained = runner.handle(TrainRequest(call=0, until_epoch=num_epochs, shares=shares))
+    validated = runner.handle(ValidateRequest(call=1))
+    data = Augmented(13, case["model"] in (Recurrent, Transformer))
+    predicted = runner.handle(PredictRequest(loader=DataLoader(data, 3)))
+    state = digest(runner._train_state.training_state())
+    runner.teardown()
+    return state, trained, validated, predicted
+
+
+def play(rank, size, store, cases=CASES, prefix="", **settings):
+    """Run cases, and put the results of this rank into the store."""
+    if size > 1:
+        group = dist.PrefixStore(f"{prefix}group{size}", store)
+        dist.init_process_group("gloo", store=group, rank=rank, world_size=size)
+    for name, case in cases.items():
+        key = f"{prefix}{name}/{size}/{rank}"
+        store.set(key, pickle.dumps(run(case, rank, size, **settings)))
+    print("good")
+
+
+def merged(results):
+    """Return the metrics and the predictions of all workers, for comparison."""
+    kept = ("train_loss", "val_loss", "val_accuracy", "num_samples")
+    metrics = [merge_workers(parts) for parts in zip(*[r[1:3] for r in results], strict=True)]
+    predictions = sorted((each for r in results for each in r[3]), key=lambda pair: pair[0])
+    return [{name: each[name] for name in kept if name in each} for each in metrics], predictions

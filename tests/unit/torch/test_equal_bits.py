@@ -1,0 +1,244 @@
+"""``TorchTrainer(exact="bits")`` has the same bits on any number of workers."""
+
+import datetime
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from raysgd import EqualBits, TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.errors import CheckpointError
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.loading import SeededSamples, ShardedLoader
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from tests.conftest import assert_names, run_ranks, running_ranks
+from tests.unit.torch.bits import CASES, Augmented, Trains, digest, make_runner, merged
+
+PLAY = """
+from tests.unit.torch.bits import play
+
+play(rank, int(sys.argv[2]), dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
+"""
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Return the results of all ranks, by case and number of workers."""
+    found = {}
+    for size in SIZES:
+        with running_ranks(PLAY, size) as store:
+            store.set_timeout(datetime.timedelta(seconds=60))
+            for name in CASES:
+                keys = [f"{name}/{size}/{rank}" for rank in range(size)]
+                found[name, size] = [pickle.loads(store.get(key)) for key in keys]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_numbers_of_workers_have_the_same_bits(results, name):
+    states = {state for size in SIZES for state, *_ in results[name, size]}
+    assert len(states) == 1
+    assert len({digest(merged(results[name, size])) for size in SIZES}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"exact": "bit"}, ["exact", "'bit'", "bits"]),
+        ({"exact": "bits", "wrap_ddp": False}, ["wrap_ddp=False"]),
+        ({"exact": "bits", "add_dist_sampler": False}, ["add_dist_sampler=False"]),
+        ({"exact": "bits", "use_fp16": "apex"}, ["apex"]),
+        ({"exact": EqualBits(2), "num_workers": 3}, ["num_workers=3", "num_shards=2"]),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        TorchOptions(training_operator_cls=Trains, use_gpu=False, **arguments)
+    assert_names(caught.value, words)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(2), torch.zeros(1))] * 8)
+
+
+def own_step(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    operator.optimizer.step()
+
+
+def steps_before_a_loss(operator, batch):
+    for _ in range(2):
+        operator.backward(operator.model(batch[0]).mean())
+        operator.optimizer_step(operator.optimizer)
+
+
+def sparse(operator, batch):
+    operator.backward(operator.model.table(torch.tensor([0])).sum())
+    operator.optimizer_step(operator.optimizer)
+
+
+def clipped(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    torch.nn.utils.clip_grad_norm_(operator.model.parameters(), 0.1)
+    operator.optimizer_step(operator.optimizer)
+
+
+def skipped(operator, batch):
+    if batch[0].sum() < 60:
+        operator.backward(operator.model(batch[0]).mean())
+        operator.optimizer_step(operator.optimizer)
+
+
+def forward_after_step(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    operator.optimizer_step(operator.optimizer)
+    operator.model(batch[0])
+
+
+class Noise(Dataset):
+    """Its samples are random numbers. Its ``__getitems__`` does not know pairs of indices."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return index + self.scale * torch.rand(())
+
+    def __getitems__(self, indices):
+        raise TypeError
+
+
+class Refused(TrainingOperator):
+    def setup(self, config):
+        model = torch.nn.Linear(2, 1)
+        if config["model"] is not None:
+            model = torch.nn.Sequential(config["model"](), model)
+        if config["train_batch"] is sparse:
+            model.table = torch.nn.Embedding(3, 2, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=optimizer, sharding=config["sharding"]
+        )
+        self.register_data(train_loader=config["loader"])
+
+    def train_batch(self, batch, batch_info):
+        self.config["train_batch"](self, batch)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sharding": "optimizer"}, ["sharding='optimizer'", "exact"]),
+        ({"loader": DataLoader(Stream(), 4)}, ["train_loader", "exact", "map-style"]),
+        ({"train_batch": own_step}, ["optimizer.step()", "self.optimizer_step"]),
+        ({"train_batch": steps_before_a_loss}, ["after it has stepped", "exact"]),
+        ({"train_batch": sparse}, ["SGD", "sparse=False"]),
+        ({"train_batch": clipped, "num_shards": 1}, ["changes gradients", "exact"]),
+        ({"train_batch": skipped}, ["exact", "step 0", "self.optimizer_step"]),
+        (
+            {"train_batch": forward_after_step, "model": partial(torch.nn.BatchNorm1d, 2)},
+            ["exact", "buffers", "self.optimizer_step"],
+        ),
+        ({"model": partial(torch.nn.SyncBatchNorm, 2)}, ["exact", "SyncBatchNorm"]),
+        ({"model": partial(torch.nn.Embedding, 2, 2, max_norm=1.0)}, ["exact", "max_norm"]),
+        ({"model": partial(torch.nn.LazyLinear, 2)}, ["exact", "LazyLinear", "uninitialized"]),
+    ],
+)
+def test_operators_that_do_not_fit_are_refused(settings, words):
+    x = torch.arange(32.0).reshape(16, 2)
+    loader = DataLoader(TensorDataset(x, torch.zeros(16, 1)), 4)
+    usual = {"sharding": None, "train_batch": own_step, "loader": loader, "model": None}
+    config = {**usual, "num_shards": 2, **settings}
+    options = TorchOptions(
+        training_operator_cls=Refused,
+        config=config,
+        use_gpu=False,
+        exact=EqualBits(config["num_shards"]),
+    )
+    runner = TorchRunner(options)
+    with pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT012
+        runner.setup(WorkerContext(in_driver=True))
+        runner.handle(TrainRequest(call=0, until_epoch=1))
+    assert_names(caught.value, words)
+
+
+SKIP = """
+import pytest
+import torch
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.features.equal_bits import ShardReplication
+from tests.unit.torch.bits import CASES, Trains, make_runner
+
+class Skips(Trains):
+    def train_batch(self, batch, batch_info):
+        if rank == 0 or batch_info["global_step"] < 2:
+            return super().train_batch(batch, batch_info)
+        return {}
+
+join()
+runner = make_runner(CASES["perceptron"], 2, num_shards=2, operator_cls=Skips)
+context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
+runner.prepare(context)
+runner.setup(context)
+with pytest.raises(RuntimeError, match="the shards of step 2 .* only for some of them"):
+    runner.handle(TrainRequest(call=0, until_step=3))
+replication = runner._train_state.feature(ShardReplication)
+replication.enter()
+torch.set_num_threads(1 + rank)
+with pytest.raises(RuntimeError, match="needs workers of one kind.* 1 threads"):
+    replication.enter()
+print("good")
+"""
+
+
+def test_workers_that_differ_are_refused():
+    run_ranks(SKIP, 2)
+
+
+def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():
+    data = SeededSamples(Noise())
+    data.scale = 2.0  # as in a worker_init_fn
+    reader = DataLoader(data, batch_sampler=[[((1, 2, position), 5) for position in (3, 4, 3)]])
+    first, second, again = next(iter(reader)).tolist()
+    assert first == again != second
+    assert len(data) == 7
+
+
+def test_kept_loader_processes_use_a_new_seed():
+    loader = DataLoader(Augmented(8, False), 4, num_workers=1, persistent_workers=True)
+    sizes = {"training": True, "world_size": 1, "rank": 0, "full_size": 1, "num_shards": 1}
+    source, fresh = ShardedLoader(loader, seed=1, **sizes), ShardedLoader(loader, seed=2, **sizes)
+    batches = list(source.batches(0, 0))
+    source.reseed(2)
+    again, expected = list(source.batches(0, 0)), list(fresh.batches(0, 0))
+    source.close_workers()
+    fresh.close_workers()
+    assert digest(again) == digest(expected) != digest(batches)
+
+
+def test_a_local_worker_restores_the_settings_of_the_process():
+    found = []
+    runner = make_runner(CASES["perceptron"], 1)
+    for step in (None, runner.prepare, runner.prepare, lambda context: runner.teardown()):
+        if step is not None:
+            step(WorkerContext(in_driver=True, num_cpus=torch.get_num_threads() + 1))
+        found.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
+    assert [is_deterministic for is_deterministic, _ in found] == [False, True, True, False]
+    assert found[0] == found[3] != found[1]
+
+
+def test_state_of_another_number_of_shards_is_refused():
+    runner = make_runner(CASES["perceptron"], 1)
+    runner.setup(WorkerContext(in_driver=True))
+    state = {**runner._train_state.training_state(), "num_shards": 8}
+    with pytest.raises(CheckpointError) as caught:
+        runner._train_state.check_training_state(state)
+    assert_names(caught.value, ["8 shards", "6", "EqualBits(num_shards=8)"])
