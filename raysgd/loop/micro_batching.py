@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.settings import Settings
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 
 
 class IndivisibleError(BaseException):
@@ -31,13 +31,13 @@ class MicroBatching(StepFeature):
         self.in_use = False  # the loop takes large batches in parts
         self.split = 1  # parts of each batch; more than 1 after memory ran out
 
-    def refuse(self, why: str, tx: StepTransaction) -> None:
+    def refuse(self, why: str, tx: UpdateTransaction) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
         self.why_not = self.why_not or why
         if tx.is_split:
             raise IndivisibleError(why)
 
-    def begin(self, tx: StepTransaction) -> None:
+    def begin(self, tx: UpdateTransaction) -> None:
         """Warn if a batch cannot be split and is larger because workers are missing."""
         if tx.plan.is_large:
             self._settings.warn_once(

@@ -17,7 +17,7 @@ import torch
 
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import ShardedFeature, StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.digests import digest_of
 from raysgd.torch.features.replication import Replication
@@ -119,7 +119,7 @@ class ReplicaGuard(StepFeature):
     def begin_call(self, logs_steps: bool) -> None:
         self._in_call, self._mark = True, (self._steps, time.perf_counter())
 
-    def begin(self, tx: StepTransaction) -> None:
+    def begin(self, tx: UpdateTransaction) -> None:
         if not self._is_active:
             return
         if self._structure() != self._adopted:
@@ -135,7 +135,7 @@ class ReplicaGuard(StepFeature):
             if not self._on_gpu:
                 self._settle()
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._steps += 1
 
     # ---- what is added after `register`
