@@ -101,8 +101,9 @@ class OutOfMemoryError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    ``setup``, ``rejoin``, ``teardown``, and ``handle`` run one at a time in the *work* thread. The
-    other methods run in a *control* thread, so they only read and set attributes.
+    `progress`, `request_stop`, `pause_at`, `snapshot`, and `snapshot_sent` run in *control* threads
+    while the worker is busy, so they must not wait. The other methods run one at a time in the
+    *work* thread.
     """
 
     def prepare(self, context: WorkerContext) -> None:

@@ -38,8 +38,8 @@ class Controller:
     """Executes the actions of the state machine.
 
     `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
-    and the joining of a generation. With `can_join`, replacement workers join during a call, as
-    with operators. Otherwise the group grows only in `grow`, which restarts all workers.
+    and the joining of a generation. With `can_join`, replacement workers can join during a call, as
+    with operators. Otherwise workers are added only by a restart: in `grow`, or after a loss.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Controller:
         """Run a call, or its next part, and return the outcomes."""
         self._check_open()
         min_workers = 1 if call.any_size else self.min_workers
-        budget = machine.Budget(
+        budget = machine.CallBudget(
             in_call=True,
             min_workers=min_workers,
             max_losses=call.max_losses,

@@ -171,7 +171,7 @@ class Loop:
         return merged
 
     def _steps_left(self, request: TrainRequest) -> int | None:
-        """Return the number of steps to the goal, or None if the goal is an epoch."""
+        """Return the number of steps to the goal, or None if only an epoch is the goal."""
         train_state, until_epoch = self.train_state, request.until_epoch
         if (
             until_epoch is not None

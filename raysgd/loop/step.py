@@ -30,7 +30,7 @@ class UpdateTransaction:
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_partial = False  # a discarded update left changes that no feature could restore
         self.reference: float | None = None
-        """Planned items of all workers in an update, if user code counts items. None: unknown."""
+        """Planned items of all workers in an update, if items are counted. None: unknown."""
         self._most_updates: Counter[int] = Counter()
         self._reset()
 
@@ -149,15 +149,15 @@ class UpdateTransaction:
 
             sum of (items of the micro-batch * gradient of its mean loss) / total
 
-        The items are samples, unless user code passes their `count`. Samples that another worker
+        The items are samples, unless their `count` is passed. Samples that another worker
         trains too, and micro-batches without a loss, have no items. `num_workers` workers average
         their gradients. Therefore a loss has the weight ``items * num_workers / total``.
 
         Until the last micro-batch, the planned number of items replaces the total. The first loss
         of the last micro-batch corrects earlier gradients by ``planned / total``, which is equal
         on all workers. `add_up` adds counts over the workers, once per update, and once more in the
-        first update of a generation. Samples need no communication, because each worker knows the
-        partition.
+        first update of a generation. Samples need no communication if each worker knows the
+        partition. For other loaders, the default ``train_batch`` passes the samples as `count`.
 
         Raises:
             ValueError: If another loss of the micro-batch has another count, or if user code
