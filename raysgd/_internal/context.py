@@ -54,7 +54,7 @@ class Progress:
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    divided: bool = False  # whether each worker holds only a shard of the state
+    is_sharded: bool = False  # whether each worker holds only a shard of the state
     lacks_shards: bool = False  # whether every worker that held some shard of the state was lost
     repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
     partial: bool = False  # whether an optimizer raised within a step

@@ -123,7 +123,7 @@ class Loop:
         source = train_state.data.training_source(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
-        if source.weigh(request.shares) or source is not self._source:
+        if source.set_weights(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)

@@ -104,7 +104,7 @@ class StepIterator:
         """Allow large batches to be split into parts."""
         if not self.drawn_from:
             self._train_state.micro_batching.in_use = (
-                self._train_state.micro_batching.why_not is None
+                self._train_state.micro_batching.why_not_split is None
             )
         return self
 

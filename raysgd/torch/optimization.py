@@ -126,7 +126,7 @@ class Optimization(StepFeature):
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None) -> None:
         tx, state = self._transaction, self._state
         count = None if num_samples is None else as_count(num_samples)
-        if count is None and not tx.is_sum and not state.data.counts_samples:
+        if count is None and not tx.is_sum and not state.data.knows_sizes:
             count = tx.num_samples
         if tx.stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")

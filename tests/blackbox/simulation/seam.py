@@ -367,7 +367,7 @@ class SimMember(WorkerHandle):
             samples_per_s=self.speed,
             snapshot=self.snapshot_step,
             terminated=self.terminated,
-            divided=self.divided,
+            is_sharded=self.divided,
             lacks_shards=self.lacks_shards,
             partial=self.partial,
         )
