@@ -148,7 +148,7 @@ class Controller:
     def _react(self, event: GroupEvent) -> GroupEvent:
         """Execute the actions that follow from an event, and return the last event.
 
-        The last action returns the next event.
+        The last action returns the next event. Of the earlier ones, only the progress is used.
         """
         while True:
             self._check_open()
@@ -158,10 +158,7 @@ class Controller:
                 raise RuntimeError(_SHUT_DOWN)
             following = None
             for action in actions:
-                if isinstance(action, machine.RunCall):
-                    following = self._supervision.run(action)
-                else:
-                    following = self._execute(action)
+                following = self._execute(action)
                 if following is not None and following.progress is not None:
                     self.journal.progress = following.progress
             if following is None:
@@ -182,10 +179,13 @@ class Controller:
                 return forming.start_group()
             case machine.FormGroup():
                 return forming.form_group(action)
+            case machine.RunCall():
+                return self._supervision.run(action)
             case Do.RESCUE_STATE:
                 return self._rescue_state()
             case Do.SAVE_STATE:
-                self._supervision.sent, context.preemption.must_save = None, False
+                self._supervision.sent = None  # of an earlier attempt
+                context.preemption.must_save = False
                 context.call.immediately = True
                 return self._rescue_state()
             case Do.ABANDON_CALL:
@@ -205,7 +205,7 @@ class Controller:
                     "All workers restart from the snapshot, or from setup() without one: %s.", why
                 )
                 context.discard_members()
-            case machine.EndCall(error, member):  # `run` raises the error of the last event
+            case machine.EndCall(error, member):
                 if member is not None:
                     self.journal.record("user_error", [member], cause=repr(error))
             case machine.Fail(why, lost):

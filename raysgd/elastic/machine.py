@@ -256,7 +256,7 @@ class GiveUpState:
 
 @dataclass(frozen=True)
 class EndCall:
-    """End the call with an error of the workers. `member` has raised it in user code."""
+    """End the call with an error, which `Controller.run` raises. Record it if `member` is given."""
 
     error: BaseException
     member: WorkerHandle | None = None
