@@ -318,7 +318,10 @@ def main():
     parser.add_argument("--image-megabytes", type=float, default=60)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keep the data here")
+    parser.add_argument("--smoke-test", action="store_true", help="little data")
     args = parser.parse_args()
+    if args.smoke_test:
+        args.megabytes = args.image_megabytes = 1.0
     print(machine())
     print(f"{'format':8} {'side':13} {'samples/s':>10} {'resume':>8} {'memory':>16}")
     for kind in args.formats:

@@ -266,6 +266,7 @@ class Text(_Spans):
         index = np.concatenate(starts if ends_line else [*starts, np.array([offset])])
         if not self.keeps_blank:
             lengths = np.diff(index, append=index[-1:] + 2)
+            lengths[-2:-1] += not ends_line  # a last line without its end can have one character
             index = index[lengths > 1]
         return index
 

@@ -101,11 +101,6 @@ class Evaluation:
                 "predict(): the loader shuffles, so results would have no order. Pass a loader "
                 "with shuffle=False, and without a sampler that draws random numbers."
             )
-        if not source.is_partitioned and train_state.context.world_size > 1:
-            raise TypeError(
-                f"predict(): {source.partitioned_by} partitions the loader, so results would have "
-                "no order. Pass a loader of a data set that can be indexed."
-            )
         if source.steps_left(0) == 0:
             raise no_batch("given", source)
         source.agree_on_order(0, 0, train_state)

@@ -1,5 +1,8 @@
 """Checks of the arguments of trainers, and their messages."""
 
+import pickle
+
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -8,6 +11,7 @@ from raysgd import ElasticConfig
 from raysgd._internal import arguments
 from raysgd.elastic.config import checked_elastic
 from raysgd.torch.options import TorchOptions
+from tests.operators import Classifier
 
 NUMBERS = st.integers(-3, 5)
 
@@ -54,6 +58,55 @@ def test_resources_are_positive_numbers(resources):
     else:
         with pytest.raises(ValueError, match=r"TorchTrainer\(resources_per_worker="):
             options(resources_per_worker=resources)
+
+
+@pytest.mark.parametrize("num_cpus", [0, -1, float("nan"), "1", None, True])
+def test_cpus_are_a_positive_number(num_cpus):
+    assert options(num_cpus_per_worker=0.001).num_cpus_per_worker == 0.001
+    with pytest.raises(ValueError, match=rf"\(num_cpus_per_worker={num_cpus!r}\): must be above 0"):
+        options(num_cpus_per_worker=num_cpus)
+
+
+def test_only_worker_in_this_process_uses_one_gpu():
+    local = {"use_local": True, "use_gpu": True}
+    options(**local, resources_per_worker={"GPU": 1})
+    options(**local, resources_per_worker={"GPU": 2}, num_workers=2)
+    with pytest.raises(ValueError, match=r"resources_per_worker=\{'GPU': 2\}.* uses one GPU"):
+        options(**local, resources_per_worker={"GPU": 2})
+
+
+@pytest.mark.parametrize(
+    ("given", "bundle"),
+    [
+        ({}, {"CPU": 1}),
+        ({"use_gpu": True}, {"CPU": 1, "GPU": 1}),
+        ({"use_gpu": True, "num_cpus_per_worker": 3}, {"CPU": 3, "GPU": 1}),
+        (
+            {"use_gpu": True, "resources_per_worker": {"GPU": 0.5, "disk": 2}},
+            {"CPU": 1, "GPU": 0.5, "disk": 2},
+        ),
+    ],
+)
+def test_group_reserves_the_resources_of_each_worker(given, bundle):
+    taken = options(num_workers=4, min_workers=2, use_local=True, **given)
+    for _ in range(2):  # the options stay as they are
+        group = taken.group(7.0)
+        assert group.bundle == bundle
+        assert (group.num_workers, group.min_workers, group.start_timeout_s) == (4, 2, 7.0)
+        assert group.use_local
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_each_worker_unpacks_its_own_config(size):
+    mine = {"rates": [0.1], "data": np.zeros(size)}
+    given = options(training_operator_cls=Classifier, config=mine)
+    sent = pickle.loads(pickle.dumps(given, protocol=5))
+    assert given.unpacked() == (Classifier, given.config)
+    for _ in range(2):
+        operator_cls, config = sent.unpacked()
+        assert operator_cls is Classifier
+        assert (config["rates"], len(config["data"])) == ([0.1], size)
+        config["rates"].append(0.2)
 
 
 def test_gpus_are_used_if_requested_or_found(monkeypatch):

@@ -120,6 +120,18 @@ def test_each_epoch_has_each_record_once_in_its_own_order(make, name, shuffle):
     assert (list(other) != orders[0]) == (shuffle > 1)
 
 
+def test_long_stream_is_read_in_order_and_by_index(make):
+    records, number = make("text", sizes=(600,))
+    stream = Stream(records, transform=number)
+    assert list(stream) == list(range(600))
+    assert (stream[-1], stream[599], stream[0]) == (599, 599, 0)
+    stream.set_epoch(3)
+    assert stream.__getitems__([5, 2]) == [5, 2]
+    for index in (600, -601):
+        with pytest.raises(IndexError):
+            stream[index]
+
+
 def test_shuffle_keeps_few_row_groups_in_memory(make):
     records, _ = make("parquet", sizes=(350,))
     stream = Stream(records, shuffle=14, seed=1)
@@ -280,6 +292,36 @@ def test_groups_are_the_same_from_any_position(make, shuffle):
         assert list(resumed) == whole[number:]
 
 
+@pytest.mark.parametrize("shuffle", [0, 16])
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_groups_have_each_record_once_and_random_numbers_of_their_own(make, shuffle, size):
+    records, _ = make("text")
+
+    def change(record, generator):
+        return int(record), generator.random()
+
+    stream = Stream(records, group=size, augment=change, shuffle=shuffle)
+    whole, again = list(stream), list(stream)
+    assert whole == again
+    assert sorted(number for number, _ in whole) == list(range(100))
+    assert len({value for _, value in whole}) == 100
+    assert ([number for number, _ in whole] == list(range(100))) == (shuffle == 0)
+    stream.set_epoch(1)
+    assert not {value for _, value in stream} & {value for _, value in whole}
+
+
+def test_groups_end_at_a_broken_record_unless_it_is_skipped(tmp_path):
+    (tmp_path / "data").write_text("1\n2\nx\n4\n")
+    records = jsonl(tmp_path / "data", cache_dir=tmp_path / "cache")
+    with pytest.raises(RecordError, match="JSON line 3"):
+        list(Stream(records, transform=lambda group: [sum(group)], group=4))
+    skipping = Stream(records, transform=lambda group: [sum(group)], group=4, skip_broken=True)
+    assert list(skipping) == [7]
+    assert skipping.num_skipped == 1
+    single = Stream(records, transform=lambda number: -number, skip_broken=True)
+    assert list(single) == [-1, -2, -4]
+
+
 # ---- mixes
 
 
@@ -310,8 +352,45 @@ def test_mix_keeps_the_weights_until_a_stream_ends(tmp_path):
     which = np.array([mixed.place_of(number)[0] for number in range(len(mixed))])
     assert np.bincount(which[:2000]).tolist() == [1500, 500]
     assert np.bincount(which[4000:], minlength=2).tolist() == [0, 2000]
-    with pytest.raises(ValueError, match=r"mix\(weights=\[1\]\): must be 2 positive numbers"):
-        mix(streams, [1])
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 2, 3], [1, 0], [1, -1], []])
+def test_wrong_weights_are_refused(make, weights):
+    stream = Stream(make("text")[0])
+    with pytest.raises(ValueError, match=r"mix\(weights=.*\): must be 2 positive numbers"):
+        mix([stream, stream], weights)
+
+
+def test_mix_is_of_streams_whose_length_is_known(make):
+    records, _ = make("text")
+    for other in (Stream(records, group=2), Stream(records, skip_broken=True), range(3)):
+        with pytest.raises(TypeError, match=r"must be a Stream without group and skip_broken"):
+            mix([Stream(records), other], [1, 1])
+    with pytest.raises(ValueError, match="must be 0 positive numbers"):
+        mix([], [])
+
+
+def test_order_of_a_mix_depends_on_seed_and_epoch(tmp_path):
+    streams = []
+    for name, shuffle in (("a", 0), ("b", 5)):
+        write_text(tmp_path / name, range(20))
+        records = text(tmp_path / name, cache_dir=tmp_path / "cache")
+        streams.append(Stream(records, transform=lambda n, name=name: name + n, shuffle=shuffle))
+    mixed = mix(streams, [2, 1])
+    orders = [[mixed[(epoch, number)] for number in range(40)] for epoch in range(2)]
+    for epoch, order in enumerate(orders):
+        mixed.set_epoch(epoch)
+        assert list(mixed) == order
+        assert [each for each in order if each[0] == "a"] == [f"a{n}" for n in range(20)]
+    assert orders[0] != orders[1]
+    assert [mixed.shuffles, mix(streams[:1], [1]).shuffles] == [True, False]
+    assert list(mix(streams, [2, 1])) == orders[0] != list(mix(streams, [2, 1], seed=1))
+    saved = file_stamps(mixed)
+    check_files(mixed, saved)
+    write_text(tmp_path / "b", range(21))
+    later = [Stream(text(tmp_path / name, cache_dir=tmp_path / "cache")) for name in "ab"]
+    with pytest.raises(CheckpointError, match=rf"within an epoch: {tmp_path / 'b'}\."):
+        check_files(mix(later, [2, 1]), saved)
 
 
 def test_cache_folder_is_that_of_the_user(tmp_path, monkeypatch):

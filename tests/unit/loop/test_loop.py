@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from raysgd import ElasticConfig
 from raysgd._internal.context import PausedError
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
@@ -120,6 +121,16 @@ def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
     trainer, _ = start(Streaming, {"num_samples": 0, "wrap": wrap})
     with pytest.raises(RuntimeError, match="validation loader"):
         trainer.validate(num_steps=num_steps)
+
+
+def test_empty_validation_loader_is_an_error_even_if_the_loop_does_not_read_it(start):
+    class Idle(Streaming):
+        def validate(self, val_iterator, info):
+            return {}
+
+    trainer, _ = start(Idle, {"num_samples": 0, "wrap": list})
+    with pytest.raises(RuntimeError, match="validation loader has no batches"):
+        trainer.validate()
 
 
 @pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
@@ -307,6 +318,20 @@ def test_a_part_without_a_batch_does_not_count(start):
 
     trainer, _ = start(Lengths)
     assert [trainer.validate(num_steps=n)["val_length"] for n in (5, 3)] == [5, 3]
+
+
+@pytest.mark.parametrize(("rank", "firsts"), [(0, [0, 16, 32]), (1, [8, 24])])
+def test_validation_counts_the_steps_of_the_group(start, rank, firsts):
+    """Rank 0 has three of the five batches, and rank 1 has two."""
+    trainer, operator = start(elastic=ElasticConfig(global_batch="scale"))
+    train_state = operator._train_state
+    context = dataclasses.replace(train_state.context, world_rank=rank, world_size=2)
+    train_state.enter(context, None)
+    for num_steps, first, last in ((1, 0, 1), (2, 1, 3), (2, 0, 2), (None, 2, 3), (3, 0, 3)):
+        operator.validated.clear()
+        trainer.validate(num_steps=num_steps)
+        assert operator.validated[::8] == firsts[first:last]
+        assert train_state.validation_offset == last % 3 * 16
 
 
 # ---- profile

@@ -22,6 +22,10 @@ BATCH = 3
 LENGTH = 2
 
 
+class OwnBatches(list):
+    """A list with the attribute that says that user code selects a part."""
+
+
 @dataclass
 class Case:
     """A training problem, its number of workers, and its settings."""
@@ -75,7 +79,8 @@ class Case:
     def own_batches(self, rank):
         """Return the batches of one worker, whose sizes differ."""
         features, targets = self.data()
-        batches = []
+        batches = OwnBatches()
+        batches.num_replicas = self.num_workers
         for start, stop in self.steps():
             own = slice(start + rank, stop, self.num_workers)
             batches.append((features[own], targets[own]))
@@ -162,7 +167,6 @@ def make_runner(case):
             num_workers=case.full_size,
             elastic=ElasticConfig(shares=shares),
             use_gpu=False,
-            add_dist_sampler=not case.by_hand,
             **(precision if case.scaled else {}),
         )
     )

@@ -259,7 +259,7 @@ def closure(t, x, y):
 
 
 def averages(t):
-    t._train_state.averaging.begin(0.9, 1)
+    t._train_state.averaging.start(0.9, 1)
 
 
 # ----

@@ -1,0 +1,169 @@
+"""The hooks of features: which a call, a step, and a failure run, and in which order."""
+
+import contextlib
+import dataclasses
+
+import pytest
+
+from raysgd.loop.feature import StepFeature
+from raysgd.loop.requests import TrainRequest
+from raysgd.loop.step import StepTransaction
+from tests.unit.recorder import Recorder, Streaming
+
+
+class Spy(StepFeature):
+    def __init__(self):
+        self.called = []
+
+    def evaluating(self):
+        @contextlib.contextmanager
+        def recorded():
+            self.called.append("evaluating")
+            yield
+            self.called.append("evaluated")
+
+        return recorded()
+
+    def step_metrics(self):
+        return {"of_feature": 1.0}
+
+
+def recorded(name):
+    def hook(self, *arguments, **named):
+        shown = [each for each in (*arguments, *named.values()) if isinstance(each, int)]
+        if arguments and isinstance(arguments[0], StepTransaction):
+            tx = arguments[0]
+            shown = [tx.index] if tx.is_open else ["closed"]
+        self.called.append(" ".join(map(str, [name, *shown])))
+
+    return hook
+
+
+HOOKS = """
+    begin_call begin begin_micro_batch before_update after_update before_commit commit roll_back
+    end_epoch check_trained sync_buffers
+"""
+for name in HOOKS.split():
+    setattr(Spy, name, recorded(name))
+
+STEP = [
+    "begin 0",
+    "begin_micro_batch 0",
+    "before_update 0",
+    "after_update 0",
+    "before_commit 0",
+    "commit closed",
+]
+CALL = ["check_trained", "begin_call False"]
+
+
+@pytest.fixture
+def spied(make_trainer):
+    """Return a function that returns a new trainer, and the list of hooks that were called."""
+
+    def spied(operator_cls=Recorder, config=None):
+        trainer = make_trainer(operator_cls, config)
+        spy = Spy()
+        trainer.get_local_operator()._train_state.features.append(spy)
+        return trainer, spy.called
+
+    return spied
+
+
+def test_hooks_of_an_epoch(spied):
+    trainer, called = spied(config={"num_samples": 16})
+    trainer.train()
+    assert called == [*CALL, *STEP, *STEP, "end_epoch 1", "check_trained"]
+    called.clear()
+    trainer.train(num_steps=1)
+    assert called == [*CALL, *STEP, "check_trained"]
+    called.clear()
+    trainer.train(num_steps=1)
+    assert called == [*CALL, *STEP, "end_epoch 2", "check_trained"]
+
+
+def test_hooks_of_an_evaluation(spied):
+    trainer, called = spied()
+    trainer.validate()
+    assert called == ["evaluating", "evaluated"]
+    trainer.predict(trainer.get_local_operator().validation_loader.loader)
+    assert called == ["evaluating", "evaluated"] * 2
+
+
+@pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_of_a_failed_step(spied, operator_cls, when):
+    """An error after the update does not undo the step."""
+    trainer, called = spied(operator_cls)
+
+    def fail(batch_info, now):
+        if now == when:
+            raise ValueError("bad batch")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    if when == "before":
+        assert called == [*CALL, *STEP[:2], "roll_back 0", "roll_back closed"]
+    else:
+        assert called == [*CALL, *STEP, "roll_back closed"]
+    assert trainer.state_dict()["global_step"] == (when == "after")
+
+
+def test_call_fails_before_its_first_step_if_a_feature_refuses(spied):
+    trainer, called = spied()
+    spy = trainer.get_local_operator()._train_state.features[-1]
+
+    def refuse():
+        raise ValueError("refused")
+
+    spy.check_trained = refuse
+    with pytest.raises(ValueError, match="refused"):
+        trainer.train()
+    assert not any(name.startswith("begin") for name in called)
+    assert trainer.get_local_operator().trained == []
+
+
+def test_step_that_a_feature_refuses_does_not_count(spied):
+    trainer, called = spied()
+    spy = trainer.get_local_operator()._train_state.features[-1]
+
+    def refuse(tx):
+        if trainer.get_local_operator().trained[8:]:
+            raise ValueError("refused")
+
+    spy.before_commit = refuse
+    with pytest.raises(ValueError, match="refused"):
+        trainer.train()
+    assert trainer.get_local_operator()._train_state.global_step == 1
+    assert called.count("commit closed") == 1
+
+
+# ---- metrics of a call that has not ended
+
+
+def test_metrics_of_a_call_so_far(make_trainer):
+    trainer = make_trainer(Recorder)
+    operator = trainer.get_local_operator()
+    operator._train_state.features.append(Spy())
+    loop = trainer._controller.members[0].worker.runner._loop
+    assert loop.measured(0) is None
+    assert loop.train(TrainRequest(call=0, until_step=6, callback_pause=4)) is None
+    whole = loop.measured(0)
+    assert (whole["num_samples"], "lr" in whole) == (32, False)
+    assert (loop.measured(1), operator.global_step) == (None, 4)
+    assert loop.train(TrainRequest(call=0, until_step=6, logged=4))["num_samples"] == 48
+    newest = loop.measured(0, since=4)
+    assert (newest["num_samples"], newest["of_feature"]) == (16, 1.0)
+    assert newest["lr"] == 0.01
+
+
+def test_steps_that_were_logged_before_have_a_segment_of_their_own(make_trainer):
+    """After a restart, a call repeats steps whose metrics are logged already."""
+    trainer = make_trainer(Recorder, {"num_samples": 100})
+    loop = trainer._controller.members[0].worker.runner._loop
+    request = TrainRequest(call=0, until_step=10, logged=6)
+    loop.train(dataclasses.replace(request, callback_pause=2))
+    assert loop.train(request)["batch_count"] == 10
+    assert [start for start, _ in loop.progress.results] == [0, 2, 6]
+    assert loop.measured(0, since=6)["batch_count"] == 4

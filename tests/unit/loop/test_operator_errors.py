@@ -1,0 +1,221 @@
+"""Errors for operators that use raysgd in a wrong way: what they name, and when they are raised."""
+
+import pytest
+import torch
+
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.loop.operator_base import shaped_like
+from raysgd.testing import run_operator
+from tests.operators import Adversaries, Classifier
+from tests.unit.recorder import Recorder, Streaming
+
+
+class Returning(Recorder):
+    def train_batch(self, batch, batch_info):
+        super().train_batch(batch, batch_info)
+        return self.config["returned"]
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        ({1: 2.0}, TypeError, "named a metric 1. The name must be a string"),
+        ({"num_samples": "8"}, TypeError, "returned num_samples='8'; it must be a number"),
+        ({"num_samples": -1}, ValueError, "returned num_samples=-1; it must be at least 0"),
+        ({"num_samples": float("inf")}, ValueError, "returned num_samples=inf; .* and finite"),
+        ({"num_samples": float("nan")}, ValueError, "returned num_samples=nan"),
+    ],
+)
+def test_result_of_train_batch_that_is_no_dict_of_metrics(make_trainer, returned, error, message):
+    trainer = make_trainer(Returning, {"returned": returned})
+    with pytest.raises(error, match=rf"Returning\.train_batch {message}"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("num_samples", [0, 0.5, 8])
+def test_train_batch_may_return_any_number_of_samples(make_trainer, num_samples):
+    trainer = make_trainer(Returning, {"returned": {"num_samples": num_samples}})
+    assert trainer.train()["num_samples"] == 5 * num_samples
+
+
+class Empty(TrainingOperator):
+    pass
+
+
+class RegistersNothing(TrainingOperator):
+    def setup(self, config):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "error", "message"),
+    [
+        (3, TypeError, r"training_operator_cls=\.\.\.\) must be a subclass of .* but it is 3"),
+        (dict, TypeError, "must be a subclass of"),
+        (Empty, NotImplementedError, r"Empty must override setup\(self, config\)"),
+        (RegistersNothing, RuntimeError, "RegistersNothing.setup did not register anything"),
+    ],
+)
+def test_class_that_is_no_operator(operator_cls, error, message):
+    with pytest.raises(error, match=message):
+        TorchTrainer(training_operator_cls=operator_cls, use_local=True, use_gpu=False)
+
+
+class Default(Adversaries):
+    """Two models, with methods that are for one model."""
+
+    train_batch = TrainingOperator.train_batch
+
+
+class TwoOptimizers(Classifier):
+    def setup(self, config):
+        model = torch.nn.Linear(2, 2)
+        several = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+        self.model, _ = self.register(models=model, optimizers=several)
+        self.register_data(train_loader=[torch.ones(4, 2)])
+
+
+class Incomplete(Classifier):
+    def setup(self, config):
+        super().setup(config)
+        self.optimizer = None
+
+
+class Listed(Classifier):
+    def setup(self, config):
+        super().setup(config)
+        self.model = [self.model]
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "message"),
+    [
+        (Default, "Default registered 2 models, and the default train_batch trains one model"),
+        (TwoOptimizers, "TwoOptimizers registered 2 optimizers, .* Override train_batch"),
+        (Incomplete, r"Incomplete has no self\.optimizer, .* Set it in setup"),
+        (Listed, r"Listed\.model holds 1 objects, but .* use a single model"),
+    ],
+)
+def test_default_methods_are_for_one_model(make_trainer, operator_cls, message):
+    trainer = make_trainer(operator_cls, {"batch_size": 4})
+    with pytest.raises(RuntimeError, match=message):
+        trainer.train()
+
+
+def test_registered_objects_come_back_in_the_shape_in_which_they_were_given():
+    assert [shaped_like(given, [1]) for given in ([0], (0,), 0)] == [[1], (1,), 1]
+    assert shaped_like((0, 0), [1, 2]) == (1, 2)
+
+
+# ---- loaders
+
+
+class Loading(Recorder):
+    def make_loaders(self, config):
+        return config["loaders"]
+
+
+def generator():
+    yield from ()
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (3, r"register_data\(train_loader=\.\.\.\) must be iterable, but it is 3"),
+        (generator(), r"train_loader=\.\.\.\): a generator can be read only once"),
+        (len, "must be iterable, but it is <built-in function len>"),
+    ],
+)
+def test_loader_that_cannot_be_read_in_each_epoch(loader, message):
+    with pytest.raises(TypeError, match=message):
+        run_operator(Loading, {"loaders": {"train_loader": loader, "validation_loader": None}})
+
+
+def test_function_is_called_in_each_epoch(make_trainer):
+    calls = []
+
+    def batches():
+        calls.append(len(calls))
+        for number in range(3):
+            yield torch.full((2, 1), float(number)), torch.zeros(2, 1)
+
+    loaders = {"train_loader": batches, "validation_loader": batches}
+    trainer = make_trainer(Loading, {"loaders": loaders})
+    assert [trainer.train()["num_samples"] for _ in range(2)] == [6, 6]
+    assert trainer.validate()["num_samples"] == 6
+    assert calls == [0, 1, 2]
+    assert trainer.get_local_operator().trained == [0, 0, 1, 1, 2, 2] * 2
+
+
+class NoLoader(Loading):
+    """Has its own batches, but reads a loader that it did not register."""
+
+    def train_epoch(self, iterator, info):
+        return self.config["loop"](self, iterator)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda operator, iterator: next(iterator),
+        lambda operator, iterator: operator.train_loader,
+        lambda operator, iterator: operator.steps_per_epoch,
+    ],
+)
+def test_loader_that_is_missing_is_an_error_when_it_is_read(make_trainer, loop):
+    loaders = {"train_loader": None, "validation_loader": None}
+    trainer = make_trainer(NoLoader, {"loaders": loaders, "loop": loop})
+    with pytest.raises(RuntimeError, match=r"no train loader\. Call .*train_loader=\.\.\.\)"):
+        trainer.train()
+    with pytest.raises(RuntimeError, match="no validation loader"):
+        trainer.validate()
+
+
+def test_steps_per_epoch_needs_a_length(make_trainer):
+    assert make_trainer(Recorder).get_local_operator().steps_per_epoch == 5
+    operator = make_trainer(Streaming, {"wrap": list}).get_local_operator()
+    assert operator.steps_per_epoch == len(operator.train_loader) == 5
+    operator = make_trainer(Streaming).get_local_operator()
+    with pytest.raises(RuntimeError, match="steps_per_epoch: the train loader, a Unsized, has no"):
+        _ = operator.steps_per_epoch
+    with pytest.raises(AttributeError, match="'Streaming' object has no attribute 'absent'"):
+        _ = operator.absent
+
+
+# ---- loops with their own batches
+
+
+class Own(Recorder):
+    """Draws no batch from its iterator, and counts steps itself."""
+
+    def train_epoch(self, iterator, info):
+        for number in range(3):
+            self.train_batch((torch.full((1, 1), float(number)), torch.zeros(1, 1)), {})
+            self.global_step += 1
+            assert self.global_step == self.seen + number + 1
+        self.seen = self.global_step
+        return {}
+
+    seen = 0
+
+
+def test_loop_with_its_own_batches_counts_its_steps(make_trainer):
+    trainer = make_trainer(Own)
+    assert [trainer.train()["epoch"] for _ in range(2)] == [1, 2]
+    assert (trainer.epoch, trainer.global_step) == (2, 6)
+    trainer.train(num_steps=4)  # whole epochs until the goal
+    assert (trainer.epoch, trainer.global_step) == (2, 12)
+    assert trainer.state_dict()["global_step"] == 12
+
+
+class Backwards(Recorder):
+    def train_epoch(self, iterator, info):
+        self.global_step -= 1
+        return {}
+
+
+def test_steps_never_decrease(make_trainer):
+    trainer = make_trainer(Backwards)
+    trainer.train()
+    assert trainer.global_step == 0

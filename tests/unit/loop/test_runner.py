@@ -1,0 +1,259 @@
+"""Requests to a runner that change no state: warm-ups, states for restarts, and descriptions."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd import ElasticConfig
+from raysgd._internal.context import WorkerContext
+from raysgd.data import Dataset
+from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, RestartStateRequest
+from raysgd.errors import CheckpointError
+from raysgd.loop.feature import StepFeature
+from raysgd.loop.requests import (
+    MeasuredRequest,
+    RehearseRequest,
+    TrainRequest,
+    ValidateRequest,
+)
+from raysgd.loop.state import Generators
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from tests.unit.recorder import Recorder, Streaming
+
+EPOCH = list(range(40))
+
+
+def make_runner(operator_cls=Recorder, config=None, **options):
+    config = {"num_samples": 40, "batch_size": 8, "batch_norm": True, **(config or {})}
+    runner = TorchRunner(TorchOptions(training_operator_cls=operator_cls, config=config, **options))
+    runner.setup(WorkerContext(in_driver=True))
+    return runner
+
+
+# ---- warm-ups of a worker that joins
+
+
+class WarmedUp(StepFeature):
+    needs_warm_up = True
+
+
+class Counting(Recorder):
+    """Counts batches that it has only begun, and draws random numbers."""
+
+    begun: list[int]
+
+    def setup(self, config):
+        super().setup(config)
+        type(self).begun = []
+
+    def train_batch(self, batch, batch_info):
+        self.begun.append(len(batch[0]))
+        random.random()
+        np.random.random()
+        torch.rand(1)
+        return super().train_batch(batch, batch_info)
+
+
+def drawn():
+    return random.random(), np.random.random(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize(("shares", "num_batches"), [("even", 1), ("measured", 2)])
+def test_warm_up_computes_gradients_and_changes_nothing(shares, num_batches):
+    elastic = ElasticConfig(shares=shares)
+    runner = make_runner(Counting, num_workers=2, elastic=elastic)
+    runner.operator._train_state.features.append(WarmedUp())
+    before = copy.deepcopy(runner.state_dict())
+    numbers, generators = Generators().state(), torch.get_rng_state()
+    expected = drawn()
+    Generators().set(numbers)
+    torch.set_rng_state(generators)
+    runner.warm_up()
+    assert drawn() == expected
+    assert runner.operator.begun == [8] * num_batches
+    torch.testing.assert_close(runner.state_dict(), before, rtol=0, atol=0)
+    assert runner.operator.trained == []
+    assert {p.grad for p in runner.operator.model.parameters()} == {None}
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    assert runner.operator.trained == EPOCH
+
+
+def test_operator_without_features_that_need_it_has_no_warm_up():
+    runner = make_runner(Counting)
+    for feature in runner.operator._train_state.features:
+        assert not feature.needs_warm_up
+    runner.warm_up()
+    assert runner.operator.begun == []
+
+
+def test_warm_up_that_fails_is_a_warning(caplog):
+    runner = make_runner()
+    runner.operator._train_state.features.append(WarmedUp())
+
+    def fail(batch_info, when):
+        raise ValueError("bad batch")
+
+    runner.operator.fail = fail
+    runner.warm_up()
+    assert "The warm-up of a replacement worker failed: ValueError('bad batch')" in caplog.text
+    runner.operator.fail = lambda *arguments: None
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    assert runner.operator.trained == EPOCH
+
+
+class Once(Streaming):
+    """Iterators that can be read only once."""
+
+    def make_loaders(self, config):
+        return {name: iter(loader) for name, loader in super().make_loaders(config).items()}
+
+
+def test_iterators_are_not_read_before_the_first_step():
+    runner = make_runner(Once)
+    runner.operator._train_state.features.append(WarmedUp())
+    runner.warm_up()
+    assert runner.handle(RehearseRequest(num_steps=1, info={})) is None
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    runner.handle(ValidateRequest(call=1))
+    assert runner.operator.trained == runner.operator.validated == EPOCH
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_warning_about_a_loader_that_every_worker_trains_on(num_workers, caplog):
+    runner = make_runner(Once, num_workers=num_workers)
+    told = [record.message for record in caplog.records if "cannot partition" in record.message]
+    assert len(told) == (2 if num_workers == 2 else 0)
+    for text in told:
+        assert "raysgd cannot partition this list_iterator, because an iterator " in text
+    if num_workers == 2:
+        source = runner.operator.train_loader
+        runner.operator._train_state.settings.context = WorkerContext(world_size=2)
+        with pytest.raises(TypeError, match="raysgd cannot partition this list_iterator"):
+            runner.operator._train_state.data.source_of(source.loader)
+
+
+def test_rehearsal_returns_metrics_and_changes_nothing():
+    runner = make_runner()
+    runner.handle(TrainRequest(call=0, until_step=3))
+    runner.handle(ValidateRequest(call=1, num_steps=2))
+    before = copy.deepcopy(runner.state_dict())
+    assert runner.handle(RehearseRequest(num_steps=1, info={}))["num_samples"] == 8
+    assert runner.handle(MeasuredRequest(call=1))["num_samples"] == 16
+    torch.testing.assert_close(runner.state_dict(), before, rtol=0, atol=0)
+    runner.handle(ValidateRequest(call=2))
+    assert runner.operator.validated == EPOCH
+
+
+# ---- states for other workers
+
+
+def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
+    runner = make_runner()
+    assert TorchRunner(TorchOptions(training_operator_cls=Recorder)).restart_state() is None
+    runner.handle(TrainRequest(call=7, until_step=3))
+    state = runner.handle(RestartStateRequest(num_workers=1))
+    assert (state["global_step"], state["call"]["number"]) == (3, 7)
+    other = make_runner()
+    other.load_state_dict(state)
+    assert other._loop.progress.state.number == 7
+    other.handle(TrainRequest(call=7, until_epoch=1))
+    assert other.operator.trained == EPOCH[24:]
+    runner.operator._train_state.transaction.is_partial = True
+    assert runner.restart_state() is None
+    with pytest.raises(RuntimeError, match="The step after step 3 failed"):
+        runner.state_dict()
+    with pytest.raises(RuntimeError, match="The step after step 3 failed"):
+        runner.handle(TrainRequest(call=8, until_epoch=1))
+
+
+@pytest.mark.parametrize(("with_items", "first"), [(True, 104), (False, 0)])
+def test_state_within_a_data_set_continues_only_in_that_data_set(with_items, first):
+    data = Dataset(range(100, 110), 4, transform=lambda i: (torch.full((1, 1), float(i)),) * 2)
+    runner, other = make_runner(), make_runner()
+    runner.handle(TrainRequest(call=0, until_step=1, dataset=data))
+    other.load_state_dict(runner.state_dict())
+    other.handle(TrainRequest(call=1, until_step=2, dataset=data if with_items else None))
+    assert other.operator.trained[0] == first
+
+
+class Holding(StepFeature):
+    def __init__(self, own):
+        self.own, self.held = own, None
+
+    def export_replica(self):
+        return self.own
+
+    def import_replica(self, replica):
+        self.held = replica
+
+
+def test_replica_of_a_worker_that_leaves_reaches_the_same_feature():
+    leaving, staying = make_runner(), make_runner()
+    leaving.operator._train_state.features.append(Holding(torch.ones(2)))
+    staying.operator._train_state.features.append(Holding(None))
+    held = leaving.handle(ExportReplicaRequest())
+    staying.handle(ImportReplicaRequest(shards=held))
+    assert staying.operator._train_state.features[-1].held.tolist() == [1.0, 1.0]
+
+
+def test_snapshot_from_before_a_change_is_not_sent():
+    runner = make_runner(elastic=ElasticConfig(snapshot_every=1))
+    runner.operator._train_state.settings.context = WorkerContext()
+    runner.handle(TrainRequest(call=0, until_step=2))
+    num_changes = runner.progress().num_changes
+    assert runner.snapshot(num_changes)["global_step"] == runner.snapshot()["global_step"] == 2
+    assert runner.snapshot(num_changes + 1) is None
+
+
+# ---- random numbers
+
+
+def test_generators_continue_from_lists():
+    generators, numbers = Generators(), []
+    state = generators.state()
+    version, internal, gauss = state["python"]
+    kind, keys, *rest = state["numpy"]
+    lists = {"python": [version, list(internal), gauss], "numpy": [kind, keys.tolist(), *rest]}
+    for given in (state, lists, state):
+        generators.set(given)
+        numbers.append((random.random(), np.random.random()))
+    assert len(set(numbers)) == 1
+    with generators.unchanged():
+        random.random()
+    expected = random.random()
+    generators.set(state)
+    random.random()
+    assert random.random() == expected
+
+
+@pytest.mark.parametrize("place", [-1, 625])
+def test_generators_with_a_wrong_position_are_refused(place):
+    generators = Generators()
+    state = generators.state()
+    wrong = {**state, "numpy": (*state["numpy"][:2], place, *state["numpy"][3:])}
+    with pytest.raises(CheckpointError, match=rf"position {place} must be from 0 to 624"):
+        generators.checked([state, wrong], 2)
+    assert generators.checked([state], 1) == [state]
+    assert generators.checked([state], 2) == ()
+    assert generators.state()["python"] == state["python"]
+
+
+# ---- how the workers read their loaders
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "partitions", "text"),
+    [
+        (Recorder, True, "40 samples, batch size 8 on each of 1 workers: each worker reads only"),
+        (Recorder, False, "DataLoader of TensorDataset: your code selects the part of each worker"),
+        (Once, True, "list_iterator: every worker reads and uses all of it"),
+    ],
+)
+def test_description_of_the_data(operator_cls, partitions, text):
+    found = make_runner(operator_cls, add_dist_sampler=partitions).operator.describe_data()
+    assert list(found) == ["train", "validation"]
+    assert all(each.startswith(text) for each in found.values())

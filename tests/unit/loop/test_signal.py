@@ -1,0 +1,88 @@
+"""Ctrl-C during a call: deferred in a step, and delivered everywhere else."""
+
+import signal
+import threading
+
+import pytest
+
+from raysgd.loop.signal import Signal
+
+
+@pytest.fixture
+def handled():
+    """Return the numbers of the signals that user code has handled."""
+    numbers = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGINT, before)
+
+
+def press():
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step(handled):
+    own = Signal()
+    with own.deferring_ctrl_c():
+        own.raise_stop()
+        press()
+        assert handled == []
+        own.raise_stop()
+        assert handled == [signal.SIGINT]
+        own.raise_stop()
+        assert handled == [signal.SIGINT]
+    assert handled == [signal.SIGINT]
+
+
+def test_ctrl_c_in_the_last_step_is_delivered_at_the_end_of_the_call(handled):
+    own = Signal()
+    with own.deferring_ctrl_c():
+        press()
+    assert handled == [signal.SIGINT]
+    press()  # the handler of user code is back
+    assert handled == [signal.SIGINT] * 2
+    with own.deferring_ctrl_c():
+        own.raise_stop()
+    assert handled == [signal.SIGINT] * 2
+
+
+def test_second_ctrl_c_does_not_wait(handled):
+    own = Signal()
+    with own.deferring_ctrl_c():
+        press()
+        press()
+        assert handled == [signal.SIGINT]
+    assert handled == [signal.SIGINT]
+
+
+def test_ctrl_c_between_steps_does_not_wait(handled):
+    own = Signal()
+    with own.deferring_ctrl_c():
+        with own.waiting():
+            press()
+            assert handled == [signal.SIGINT]
+        press()
+        assert handled == [signal.SIGINT]
+        own.raise_stop()
+    assert handled == [signal.SIGINT] * 2
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_ctrl_c_that_python_does_not_handle_is_left_alone(handled, handler):
+    signal.signal(signal.SIGINT, handler)
+    with Signal().deferring_ctrl_c():
+        assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_call_in_another_thread_does_not_defer_ctrl_c(handled):
+    done = []
+
+    def call():
+        with Signal().deferring_ctrl_c():
+            done.append(True)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert done == [True]
