@@ -54,7 +54,7 @@ class Progress:
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    divided: bool = False  # whether each worker holds only a shard of the state
+    is_sharded: bool = False  # whether each worker holds only a shard of the state
     lacks_shards: bool = False  # whether every worker that held some shard of the state was lost
     repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
     partial: bool = False  # whether an optimizer raised within a step
@@ -101,8 +101,9 @@ class OutOfMemoryError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    ``setup``, ``rejoin``, ``teardown``, and ``handle`` run one at a time in the *work* thread. The
-    other methods run in a *control* thread, so they only read and set attributes.
+    `progress`, `request_stop`, `pause_at`, `snapshot`, and `snapshot_sent` run in *control* threads
+    while the worker is busy, so they must not wait. The other methods run one at a time in the
+    *work* thread.
     """
 
     def prepare(self, context: WorkerContext) -> None:

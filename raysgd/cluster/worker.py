@@ -1,6 +1,6 @@
 """The worker process: it hosts one runner and one backend, and reports failures.
 
-This module does not import Ray: a worker in the driver's process uses the same class.
+`worker_group.py` makes `Worker` a Ray actor. A worker in the driver's process needs no Ray.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class BatchSource:
     """
 
     is_partitioned = False
-    counts_samples = False  # batches and offsets consist of samples
+    knows_sizes = False  # the number of samples of each batch is known
     keeps_step = False  # the samples of a step do not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
     partitioned_by = ""  # empty if each worker reads all data
@@ -144,7 +144,7 @@ class BatchSource:
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
-    def weigh(self, weights: tuple[float, ...] | None) -> bool:
+    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
         """Set the relative sizes of the workers' parts, and return whether they changed.
 
         They are valid until the next `reshard`.
@@ -190,7 +190,7 @@ class PartitionedSource(BatchSource):
     """
 
     is_partitioned = True
-    counts_samples = True
+    knows_sizes = True
     partitioned_by = "raysgd"
 
     def __init__(
@@ -247,7 +247,7 @@ class PartitionedSource(BatchSource):
         if self._follows_share and batch_share is not None and not self.keeps_step:
             self.set_batch_size(batch_share, follows_share=True)
 
-    def weigh(self, weights: tuple[float, ...] | None) -> bool:
+    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
         changed = weights != self._shard.weights
         self._shard = replace(self._shard, weights=weights)
         return changed

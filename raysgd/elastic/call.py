@@ -23,7 +23,7 @@ class Call:
     """The method that the user called, for messages. By default, the name of the request."""
     rank: int | None = None
     max_losses: float = 0
-    """Maximum number of lost workers. ``math.inf`` means no limit."""
+    """Maximum number of losses, each of one or several workers. ``math.inf`` means no limit."""
     receives: Callable[..., Any] | None = None
     """The kind of `Inbox` for large answers, which workers send through connections."""
     any_size: bool = False
@@ -55,7 +55,7 @@ class Call:
         return isinstance(self.request, LoadRequest)
 
     def begin(self, progress: Progress) -> None:
-        """Prepare the first attempt. A call of ``train`` computes its absolute goal here."""
+        """Prepare the first attempt, or one after a save. ``train`` computes its goal here."""
 
 
 @dataclass(frozen=True, kw_only=True)

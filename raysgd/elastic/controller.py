@@ -38,8 +38,8 @@ class Controller:
     """Executes the actions of the state machine.
 
     `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
-    and the joining of a generation. With `can_join`, replacement workers join during a call, as
-    with operators. Otherwise the group grows only in `grow`, which restarts all workers.
+    and the joining of a generation. With `can_join`, replacement workers can join during a call, as
+    with operators. Otherwise workers are added only by a restart: in `grow`, or after a loss.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Controller:
     def _react(self, event: GroupEvent) -> GroupEvent:
         """Execute the actions that follow from an event, and return the last event.
 
-        The last action returns the next event.
+        The last action returns the next event. Of the earlier ones, only the progress is used.
         """
         while True:
             self._check_open()
@@ -158,10 +158,7 @@ class Controller:
                 raise RuntimeError(_SHUT_DOWN)
             following = None
             for action in actions:
-                if isinstance(action, machine.RunCall):
-                    following = self._supervision.run(action)
-                else:
-                    following = self._execute(action)
+                following = self._execute(action)
                 if following is not None and following.progress is not None:
                     self.journal.progress = following.progress
             if following is None:
@@ -182,10 +179,13 @@ class Controller:
                 return forming.start_group()
             case machine.FormGroup():
                 return forming.form_group(action)
+            case machine.RunCall():
+                return self._supervision.run(action)
             case Do.RESCUE_STATE:
                 return self._rescue_state()
             case Do.SAVE_STATE:
-                self._supervision.sent, context.preemption.must_save = None, False
+                self._supervision.sent = None  # of an earlier attempt
+                context.preemption.must_save = False
                 context.call.immediately = True
                 return self._rescue_state()
             case Do.ABANDON_CALL:
@@ -205,7 +205,7 @@ class Controller:
                     "All workers restart from the snapshot, or from setup() without one: %s.", why
                 )
                 context.discard_members()
-            case machine.EndCall(error, member):  # `run` raises the error of the last event
+            case machine.EndCall(error, member):
                 if member is not None:
                     self.journal.record("user_error", [member], cause=repr(error))
             case machine.Fail(why, lost):
@@ -220,7 +220,7 @@ class Controller:
         """Run a call, or its next part, and return the outcomes."""
         self._check_open()
         min_workers = 1 if call.any_size else self.min_workers
-        budget = machine.Budget(
+        budget = machine.CallBudget(
             in_call=True,
             min_workers=min_workers,
             max_losses=call.max_losses,

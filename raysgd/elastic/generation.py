@@ -98,7 +98,7 @@ class GroupForming:
         before, joining = list(self._group.members), action.joining
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
-        if self._journal.progress.divided:
+        if self._journal.progress.is_sharded:
             leaving = [member for member in before if member not in staying]
             for shards in self._commands.ask_all(leaving, ExportReplicaRequest()):
                 self._commands.ask_all([staying[0]], ImportReplicaRequest(shards=shards))
@@ -222,8 +222,8 @@ class GroupForming:
         leader, progress = None, Progress()
         if self._scale_up.together:
             for member, context in zip(members, contexts, strict=True):
-                joining[member].context, joining[member].step = context, "set up"
-            prepared = self._step("prepare", [(c,) for c in contexts], "get ready", members)
+                joining[member].context, joining[member].phase = context, "set up"
+            prepared = self._run("prepare", [(c,) for c in contexts], "get ready", members)
             self._raise_failure(prepared)
         else:
             leader = members[0]
@@ -241,7 +241,7 @@ class GroupForming:
             return Progress()
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
         with offered(packed, [member.info.node_ip for member in members]) as offer:
-            attempt = self._step("call", [(offer,)] * len(members), "load", members)
+            attempt = self._run("call", [(offer,)] * len(members), "load", members)
         self._raise_failure(attempt)
         return next(iter(attempt.outcomes.values())).progress
 
@@ -310,12 +310,12 @@ class GroupForming:
             leader_rank = list(entering).index(leader)
         arguments = [(context, rendezvous, leader_rank) for context in contexts]
         what = "set up" if leader is None else "join a new generation"
-        attempt = self._step("enter", arguments, what, entering, listening=leader is not None)
+        attempt = self._run("enter", arguments, what, entering, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
-    def _step(
+    def _run(
         self,
         method: str,
         arguments: Sequence[tuple[Any, ...]],
@@ -323,7 +323,7 @@ class GroupForming:
         members: Sequence[WorkerHandle],
         listening: bool = False,
     ) -> Attempt:
-        """Run one step of a start or a rejoin on workers, within `timeout_s`.
+        """Run one phase of a start or a rejoin on workers, within `timeout_s`.
 
         With `listening`, declare workers lost whose processes are stopped.
         """

@@ -29,7 +29,9 @@ _NO_SNAPSHOT = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budget:
+class CallBudget:
+    """The losses of workers that a call, or a start, tolerates, and those so far."""
+
     in_call: bool = False
     min_workers: int = 1
     max_losses: float = 0
@@ -48,7 +50,7 @@ class Budget:
 class State:
     """A state of the group."""
 
-    budget: Budget = field(default_factory=Budget)
+    budget: CallBudget = field(default_factory=CallBudget)
 
 
 class New(State):
@@ -99,7 +101,7 @@ class StartRequested(GroupEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequested(GroupEvent):
-    budget: Budget
+    budget: CallBudget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +242,7 @@ class RunCall:
     """Send the call to the workers, and wait for its end."""
 
     begins: bool
-    """Whether this is the first attempt, which sets the goal of the call."""
+    """Whether to set the goal of the call: in the first attempt, and after `Do.SAVE_STATE`."""
     is_redo: bool
     """Whether to run the call that repeats steps lost with all workers."""
 
@@ -254,7 +256,7 @@ class GiveUpState:
 
 @dataclass(frozen=True)
 class EndCall:
-    """End the call with an error of the workers. `member` has raised it in user code."""
+    """End the call with an error, which `Controller.run` raises. Record it if `member` is given."""
 
     error: BaseException
     member: WorkerHandle | None = None
@@ -297,7 +299,7 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
         case New() | Ready() | Broken(), Aborted():
             return state, ()
         case New() | Ready() | Broken(), StartRequested(min_workers=min_workers):
-            return _restart(Starting(Budget(min_workers=min_workers)))
+            return _restart(Starting(CallBudget(min_workers=min_workers)))
         case Ready() | Broken(), CallRequested(budget=budget):
             return replace(state, budget=budget), (Do.SURVEY,)
         case Ready() | Broken(), Surveyed():

@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 
 Goal = Literal["room", "process", "setup"]
-Step = Literal["come up", "start", "set up", "join"]
+Phase = Literal["come up", "start", "set up", "join"]
 
 
 @dataclass(eq=False)
@@ -45,14 +45,14 @@ class Replacement:
     generation: int
     created: Sequence[Any]
     timeout_s: float
-    """Timeout in seconds for each step from ``create`` on."""
+    """Timeout in seconds for each phase from ``create`` on."""
     replaces_lost: bool
     goal: Goal = "setup"
-    """Step after which the replacement is ready: "process" if all workers set up together; "room"
+    """Phase after which the replacement is ready: "process" if all workers set up together; "room"
     (free resources, but no process) if all workers will restart."""
     context: WorkerContext | None = None
     member: WorkerHandle | None = None
-    step: Step = "come up"
+    phase: Phase = "come up"
     is_ready: bool = False
     error: BaseException | None = None
 
@@ -65,7 +65,7 @@ class Replacement:
         try:
             next(self._life)
         except StopIteration:
-            self.is_ready, self.step = True, "join"
+            self.is_ready, self.phase = True, "join"
         except BaseException as error:
             self.error = error  # also store it after Ctrl-C, because the generator has ended
             from_worker = isinstance(error.__cause__, RemoteTraceback)
@@ -78,7 +78,7 @@ class Replacement:
             self.is_ready, self._life = False, self._results(self._asked_to_set_up())
 
     def _live(self) -> Iterator[None]:
-        """Take the steps up to the goal. Yield while a step must wait."""
+        """Take the phases up to the goal. Yield while a phase must wait."""
         looked = -_LOOK_EVERY_S
         while True:
             if (now := self.group.clock.monotonic()) - looked >= _LOOK_EVERY_S:
@@ -94,7 +94,7 @@ class Replacement:
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
-        asked: list[tuple[Step, Future[Outcome]]]
+        asked: list[tuple[Phase, Future[Outcome]]]
         asked = [("start", member.work("create", *self.created))]
         if self.goal == "process":
             yield from self._results(asked)
@@ -102,7 +102,7 @@ class Replacement:
         if self.goal == "setup":  # the worker queues all calls
             yield from self._results(asked + self._asked_to_set_up())
 
-    def _asked_to_set_up(self) -> list[tuple[Step, Future[Outcome]]]:
+    def _asked_to_set_up(self) -> list[tuple[Phase, Future[Outcome]]]:
         assert self.member is not None
         if self.context is None:
             (alone,) = assign_contexts(
@@ -120,21 +120,21 @@ class Replacement:
             ("set up", self.member.work("enter", context, None, None, True)),
         ]
 
-    def _results(self, asked: Sequence[tuple[Step, Future[Outcome]]]) -> Iterator[None]:
-        for step, answer in asked:
-            yield from self._until(answer, step, self.timeout_s)
+    def _results(self, asked: Sequence[tuple[Phase, Future[Outcome]]]) -> Iterator[None]:
+        for phase, answer in asked:
+            yield from self._until(answer, phase, self.timeout_s)
             outcome = answer.result()
             if outcome.kind != "ok":
                 raise outcome.exception()
 
-    def _until(self, answer: Future[Any], step: Step, timeout_s: float) -> Iterator[None]:
-        self.step = step
+    def _until(self, answer: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
+        self.phase = phase
         deadline = self.group.clock.monotonic() + timeout_s
         while not answer.done():
             if self.group.clock.monotonic() > deadline:
-                advice = WAIT_LONGER if step == "come up" else "To wait longer, raise timeout_s."
+                advice = WAIT_LONGER if phase == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
-                    f"Worker {self.rank} took longer than {timeout_s:g} s to {step}. {advice}"
+                    f"Worker {self.rank} took longer than {timeout_s:g} s to {phase}. {advice}"
                 )
             yield
 
@@ -158,8 +158,8 @@ class ScaleUp:
     def __post_init__(self) -> None:
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
-        self._crashes: dict[Any, tuple[Step, int]] = {}
-        """By slot: the step in which its last workers were lost, and how many in a row."""
+        self._crashes: dict[Any, tuple[Phase, int]] = {}
+        """By slot: the phase in which its last workers were lost, and how many in a row."""
         self._failures = 0
         self._retry_at: dict[Any, float] = {}
         self._resized_at = self.group.clock.monotonic()
@@ -273,23 +273,23 @@ class ScaleUp:
         """Discard a replacement worker, so that another one starts.
 
         The next start is delayed after an exception, and after several losses of a slot in the same
-        step.
+        phase.
         """
         error = error or replacement.error
         assert error is not None
         self.drop(replacement)
-        member, slot, step = replacement.member, replacement.slot, replacement.step
+        member, slot, phase = replacement.member, replacement.slot, replacement.phase
         said = cause_of(member, error)
         self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
         if is_loss(error):
             self._lost_slots.append(slot)
-            before, count = self._crashes.get(slot, (step, 0))
-            count = count + 1 if step == before else 1
-            self._crashes[slot] = step, count
-            if count < (_MAX_SETUP_CRASHES if step == "set up" else self.config.max_attempts):
+            before, count = self._crashes.get(slot, (phase, 0))
+            count = count + 1 if phase == before else 1
+            self._crashes[slot] = phase, count
+            if count < (_MAX_SETUP_CRASHES if phase == "set up" else self.config.max_attempts):
                 return
-            if member is not None and step in ("start", "set up"):  # these run user code
-                where = "setup" if step == "set up" else "initialization_hook or an import"
+            if member is not None and phase in ("start", "set up"):  # these run user code
+                where = "setup" if phase == "set up" else "initialization_hook or an import"
                 self.error = WorkerLostError(
                     f"Worker {replacement.rank} died {count} times in a row in {where}, the last "
                     f"time on {member.name}: {said}",

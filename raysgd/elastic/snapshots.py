@@ -84,10 +84,6 @@ class SnapshotKeeper:
             self._warn_of_disk([error])
             return lambda: state  # stays in memory
 
-    def outdate(self) -> None:
-        """Fetch the next snapshot even if it has the same step."""
-        self._step, self._coming = -1, None
-
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot from the members, without waiting.
 
@@ -99,12 +95,12 @@ class SnapshotKeeper:
         member, newest = next(iter(progress.items()))
         step = newest.snapshot
         if newest.num_changes != self._num_changes:
-            self.outdate()
+            self._step, self._coming = -1, None  # fetch it even if it has the same step
             self._num_changes = newest.num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._coming is None and step > self._step:
-            if not newest.divided:
+            if not newest.is_sharded:
                 if member.remote:
                     self._coming = (step, [fetch(member, None, newest.num_changes)])
             elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
@@ -126,8 +122,8 @@ class SnapshotKeeper:
         reached = commands.ask_progress()
         remote = [member for member in reached if member.remote]
         each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
-        is_divided = any(p.divided for p in reached.values())
-        for members in [list(reached)] if is_divided else each:
+        is_sharded = any(p.is_sharded for p in reached.values())
+        for members in [list(reached)] if is_sharded else each:
             states = commands.ask_all(members, RestartStateRequest(num_workers=len(members)))
             if states and len({state.get("global_step") for state in states}) == 1:
                 self.store(*states, step=reached[members[0]].global_step)

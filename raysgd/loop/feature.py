@@ -1,4 +1,4 @@
-"""The interface of the features that take part in each training step."""
+"""The interface of the features that take part in each update."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 
 
 class StepFeature:
     """The base class of training features. By default, each hook does nothing.
 
-    A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of a step.
+    A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of an update.
     """
 
     needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
@@ -45,7 +45,7 @@ class StepFeature:
     def sync_buffers(self) -> None:
         """Make buffers equal on all ranks after a call."""
 
-    # ---- calls and steps
+    # ---- calls and updates
 
     def begin_call(self, logs_steps: bool) -> None:
         """Prepare for a call of ``train``, which may log metrics of single steps."""
@@ -57,23 +57,23 @@ class StepFeature:
     def check_trained(self) -> None:
         """Raise an error if user code trains parameters that the workers do not keep equal."""
 
-    def begin(self, tx: StepTransaction) -> None:
-        """Prepare for a step, before its first micro-batch."""
+    def begin(self, tx: UpdateTransaction) -> None:
+        """Prepare for an update, before its first micro-batch."""
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
-        """Prepare for the next micro-batch of a step."""
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+        """Prepare for the next micro-batch of the update."""
 
-    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
+    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         """Read or change the gradients of an optimizer before its update."""
 
-    def after_update(self, tx: StepTransaction, optimizer: Any) -> None:
+    def after_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         """Handle the end of an update, or an update that was skipped because of an overflow."""
 
-    def before_commit(self, tx: StepTransaction) -> None:
-        """Raise an error if the step must not be committed."""
+    def before_commit(self, tx: UpdateTransaction) -> None:
+        """Raise an error if the update must not be committed."""
 
-    def commit(self, tx: StepTransaction) -> None:
-        """Keep the changes of a step. The step counts even if this raises."""
+    def commit(self, tx: UpdateTransaction) -> None:
+        """Keep the changes of an update. Its steps count even if this raises."""
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
         """Handle the end of a committed step. All ranks call this together.
@@ -81,8 +81,8 @@ class StepFeature:
         Within the context ``compute(batch)``, the models have the gradients of a batch.
         """
 
-    def roll_back(self, tx: StepTransaction) -> None:
-        """Restore what a discarded step changed. The loop also calls this if no step is open."""
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        """Restore what a discarded update changed. The loop also calls this without one."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for evaluating the models."""

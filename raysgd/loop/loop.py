@@ -1,7 +1,7 @@
 """Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
-The life of a step. Its state is a `raysgd.loop.step.StepTransaction`, ``tx``, which every hook of
-the features gets::
+The life of an update. The hooks of features get its state ``tx``, an
+`raysgd.loop.step.UpdateTransaction`::
 
     for batch in segment:                     # DRAWN: the loader has given the batch
         feature.begin(tx)                     # RUNNING
@@ -16,20 +16,22 @@ the features gets::
         # UPDATED: every optimizer has made its updates
         # The loop asks for the next batch, or returns:
         feature.before_commit(tx)
-        tx.commit()                           # COMMITTED: the step counts
+        tx.commit()                           # COMMITTED: the steps count
         feature.commit(tx)
 
-    if train_batch raises:
+    if train_epoch raises:
         if tx is UPDATED:
-            tx.commit()                       # keeps the updates; the error is raised
+            ...                               # COMMITTED, as above
         else:
             feature.roll_back(tx)             # restores what it copied
-            tx.roll_back()                    # DISCARDED: the batch is trained again
+            tx.roll_back()                    # DISCARDED: the next attempt trains its batches again
+        feature.roll_back(tx)                 # restores what changed outside of an update
+        raise                                 # in both cases
 
-With gradient accumulation, and if batches are split, a step has several micro-batches. Optimizers
-update in the last one. If a failed step changed something that no feature can restore,
-``tx.is_partial`` is set. The worker then needs the state of another worker or of a snapshot.
-Without either, training raises an error until a checkpoint is loaded.
+With gradient accumulation, an update has several steps. Each step has a micro-batch, or several if
+batches are split. Optimizers update in the last micro-batch. If a failed update changed something
+that no feature can restore, ``tx.is_partial`` is set. The worker then needs the state of another
+worker or of a snapshot. Without either, training raises an error until a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ class Loop:
         source = train_state.data.training_source(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
-        if source.weigh(request.shares) or source is not self._source:
+        if source.set_weights(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
@@ -169,7 +171,7 @@ class Loop:
         return merged
 
     def _steps_left(self, request: TrainRequest) -> int | None:
-        """Return the number of steps to the goal, or None if the goal is an epoch."""
+        """Return the number of steps to the goal, or None if only an epoch is the goal."""
         train_state, until_epoch = self.train_state, request.until_epoch
         if (
             until_epoch is not None
@@ -202,10 +204,10 @@ class Loop:
             train_state.transaction.check_whole(train_state.global_step)
             return
         except BaseException as error:
-            batch, in_step = segment.batch, segment.in_step
+            batch, in_update = segment.batch, segment.in_update
             self._settle_failure(segment, source)
             train_state.micro_batching.explain(error)
-            if in_step and (split := train_state.micro_batching.split_after(error, batch)):
+            if in_update and (split := train_state.micro_batching.split_after(error, batch)):
                 raise OutOfMemoryError(split) from error
             raise
         metrics = checked_result(operator.train_epoch, metrics)

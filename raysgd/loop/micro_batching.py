@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.settings import Settings
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 
 
 class IndivisibleError(BaseException):
@@ -27,17 +27,17 @@ class MicroBatching(StepFeature):
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.why_not: str | None = None  # why batches must not be split
+        self.why_not_split: str | None = None  # why batches must not be split
         self.in_use = False  # the loop takes large batches in parts
         self.split = 1  # parts of each batch; more than 1 after memory ran out
 
-    def refuse(self, why: str, tx: StepTransaction) -> None:
+    def refuse(self, why: str, tx: UpdateTransaction) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
-        self.why_not = self.why_not or why
+        self.why_not_split = self.why_not_split or why
         if tx.is_split:
             raise IndivisibleError(why)
 
-    def begin(self, tx: StepTransaction) -> None:
+    def begin(self, tx: UpdateTransaction) -> None:
         """Warn if a batch cannot be split and is larger because workers are missing."""
         if tx.plan.is_large:
             self._settings.warn_once(
@@ -46,7 +46,7 @@ class MicroBatching(StepFeature):
                 "and needs more memory. It cannot be split: %s.",
                 self._settings.context.world_size,
                 self._settings.options.num_workers,
-                self.why_not or "only the default train_epoch takes batches in parts",
+                self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
     def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:

@@ -27,7 +27,7 @@ class TrainRequest(_EpochRequest):
     then continues, and its metrics cover the whole call.
     """
 
-    until_epoch: int | None = None  # completed epochs to reach; None if `until_step` is the goal
+    until_epoch: int | None = None  # completed epochs to reach; training ends at the first goal
     until_step: int | None = None  # committed steps to reach
     start_step: int = 0  # committed steps before the call; replayed earlier steps do not count
     callback_pause: int | None = None  # step at which to pause; None to train up to the goal

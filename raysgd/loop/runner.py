@@ -85,15 +85,15 @@ class OperatorRunner(Runner, ABC):
         state = train_state.from_rank(lambda: self._running.state_for("replacement"), leader)
         if rank != leader:
             train_state.data.set_batch_size(state["batching"])
-            train_state.micro_batching.why_not = (
-                train_state.micro_batching.why_not or state["indivisible"]
+            train_state.micro_batching.why_not_split = (
+                train_state.micro_batching.why_not_split or state["why_not_split"]
             )
         # Without replication, each worker keeps its own models unless it is new.
         follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
         train_state.share_training_state(leader, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
-            train_state.transaction.is_partial = state["partial"]
+            train_state.transaction.is_partial = state["is_partial"]
             train_state.set_flags(state["flags"])
         if rank != leader:
             train_state.move_to(state["data"], state["global_step"])
@@ -171,7 +171,7 @@ class OperatorRunner(Runner, ABC):
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._loss.read(meters),
-            divided=bool(sharded),
+            is_sharded=bool(sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),
             partial=train_state.transaction.is_partial,
             repaired=max(feature.repaired for feature in train_state.features),

@@ -171,10 +171,10 @@ class DataSources(ABC):
         return None if source is None else source.global_batch
 
     @property
-    def counts_samples(self) -> bool:
+    def knows_sizes(self) -> bool:
         """Whether the sizes of all batches of training are known, unless there is no loader."""
         source = self._sources.get(self.trains_on)
-        return source is None or source.counts_samples
+        return source is None or source.knows_sizes
 
     @property
     def keeps_global_batch(self) -> bool:

@@ -99,7 +99,7 @@ def _batching(worker: _Worker) -> dict[str, tuple[int, bool]]:
 SCHEMA = (
     Part("epoch", _SAVED, _epoch, _count),
     Part("global_step", _ALL, lambda w: w.train_state.global_step, _count),
-    Part("shares", _SAVED, _shards),  # only in sharded states
+    Part("shares", _SAVED, _shards),  # of a sharded state, under the name that files have
     Part("operator", _ALL, lambda w: w.operator.state_dict()),
     Part("data", _ALL, lambda w: w.train_state.position(), _position),
     Part("callbacks", _SAVED, check=_dict, is_of_driver=True),
@@ -109,8 +109,8 @@ SCHEMA = (
     Part("batching", _CALL, _batching),
     Part("flags", _CALL, lambda w: w.train_state.flags()),
     Part("fingerprint", _REPLACEMENT, lambda w: w.train_state.data.fingerprint()),
-    Part("indivisible", _REPLACEMENT, lambda w: w.train_state.micro_batching.why_not),
-    Part("partial", _REPLACEMENT, lambda w: w.train_state.transaction.is_partial),
+    Part("why_not_split", _REPLACEMENT, lambda w: w.train_state.micro_batching.why_not_split),
+    Part("is_partial", _REPLACEMENT, lambda w: w.train_state.transaction.is_partial),
     # `TrainState.training_state` has these, and more keys of features. They travel last, because
     # workers receive them in the memory of the models and optimizers that they have.
     Part("optimizers", _SAVED),

@@ -1,4 +1,8 @@
-"""One training step: its micro-batches, the weights of their losses, and whether it counts."""
+"""One update of the optimizers: its micro-batches, the weights of their losses, and its end.
+
+A step is one batch of the loader on each worker; `global_step` counts steps. An update has one
+step, or several with gradient accumulation. A step has several micro-batches if its batch is split.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +18,25 @@ class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""
 
 
-class StepTransaction:
-    """The step in progress on this worker, up to its commit or roll-back.
+class UpdateTransaction:
+    """The update in progress on this worker, up to its commit or roll-back.
 
     The loop begins each micro-batch, and passes the transaction to the hooks of all features. The
-    docstring of `raysgd.loop.loop` shows the life of a step. Without a loop, each batch is a step.
+    docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch is one.
     """
 
     def __init__(self) -> None:
         self.optimizers: Sequence[Any] = ()
-        self.is_warm_up = False  # the step ends before an optimizer updates
-        self.is_partial = False  # a discarded step left changes that no feature could restore
+        self.is_warm_up = False  # the update ends before an optimizer updates
+        self.is_partial = False  # a discarded update left changes that no feature could restore
         self.reference: float | None = None
-        """Planned items of all workers in an update, if user code counts items. None: unknown."""
+        """Planned items of all workers in an update, if items are counted. None: unknown."""
         self._most_updates: Counter[int] = Counter()
         self._reset()
 
     def _reset(self) -> None:
         self.is_open = False  # has a batch, and was neither committed nor discarded
-        # Every optimizer has made its updates. The step then counts, even if the loop raises.
+        # Every optimizer has made its updates. The steps then count, even if the loop raises.
         self.is_updated = False
         self.updating: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
@@ -55,10 +59,10 @@ class StepTransaction:
         self.num_samples: float | None = None  # if the default `train_batch` has counted them
         self.is_sum = False  # the loss is a sum over samples, and not a mean
 
-    # ---- the life of a step
+    # ---- the life of an update
 
     def draw(self, batch: Any) -> None:
-        """Add a batch of the loader, and open a new step if none is open."""
+        """Add a batch of the loader, and open a new update if none is open."""
         self.is_open = True
         self.batches.append(batch)
 
@@ -85,7 +89,7 @@ class StepTransaction:
 
     @property
     def has_several_updates(self) -> bool:
-        """Whether steps make several updates, so that a step can fail between two updates."""
+        """Whether optimizers update more than once in all, so that a failure can come between."""
         return len(self.optimizers) > 1 or any(n > 1 for n in self._most_updates.values())
 
     def num_updates(self, optimizer: Any) -> int:
@@ -124,7 +128,7 @@ class StepTransaction:
             )
 
     def commit(self) -> None:
-        """Make the step count."""
+        """Make the steps of this update count."""
         self._most_updates |= self._updates
         self._reset()
 
@@ -145,15 +149,15 @@ class StepTransaction:
 
             sum of (items of the micro-batch * gradient of its mean loss) / total
 
-        The items are samples, unless user code passes their `count`. Samples that another worker
+        The items are samples, unless their `count` is passed. Samples that another worker
         trains too, and micro-batches without a loss, have no items. `num_workers` workers average
         their gradients. Therefore a loss has the weight ``items * num_workers / total``.
 
         Until the last micro-batch, the planned number of items replaces the total. The first loss
         of the last micro-batch corrects earlier gradients by ``planned / total``, which is equal
         on all workers. `add_up` adds counts over the workers, once per update, and once more in the
-        first update of a generation. Samples need no communication, because each worker knows the
-        partition.
+        first update of a generation. Samples need no communication if each worker knows the
+        partition. For other loaders, the default ``train_batch`` passes the samples as `count`.
 
         Raises:
             ValueError: If another loss of the micro-batch has another count, or if user code

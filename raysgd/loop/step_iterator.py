@@ -17,12 +17,12 @@ _NOTHING = object()
 
 
 class StepIterator:
-    """Yields the batches of a segment, and commits each step when the next one begins.
+    """Yields the batches of a segment, and commits each update when the next one begins.
 
-    The request for the next batch shows that the previous step is done. Therefore loops of users
+    The request for the next batch shows that the previous update is done. Therefore loops of users
     need not count steps. With gradient accumulation, the batches of a group are committed together.
     A batch can be split into parts that share one update. `go_on` returns 0 if any rank has no
-    batch, and is None if all have one. `on_commit` is called after each committed step, and
+    batch, and is None if all have one. `on_commit` is called after each commit, and
     `after_step` too, unless the loop has raised.
     """
 
@@ -82,8 +82,8 @@ class StepIterator:
         return self._source.num_drawn if is_whole else None
 
     @property
-    def in_step(self) -> bool:
-        """Whether a step is in progress, and the loader has not failed."""
+    def in_update(self) -> bool:
+        """Whether an update is in progress, and the loader has not failed."""
         return bool(self._tx.batches) and not self.loader_failed
 
     @property
@@ -106,7 +106,7 @@ class StepIterator:
         """Allow large batches to be split into parts."""
         if not self.drawn_from:
             self._train_state.micro_batching.in_use = (
-                self._train_state.micro_batching.why_not is None
+                self._train_state.micro_batching.why_not_split is None
             )
         return self
 
@@ -151,7 +151,7 @@ class StepIterator:
         return self.paused
 
     def finish(self) -> None:
-        """Commit the last step after the loop has returned."""
+        """Commit the last update after the loop has returned."""
         tx = self._tx
         if tx.batches and not tx.is_last:
             raise RuntimeError(
@@ -164,7 +164,7 @@ class StepIterator:
             self._after_step()
 
     def fail(self) -> list[Any]:
-        """Commit or discard the step after the loop has raised. Return batches to train again."""
+        """Commit or discard the update after the loop has raised. Return batches to train again."""
         lost = []
         if not (self._tx.is_updated and self._tx.is_last):
             ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
@@ -173,6 +173,7 @@ class StepIterator:
             self._parts.clear()
             self._train_state.roll_back()
         self._end()
+        # Code after a committed update may have changed gradients and buffers.
         self._train_state.roll_back()
         return lost
 

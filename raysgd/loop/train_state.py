@@ -16,14 +16,14 @@ from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.saved_state import SavedState
 from raysgd.loop.settings import Settings
 from raysgd.loop.sources import DataSources
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection
 
 _Feature = TypeVar("_Feature", bound=StepFeature)
 
 
 class TrainState(SavedState):
-    """Models, optimizers, and the position in the data. Features add the rest of a step."""
+    """Models, optimizers, and the position in the data. Features add the rest of an update."""
 
     data: DataSources
     accumulation_steps = 1
@@ -51,8 +51,8 @@ class TrainState(SavedState):
         self.segment: Any = None
         """The `StepIterator` of the segment in progress, or None."""
 
-    def _new_transaction(self) -> StepTransaction:
-        return StepTransaction()
+    def _new_transaction(self) -> UpdateTransaction:
+        return UpdateTransaction()
 
     @property
     def context(self) -> WorkerContext:
@@ -104,7 +104,7 @@ class TrainState(SavedState):
     # ---- steps
 
     def begin(self, micro_batch: MicroBatch, is_last: bool) -> None:
-        """Begin a micro-batch, and a step with its first micro-batch."""
+        """Begin a micro-batch, and an update with its first micro-batch."""
         tx = self.transaction
         tx.begin(micro_batch, is_last)
         if tx.index == 0:
@@ -113,12 +113,12 @@ class TrainState(SavedState):
         for feature in self.features:
             feature.begin_micro_batch(tx)
 
-    def commit(self, num_batches: int = 1) -> None:
+    def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
         for feature in self.features:
             feature.before_commit(tx)
         tx.commit()
-        self.global_step += num_batches
+        self.global_step += num_steps
         for feature in self.features:
             feature.commit(tx)
 

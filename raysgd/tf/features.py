@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.tf.communication import communication_of
 from raysgd.tf.train_state import KerasTrainState
 
@@ -54,7 +54,7 @@ class KerasOptimization(StepFeature):
         self._accumulated: dict[int, list[Any]] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         if tx.index > 0 and not self._accumulated:
             self._state.micro_batching.refuse("train_batch does not call self.minimize()", tx)
 
@@ -89,11 +89,11 @@ class KerasOptimization(StepFeature):
             if id(variable) not in self._before:
                 self._before[id(variable)] = variable, tf.identity(variable.value)
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
         self._before.clear()
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         for variable, value in self._before.values():
             variable.assign(value)
         if tx.updating is not None and not self._before:

@@ -205,7 +205,7 @@ class DatasetSource(BatchSource):
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         self._world_size, self._rank, self._weights = world_size, rank, None
 
-    def weigh(self, weights: tuple[float, ...] | None) -> bool:
+    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
         changed, self._weights = weights != self._weights, weights
         return changed
 

@@ -126,7 +126,7 @@ class ShardedLoader(PartitionedSource):
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
         # An item of a `raysgd.data.Dataset` can have several rows.
-        self.counts_samples = loader.batch_size is not None and loader.collate_fn != _join_samples
+        self.knows_sizes = loader.batch_size is not None and loader.collate_fn != _join_samples
         self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
@@ -194,7 +194,7 @@ class ShardedLoader(PartitionedSource):
                     f"The loader ended after {number} of {expected} batches. Its data set must not "
                     "raise StopIteration."
                 )
-            self.num_drawn = stop - start if self.counts_samples else None
+            self.num_drawn = stop - start if self.knows_sizes else None
             if self._deals_batches:
                 self.num_drawn = sum(map(len, picked(order, start, stop)))
             if self._shard.num_shards is not None:

@@ -199,8 +199,8 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     @property
     def _loss_is_sum(self) -> bool:
         """Whether ``self.criterion`` is a loss of PyTorch that sums over the batch."""
-        counts_samples = type(self).num_items is TrainingOperator.num_items
-        return counts_samples and is_sum(getattr(self, "criterion", None))
+        is_default = type(self).num_items is TrainingOperator.num_items
+        return is_default and is_sum(getattr(self, "criterion", None))
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None

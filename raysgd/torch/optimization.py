@@ -12,7 +12,7 @@ import torch
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.precision import Precision
 from raysgd.torch.register_checks import required_arguments
@@ -81,7 +81,7 @@ class Optimization(StepFeature):
 
     # ---- hooks of a step
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         if tx.index > 0 and not tx.has_earlier_losses and any(map(_has_gradients, tx.optimizers)):
             self._refuse_parts(_NO_BACKWARD)
         if tx.has_earlier_losses:
@@ -94,7 +94,7 @@ class Optimization(StepFeature):
         if tx.has_earlier_losses and not tx.has_updates:
             self._reject("train_batch makes no update in the last batch of a group")
 
-    def before_commit(self, tx: StepTransaction) -> None:
+    def before_commit(self, tx: UpdateTransaction) -> None:
         self.check_complete()
         if self._has_uneven_share(tx) and tx.has_updates and not tx.uses_backward:
             self._state.settings.warn_once(
@@ -108,16 +108,16 @@ class Optimization(StepFeature):
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
 
-    def _has_uneven_share(self, tx: StepTransaction) -> bool:
+    def _has_uneven_share(self, tx: UpdateTransaction) -> bool:
         if self._state.settings.options.elastic.shares == "even" or tx.plan.total is None:
             return False
         return tx.plan.samples * self._state.context.world_size != tx.plan.total
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
         self._seen.clear()
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         self._zero_gradients()
         self.commit(tx)
 
@@ -130,7 +130,7 @@ class Optimization(StepFeature):
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None) -> None:
         tx, state = self._transaction, self._state
         count = None if num_samples is None else as_count(num_samples)
-        if count is None and not tx.is_sum and not state.data.counts_samples:
+        if count is None and not tx.is_sum and not state.data.knows_sizes:
             count = tx.num_samples
         if tx.stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")

@@ -222,7 +222,9 @@ def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShar
     model = FullyShardedModel(optimizer, state, arguments, dtype)
     state.optimization.rows, state.optimization.whole_norm = own_rows, whole_norm
     if state.micro_batching.batch_norms:
-        state.micro_batching.why_not = "batch normalization may need fewer parts on some workers"
+        state.micro_batching.why_not_split = (
+            "batch normalization may need fewer parts on some workers"
+        )
     return model
 
 
@@ -234,8 +236,10 @@ def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     if (replication := state.feature(Replication)) is not None:
         replication.note_wrappers()
     if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in state.models):
-        state.micro_batching.why_not = (
+        state.micro_batching.why_not_split = (
             "DistributedDataParallel(static_graph=True) cannot accumulate"
         )
         if state.accumulation_steps > 1:
-            raise ValueError(f"{state.micro_batching.why_not} gradients. Leave out one of the two.")
+            raise ValueError(
+                f"{state.micro_batching.why_not_split} gradients. Leave out one of the two."
+            )

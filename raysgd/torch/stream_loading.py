@@ -120,7 +120,7 @@ class StreamSource(PartitionedSource):
             full_size=full_size if self._joins else None,
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
-        self.counts_samples = self._joins
+        self.knows_sizes = self._joins
         self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
         self._length = _length_of(loader)
         self._saved: Mapping[str, Any] = {}

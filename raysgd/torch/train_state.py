@@ -11,7 +11,7 @@ import torch
 
 from raysgd._internal.nested import loading
 from raysgd.loop.state_schema import check_parts
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.equal_bits import ShardedTransaction
@@ -44,9 +44,9 @@ class TorchTrainState(RegisteredState):
         self.schedules = Schedules(self, self.optimization.check_complete)
         self.averaging = Averaging(self)
 
-    def _new_transaction(self) -> StepTransaction:
+    def _new_transaction(self) -> UpdateTransaction:
         is_sharded = self.settings.options.num_shards is not None
-        return ShardedTransaction() if is_sharded else StepTransaction()
+        return ShardedTransaction() if is_sharded else UpdateTransaction()
 
     # ---- the other workers
 

@@ -95,7 +95,7 @@ class TrainerState:
     def _fetch(
         self, request: Request, method: str, kind: Callable[..., Any] = ReceivedValue
     ) -> list[Any]:
-        rank = None if self.dispatcher.controller.progress.divided else 0
+        rank = None if self.dispatcher.controller.progress.is_sharded else 0
         call = Call(
             request=request, method=method, rank=rank, receives=kind, max_losses=3, any_size=True
         )
@@ -114,7 +114,7 @@ class TrainerState:
             world_size=len(controller.members),
             operator=self.options.training_operator_cls.__qualname__,
         )
-        if controller.progress.divided or not controller.members or _allows_own_types():
+        if controller.progress.is_sharded or not controller.members or _allows_own_types():
             return checkpoint.write_file(self.collect("save"), target.name, manifest)
         of_driver, errors = self._of_driver(), []
         request = SaveRequest(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.shard_buffers import ShardBuffers
 from raysgd.torch.orders import seed_all
@@ -36,7 +36,7 @@ _SKIPPED = (
 )
 
 
-class ShardedTransaction(StepTransaction):
+class ShardedTransaction(UpdateTransaction):
     """A step whose losses have weights that do not depend on the workers.
 
     The weight of a loss is ``items of the shard / samples of the update``. If user code counts
@@ -121,7 +121,7 @@ class ShardReplication(Replication):
         """Seed the generators for code of ``train_epoch`` before its first batch."""
         seed_all(hash((self._state.seed, epoch)))
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         owned = self._partition.owned
         if tx.index > 0:
             self._end_shard()
@@ -150,14 +150,14 @@ class ShardReplication(Replication):
                 "example by a forward pass in train mode. Change them before it."
             )
 
-    def before_commit(self, tx: StepTransaction) -> None:
+    def before_commit(self, tx: UpdateTransaction) -> None:
         has_stepped = bool(self._stepped)
         self._end_shard()
         if not has_stepped and tx.index >= 0:
             self._agree(0, [])
             self._state.buffers.write(self._state.buffers.copies)
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         super().commit(tx)
         self._clear()
 
@@ -285,7 +285,7 @@ def _check_modules(models: Sequence[torch.nn.Module]) -> None:
         raise ValueError(f'exact="bits" does not work with {name}, which {why}. {remedy}.')
 
 
-def _refuse(why: str, tx: StepTransaction) -> NoReturn:
+def _refuse(why: str, tx: UpdateTransaction) -> NoReturn:
     raise RuntimeError(
         f'{why}. With exact="bits", train_batch must call self.backward(loss) and '
         "self.optimizer_step(optimizer) once for each batch, after all losses of the batch."

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.register_checks import check_same_parameters
@@ -67,7 +67,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     # ---- training step
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
         buffers = [buffer for model in self._sharing for buffer in model.buffers()]
         collectives.broadcast_tensors(buffers, source=0)
@@ -114,7 +114,7 @@ class FullyShardedModel(ShardedOptimizer):
         if self._layout.size > 1:
             collectives.minimum(self._version, self._device)
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         super().roll_back(tx)
         self._received = {}
         self.models.reset()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.optimization import Optimization
 
 
@@ -35,7 +35,7 @@ class GradientNorms(StepFeature):
         self._is_logged = logs_steps
         self._norms.clear()
 
-    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
+    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         if self._is_logged or self._max_norm is not None:
             parameters, norm = self._optimization.gradients(optimizer)
             if self._is_logged:

@@ -17,7 +17,7 @@ import torch
 
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import ShardedFeature, StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.digests import digest_of
 from raysgd.torch.features.cross_check import cross_check
@@ -135,7 +135,7 @@ class ReplicaGuard(StepFeature):
     def begin_call(self, logs_steps: bool) -> None:
         self._in_call, self._mark = True, (self._steps, time.perf_counter())
 
-    def begin(self, tx: StepTransaction) -> None:
+    def begin(self, tx: UpdateTransaction) -> None:
         if not self._is_active:
             return
         if self._structure() != self._adopted:
@@ -151,11 +151,11 @@ class ReplicaGuard(StepFeature):
             if not self._on_gpu:
                 self._settle()
 
-    def before_commit(self, tx: StepTransaction) -> None:
+    def before_commit(self, tx: UpdateTransaction) -> None:
         if self._guard.crosscheck_every and self._state.segment is not None:
             self._batch = self._state.segment.batch
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._steps += 1
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

@@ -82,7 +82,7 @@ class TorchMicroBatching(MicroBatching):
     def split_after(self, error: BaseException, batch: Any) -> int:
         if not self.is_tolerable(error):
             return 0
-        why_not, rows = self.why_not, num_rows(batch, self._num_samples)
+        why_not, rows = self.why_not_split, num_rows(batch, self._num_samples)
         if not rows:
             why_not = why_not or "the batch cannot be split"
         if rows // self._smallest_part <= self.split:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
@@ -66,7 +66,7 @@ class Replication(StepFeature):
         if self._wraps:
             check_same_parameters(models, self._dtypes)
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         self._exchange(tx.is_last)
 
     def _exchange(self, wanted: bool) -> None:
@@ -78,11 +78,11 @@ class Replication(StepFeature):
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return ddp.no_forward_sync(self._state.models)
 
-    def before_commit(self, tx: StepTransaction) -> None:
+    def before_commit(self, tx: UpdateTransaction) -> None:
         if not tx.has_updates:
             ddp.check_skipped(self._state.models)
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         ddp.forget_gradients(self._state.models)
         self._exchange(True)
 

@@ -9,7 +9,7 @@ import torch
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.state import buffer_names, copy_all, version_of
 
 
@@ -47,17 +47,17 @@ class Rollback(StepFeature):
         self._versions: list[int] | None = None
         self._has_copies = self._moves_parameters = False
 
-    def begin(self, tx: StepTransaction) -> None:
+    def begin(self, tx: UpdateTransaction) -> None:
         self._has_copies = tx.has_several_updates or self._moves_parameters
         if self._has_copies:
             for image in self._images:
                 image.take()
         self._versions = [version_of(parameter) for parameter in self._parameters]
 
-    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
+    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         self._moves_parameters = self._moves_parameters or bool(self._changed())
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._versions, self._has_copies = None, False
 
     def _changed(self) -> set[torch.Tensor]:
@@ -67,7 +67,7 @@ class Rollback(StepFeature):
         before = zip(self._parameters, self._versions, strict=True)
         return {parameter for parameter, version in before if version_of(parameter) != version}
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         if self._versions is None:
             return
         changed = self._changed()
@@ -157,7 +157,7 @@ class BufferCopies(StepFeature):
         buffers = [getattr(module, name, None) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in buffers]
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self.update()
 
     def update(self) -> None:
@@ -174,7 +174,7 @@ class BufferCopies(StepFeature):
             buffers.append(buffer)
         copy_all(copies, buffers)
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)
 
     def write(self, values: Sequence[torch.Tensor | None]) -> None:

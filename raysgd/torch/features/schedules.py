@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered_state import RegisteredState
 
@@ -41,10 +41,10 @@ class Schedules(StepFeature):
         schedulers = self._state.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
-    def begin(self, tx: StepTransaction) -> None:
+    def begin(self, tx: UpdateTransaction) -> None:
         self._states = None
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         """Undo and reject a scheduler step that `train_batch` makes in a part of a batch."""
         if not tx.is_split:
             return

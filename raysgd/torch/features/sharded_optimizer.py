@@ -22,7 +22,7 @@ from torch import optim
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import ShardedFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.sharding.shards import (
@@ -222,7 +222,7 @@ class ShardedOptimizer(ShardedFeature):
         self.optimizer.state = self._unsharded
         self._swapped, self._stepped = None, []
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._committed = self._version
         self._buffers = {}
         self.ranks_in_sync = all(piece.version == self._version for piece in self._pieces)
@@ -230,7 +230,7 @@ class ShardedOptimizer(ShardedFeature):
             if piece.version == self._version:
                 piece.value = None
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         for piece in self._stepped:  # the optimizer raised within its step
             piece.version = _PARTIAL
         self._give_back()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.registered_state import RegisteredState
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
@@ -52,13 +52,13 @@ class Speed(StepFeature):
                     self._speeds.append(sum(size for size, _, _ in step) / seconds)
             return statistics.median(self._speeds) if self._speeds else 0.0
 
-    def begin_micro_batch(self, tx: StepTransaction) -> None:
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         self._end_batch()
         if tx.index == 0:
             self._step = []
         self._began, self._ended, self._size = self._now(), None, tx.micro_batch.samples
 
-    def before_commit(self, tx: StepTransaction) -> None:
+    def before_commit(self, tx: UpdateTransaction) -> None:
         self._end_batch()
         if self._step:
             if not self._is_first:  # the first step is slower than others
@@ -66,7 +66,7 @@ class Speed(StepFeature):
                     self._unread.append(self._step)
             self._step, self._is_first = [], False
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         """Count a warm-up batch too, which is never committed."""
         self.before_commit(tx)
 

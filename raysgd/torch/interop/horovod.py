@@ -10,7 +10,7 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
 
@@ -47,15 +47,15 @@ class HorovodGradients(StepFeature):
         models = self._state.models
         self._state.broadcast_buffers([buffer for model in models for buffer in model.buffers()])
 
-    def begin(self, tx: StepTransaction) -> None:
+    def begin(self, tx: UpdateTransaction) -> None:
         for exchange in self._exchanges.values():
             exchange.expect(tx.num_planned)
 
-    def before_update(self, tx: StepTransaction, optimizer: Any) -> None:
+    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         if (exchange := self._exchanges.get(id(optimizer))) is not None:
             exchange.synchronize()
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         for exchange in self._exchanges.values():
             exchange.abandon()
 

@@ -10,7 +10,7 @@ import torch
 
 from raysgd._internal.arguments import is_number
 from raysgd.errors import CheckpointError
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.precision.base import Precision
 
 _KEY = "amp_native"
@@ -79,7 +79,7 @@ class NativeAmp(Precision):
         if all(id(registered) in self._stepped for registered in self._optimizers):
             self._update_scale()
 
-    def commit(self, tx: StepTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._update_scale()
 
     def _update_scale(self) -> None:
@@ -88,7 +88,7 @@ class NativeAmp(Precision):
             self._is_checked = False
             self._stepped.clear()
 
-    def roll_back(self, tx: StepTransaction) -> None:
+    def roll_back(self, tx: UpdateTransaction) -> None:
         """Keep the scale, and discard the results of overflow checks."""
         if self._is_checked and self.scaler is not None:
             state = self.scaler.state_dict()

@@ -22,7 +22,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.trainer.dispatcher import TrainCall
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
@@ -367,7 +367,7 @@ class SimMember(WorkerHandle):
             samples_per_s=self.speed,
             snapshot=self.snapshot_step,
             terminated=self.terminated,
-            divided=self.divided,
+            is_sharded=self.divided,
             lacks_shards=self.lacks_shards,
             partial=self.partial,
         )
@@ -531,7 +531,7 @@ class SimMember(WorkerHandle):
 
     def _take_step(self, failure):
         """Do a step up to its failure. Return whether the step counts."""
-        step = StepTransaction()
+        step = UpdateTransaction()
         step.optimizers = [self]
         step.draw(None)
         step.begin(MicroBatch())

@@ -139,10 +139,10 @@ def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing, error)
 
 
 @pytest.mark.parametrize(
-    ("method", "step"),
+    ("method", "phase"),
     [("info", "come up"), ("create", "start"), ("prepare", "set up"), ("enter", "set up")],
 )
-def test_a_worker_that_dies_before_it_is_ready_is_an_error(replacement, method, step):
+def test_a_worker_that_dies_before_it_is_ready_is_an_error(replacement, method, phase):
     """If a worker dies early in its setup, the answer of `prepare` may be lost too."""
     answer_all(replacement, *{"info": [], "create": ["info"]}.get(method, ["info", "create"]))
     replacement.member.asked[method].set_exception(ConnectionError("the actor died"))
@@ -151,7 +151,7 @@ def test_a_worker_that_dies_before_it_is_ready_is_an_error(replacement, method, 
     replacement.advance()
     replacement.advance()
     assert isinstance(replacement.error, ConnectionError)
-    assert replacement.step == step
+    assert replacement.phase == phase
     assert not replacement.is_ready
 
 

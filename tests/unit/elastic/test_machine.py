@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.context import Progress
 from raysgd.elastic import machine
-from raysgd.elastic.machine import Broken, Budget, Closed, Do, New, Ready, Running, Starting
+from raysgd.elastic.machine import Broken, CallBudget, Closed, Do, New, Ready, Running, Starting
 from raysgd.elastic.policies import Policy
 from raysgd.errors import CollectiveError
 
@@ -27,7 +27,7 @@ POLICIES = [
     )
     for rejoins, can_join, may_grow, keeps_snapshots in product([True, False], repeat=4)
 ]
-BUDGETS = [Budget(in_call=True, max_losses=number) for number in (0, 1, 3)]
+BUDGETS = [CallBudget(in_call=True, max_losses=number) for number in (0, 1, 3)]
 STEPS = [Progress(global_step=step, partial=each) for step in (5, 6) for each in (False, True)]
 
 LOST = {"worker": OSError("lost")}
@@ -79,7 +79,7 @@ def key(action):
 
 STATES = [
     *(New(), Starting(), Starting(BUDGETS[0]), Ready(), Running(), Broken()),
-    Broken(num_failed_rejoins=2),
+    *(Broken(num_failed_rejoins=2), Ready(CallBudget(min_workers=4))),
 ]
 SAMPLES = [
     *(
@@ -150,6 +150,12 @@ def lives(draw):
 
 
 @given(lives())
+def test_the_table_has_each_transition_of_random_sequences(steps):
+    names = {tuple(type(each).__name__ for each in step[:3]) for step in steps}
+    assert {edge for edge in names if edge[0] != "Closed" and edge[1] != "ShutDown"} <= edges()
+
+
+@given(lives())
 def test_a_call_costs_no_more_than_its_budget(steps):
     for _, _, after, actions in steps:
         budget, is_over = after.budget, any(key(action) is machine.Fail for action in actions)
@@ -199,7 +205,7 @@ def test_no_committed_step_is_discarded(event, policy):
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p.joins])
 def test_a_loss_ends_no_survivor(policy):
-    state = Running(Budget(in_call=True, has_begun=True, max_losses=1))
+    state = Running(CallBudget(in_call=True, has_begun=True, max_losses=1))
     after, actions = machine.transition(state, machine.WorkersLost(lost=LOST), policy)
     assert actions == (machine.RemoveLost(LOST), Do.SURVEY)
     assert (type(after), after.budget.num_losses) == (Broken, 1)

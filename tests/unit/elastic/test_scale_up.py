@@ -81,7 +81,7 @@ class FakeReplacement:
         self, group, slot, rank, size, generation, created, timeout_s, replaces_lost, goal="setup"
     ):
         self.slot, self.rank, self.generation, self.created = slot, rank, generation, created
-        self.size, self.goal, self.step = size, goal, "start"
+        self.size, self.goal, self.phase = size, goal, "start"
         self.replaces_lost = replaces_lost
         self.member = None
         self.is_ready = False
@@ -237,11 +237,11 @@ def test_a_slot_with_repeated_losses_in_the_same_step_waits(make, clock, step, m
     scale_up.tick()
     for other in (*[step] * (most - 1), "come up", *[step] * (most - 1)):
         before = len(replacements())
-        replacements()[-1].step, replacements()[-1].error = other, LostError("OOM")
+        replacements()[-1].phase, replacements()[-1].error = other, LostError("OOM")
         scale_up.tick()
         assert len(replacements()) == before + 1
     assert scale_up.error is None
-    replacements()[-1].step, replacements()[-1].error = step, LostError("OOM")
+    replacements()[-1].phase, replacements()[-1].error = step, LostError("OOM")
     scale_up.tick()
     assert waits_until_the_next(scale_up, clock) == pytest.approx(2, abs=0.25)
     # user code runs only in these steps

@@ -3,6 +3,7 @@
 import tempfile
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -58,14 +59,13 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
         if step is not None:
             member.send(state)
     assert keeper.state() == "after"
-    keeper.outdate()
-    keeper.poll({member: at(5)})
+    keeper.poll({member: replace(at(5), num_changes=1)})
     member.send("after that")
     assert keeper.state() == "after that"
 
 
 def divided(step):
-    return Progress(global_step=100, snapshot=step, divided=True)
+    return Progress(global_step=100, snapshot=step, is_sharded=True)
 
 
 def test_shards_of_one_step_are_fetched_together():

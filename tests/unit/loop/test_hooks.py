@@ -7,7 +7,7 @@ import pytest
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from tests.unit.recorder import Recorder, Streaming
 
 
@@ -31,7 +31,7 @@ class Spy(StepFeature):
 def recorded(name):
     def hook(self, *arguments, **named):
         shown = [each for each in (*arguments, *named.values()) if isinstance(each, int)]
-        if arguments and isinstance(arguments[0], StepTransaction):
+        if arguments and isinstance(arguments[0], UpdateTransaction):
             tx = arguments[0]
             shown = [tx.index] if tx.is_open else ["closed"]
         self.called.append(" ".join(map(str, [name, *shown])))

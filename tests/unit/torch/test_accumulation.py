@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.optimization import as_count
 
 
 def weights_of(steps, planned=None, tx=None, num_workers=1, counts=True, others=0):
     """Return the final weight of each micro-batch's gradient. None is a batch without a loss."""
-    tx, held = tx or StepTransaction(), []
+    tx, held = tx or UpdateTransaction(), []
     tx.begin_plan(UpdatePlan(tuple(MicroBatch(step=i) for i in range(planned or len(steps)))))
     for index, count in enumerate(steps):
         tx.begin(MicroBatch(step=index), is_last=index == len(steps) - 1)
@@ -32,7 +32,7 @@ counts = st.lists(st.integers(0, 64), min_size=1, max_size=8)
 
 @given(counts, st.integers(0, 4), st.integers(1, 4), st.integers(0, 90))
 def test_each_item_of_all_workers_has_the_same_weight(steps, more_planned, num_workers, others):
-    tx, total = StepTransaction(), sum(steps) + others
+    tx, total = UpdateTransaction(), sum(steps) + others
     given = steps, len(steps) + more_planned, tx, num_workers
     weights = weights_of(*given, others=others)
     expected = [count * num_workers / total if count else 0 for count in steps]
@@ -50,7 +50,7 @@ def test_batches_of_unknown_size_have_the_same_weight(number, more_planned, num_
 
 def test_the_usual_update_needs_no_correction_of_gradients():
     for samples, total in ((49, 49 * 2 * 3), (None, None)):
-        tx, batches = StepTransaction(), [MicroBatch(samples, step=step) for step in range(2)]
+        tx, batches = UpdateTransaction(), [MicroBatch(samples, step=step) for step in range(2)]
         tx.begin_plan(UpdatePlan(tuple(batches), total))
         for micro_batch in batches:
             tx.begin(micro_batch, is_last=micro_batch.step == 1)
@@ -59,7 +59,7 @@ def test_the_usual_update_needs_no_correction_of_gradients():
 
 def test_first_loss_of_a_generation_is_not_scaled_up():
     """With float16, it could overflow."""
-    tx = StepTransaction()
+    tx = UpdateTransaction()
     tx.begin_plan(UpdatePlan(tuple(MicroBatch(step=step) for step in range(4))))
     tx.begin(MicroBatch(), is_last=False)
     _, weight = tx.weigh(1000.0, 2, lambda count: 2 * count)
@@ -73,7 +73,7 @@ def test_batch_without_a_loss_does_not_count():
 
 def test_counts_for_some_batches_of_an_update_are_an_error():
     for first, second in ((None, 3), (3, None)):
-        tx = StepTransaction()
+        tx = UpdateTransaction()
         tx.begin(MicroBatch(), is_last=False)
         tx.weigh(first)
         tx.begin(MicroBatch())
@@ -82,7 +82,7 @@ def test_counts_for_some_batches_of_an_update_are_an_error():
 
 
 def test_counts_of_losses_may_differ_only_between_optimizers():
-    tx = StepTransaction()
+    tx = UpdateTransaction()
     tx.begin(MicroBatch())
     tx.weigh(3.0)
     with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):

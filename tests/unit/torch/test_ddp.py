@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.features.replication import Replication
 
@@ -88,7 +88,7 @@ def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process
     """The first part of a batch may show that the batch cannot be split."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     replication = Replication(SimpleNamespace(models=[model], accumulation_steps=1), wraps=True)
-    tx = StepTransaction()
+    tx = UpdateTransaction()
     tx.begin(MicroBatch(), is_last=False)
     replication.begin_micro_batch(tx)
     assert not model.require_backward_grad_sync

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 
 
@@ -21,7 +21,7 @@ class Steps:
     """Steps with two updates each, for which `Rollback` keeps copies."""
 
     def __init__(self, *optimizers, models=()):
-        self.step, self.optimizers = StepTransaction(), optimizers
+        self.step, self.optimizers = UpdateTransaction(), optimizers
         self.step.optimizers = optimizers
         self.rollback = Rollback(optimizers, models)
         self.step._most_updates.update({id(optimizer): 2 for optimizer in optimizers})
@@ -223,5 +223,5 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
         expected = values(model)
         for change in failing:
             change(model)
-        copies.roll_back(StepTransaction())
+        copies.roll_back(UpdateTransaction())
         torch.testing.assert_close(values(model), expected, rtol=0, atol=0)

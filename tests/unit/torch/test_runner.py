@@ -141,7 +141,7 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
 
 def test_copy_of_a_partial_state_is_partial():
     runner = make_runner()
-    runner._train_state.from_rank = lambda make, rank: {**make(), "partial": True}
+    runner._train_state.from_rank = lambda make, rank: {**make(), "is_partial": True}
     runner._train_state.share_training_state = lambda leader, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
     assert runner._train_state.transaction.is_partial

@@ -88,7 +88,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         assert (type(stream), type(known)) == (StreamSource, ShardedLoader)
         if shares:
             for source in (stream, known):
-                source.weigh(tuple(float(n + 1) for n in range(world_size)))
+                source.set_weights(tuple(float(n + 1) for n in range(world_size)))
         start = min(size, offset * stream.global_batch)
         found, end = read(stream, start, 100, group, in_parts)
         expected = []

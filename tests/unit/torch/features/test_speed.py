@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.step import StepTransaction
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.speed import Speed
 from tests.unit.cluster.clock import ManualClock
 
@@ -26,7 +26,7 @@ def make():
 
 
 def step(clock, model, speed, size, seconds):
-    tx = StepTransaction()
+    tx = UpdateTransaction()
     tx.begin(MicroBatch(samples=size))
     speed.begin_micro_batch(tx)
     clock.sleep(seconds)
@@ -47,7 +47,7 @@ def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
 def test_a_warm_up_counts_though_it_is_rolled_back(clock):
     model, speed = make()
     for seconds in (3.0, 0.5):
-        tx = StepTransaction()
+        tx = UpdateTransaction()
         tx.begin(MicroBatch(samples=8))
         speed.begin_micro_batch(tx)
         clock.sleep(seconds)
