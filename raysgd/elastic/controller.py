@@ -158,7 +158,10 @@ class Controller:
                 raise RuntimeError(_SHUT_DOWN)
             following = None
             for action in actions:
-                following = self._execute(action)
+                if isinstance(action, machine.RunCall):  # here, for short tracebacks of users
+                    following = self._supervision.run(action)
+                else:
+                    following = self._execute(action)
                 if following is not None and following.progress is not None:
                     self.journal.progress = following.progress
             if following is None:
@@ -179,8 +182,6 @@ class Controller:
                 return forming.start_group()
             case machine.FormGroup():
                 return forming.form_group(action)
-            case machine.RunCall():
-                return self._supervision.run(action)
             case Do.RESCUE_STATE:
                 return self._rescue_state()
             case Do.SAVE_STATE:
