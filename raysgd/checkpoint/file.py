@@ -69,15 +69,19 @@ def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
     if _holds_arrays(state):
         arrays.write(state, file)
         return
-    torch = _torch()
+    write = _torch().save
     for owner in ("operator", "callbacks"):
-        if error := _reload_error(state.get(owner)):
-            refused = _refused(state.get(owner), "state_dict()")
+        try:
+            write(state.get(owner), buffer := io.BytesIO())
+            buffer.seek(0)
+            _load(buffer)
+        except Exception as error:
+            refused = _refused(state.get(owner), "state_dict()", write)
             raise CheckpointError(
                 f"Cannot save to {shown}: the result of state_dict() of the {owner} could not be "
                 f"loaded again: {refused or _reason(error)}. {_ADVICE}"
             ) from error
-    torch.save(state, file)
+    write(state, file)
 
 
 def _plain(leaf: Any) -> Any:
@@ -159,25 +163,18 @@ def _read(
     return state, manifest
 
 
-def _refused(tree: Any, key: str) -> str:
+def _refused(tree: Any, key: str, write: Callable[[Any, IO[bytes]], None]) -> str:
     """Return the key and the type of the first value that cannot be loaded again, or ""."""
     if isinstance(tree, dict | list | tuple):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return next(filter(None, (_refused(v, f"{key}[{k!r}]") for k, v in items)), "")
-    if _reload_error(tree) is None:
-        return ""
-    return f"{key} has the type {type(tree).__module__}.{type(tree).__qualname__}"
-
-
-def _reload_error(tree: Any) -> Exception | None:
-    """Return the error of writing and loading a value, or None."""
+        return next(filter(None, (_refused(v, f"{key}[{k!r}]", write) for k, v in items)), "")
     try:
-        _torch().save(tree, buffer := io.BytesIO())
+        write(tree, buffer := io.BytesIO())
         buffer.seek(0)
         _load(buffer)
-    except Exception as error:
-        return error
-    return None
+    except Exception:
+        return f"{key} has the type {type(tree).__module__}.{type(tree).__qualname__}"
+    return ""
 
 
 def _reason(error: Exception) -> str:

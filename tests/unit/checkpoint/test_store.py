@@ -2,10 +2,12 @@
 
 import math
 import os
+import random
 import re
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import fsspec
@@ -15,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from raysgd._internal.files import temporary_name
 from raysgd.checkpoint import CheckpointStore, read_manifest
+from raysgd.checkpoint.file import read_checkpoint
 from raysgd.checkpoint.location import Location, UnreachableError
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import fork
@@ -244,6 +247,37 @@ def test_a_folder_of_another_job_is_refused(folder):
 # ---- kill -9
 
 
+def save_without_pause(folder, report):
+    """Save step after step, and write the saved steps to a pipe."""
+    store = CheckpointStore(folder, job="first", keep=2)
+    restored = store.restore()
+    step = 0 if restored is None else step_of(restored.state)
+    while True:
+        step += 1
+        store.save(state_at(step), {"loss": float(step % 7)})
+        os.write(report, b"%d\n" % step)
+
+
+def run_and_kill(folder, delay_s):
+    """Save in a process, kill it after a delay, and return the last saved step."""
+    read, write = os.pipe()
+    pid = fork(lambda: save_without_pause(folder, write))
+    os.close(write)
+    with os.fdopen(read, "rb") as reports:
+        first = reports.readline()  # wait for the first save
+        deadline = time.perf_counter() + delay_s
+        while time.perf_counter() < deadline:
+            pass  # more precise than a sleep
+        os.kill(pid, signal.SIGKILL)
+        lines = [first, *reports.read().splitlines()]
+    os.waitpid(pid, 0)
+    return int(lines[-1])
+
+
+NUM_KILLS = 1000 if "RAYSGD_SOAK" in os.environ else 20
+SEED = int(os.environ.get("RAYSGD_SEED", "0"))
+
+
 @pytest.fixture
 def memory_folder(tmp_path):
     """A folder in memory, if possible: data survives a kill even if it is not synced."""
@@ -252,6 +286,19 @@ def memory_folder(tmp_path):
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
+
+
+def test_after_a_kill_at_any_moment_the_newest_state_is_whole(memory_folder):
+    chance, folder = random.Random(SEED), memory_folder
+    for _ in range(NUM_KILLS):
+        last = run_and_kill(folder, chance.uniform(0, 0.01))
+        assert restored_step(folder) in (last, last + 1)
+        # no file is incomplete
+        for name in names_in(str(folder)):
+            if name.endswith(".ckpt") and name[0] != ".":
+                step_of(read_checkpoint(str(folder / name))[0])
+    CheckpointStore(folder, job="first", keep=1).save(state_at(10**6))
+    assert steps_in(str(folder)) == [10**6]
 
 
 def kill_at_event(number):
