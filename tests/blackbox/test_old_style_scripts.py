@@ -706,7 +706,9 @@ def initialization_hook():
 
 
 class Stream(IterableDataset):
-    """A stream of `num_points` points, without a length."""
+    """A stream of `num_points` points, without a length. Each worker has its own."""
+
+    num_replicas = None  # so that raysgd does not read one stream on all workers
 
     def __init__(self, rank, num_points):
         self.rank = rank
