@@ -17,6 +17,8 @@ from raysgd.data.partition import part_of
 
 _MESSAGE_BYTES = 32 * 2**20
 """Size in bytes at which tensors are sent. They are copied for that."""
+_SMALL_BYTES = 2**18
+"""Maximum size in bytes of all nodes that every worker receives in one message."""
 
 
 # PyTorch 2.13 has a new name for it, and warns of the old one.
@@ -101,9 +103,18 @@ def _messages(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -> torch.Tensor:
     """Return the sum of the nodes of all workers, of which `rows` has those of this worker.
 
-    Each worker adds up one slice of all nodes, and sends the sum to the others.
+    Each worker adds up one slice of all nodes, and sends the sum to the others. If the nodes are
+    small, each worker receives all of them instead.
     """
     size, count = len(layout), rows.shape[1]
+    nodes = [node for roots in layout for node in roots]
+    if len(nodes) * count * rows.element_size() <= _SMALL_BYTES and rows.element_size() >= 4:
+        first = sum(len(roots) for roots in layout[: dist.get_rank()])
+        places = rows.new_zeros(len(nodes), count)
+        places[first : first + len(rows)] = rows
+        # As integers, the zeros of the other workers keep all bits, also the sign of a zero.
+        dist.all_reduce(places.view(torch.int32))
+        return _added_up(nodes, places)
     width = -(-count // size)
     rows = torch.nn.functional.pad(rows, (0, width * size - count))
     sent = rows.view(len(rows), size, width).transpose(0, 1).contiguous()
@@ -111,10 +122,14 @@ def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -
     dist.all_to_all_single(
         received, sent.view(-1, width), [len(roots) for roots in layout], [len(rows)] * size
     )
-    tree, nodes = TreeSum(), [node for roots in layout for node in roots]
-    for (level, number), row in zip(nodes, received, strict=True):
-        tree.add(level, number, [row])
-    (own,) = tree.total()
     total = rows.new_empty(size * width)
-    _all_gather(total, own.contiguous())
+    _all_gather(total, _added_up(nodes, received).contiguous())
     return total[:count]
+
+
+def _added_up(nodes: Sequence[tuple[int, int]], rows: torch.Tensor) -> torch.Tensor:
+    tree = TreeSum()
+    for (level, number), row in zip(nodes, rows, strict=True):
+        tree.add(level, number, [row])
+    (total,) = tree.total()
+    return total
