@@ -10,7 +10,7 @@ import torch
 
 from raysgd import Guard
 from raysgd.torch.options import TorchOptions
-from tests.conftest import running_ranks
+from tests.conftest import needs_full_sharding, needs_horovod, running_ranks
 from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
 
 PLAY = """
@@ -120,9 +120,10 @@ def test_worker_that_joins_with_a_difference_is_an_error(workers, case, named, s
     ("case", "named"),
     [
         (Case("replaces_head", "in a step"), "its parameter head.weight is new"),
-        (
+        pytest.param(
             Case("replaces_head", "in a step", register={"sharding": "full"}),
             "its parameter head.weight is new",
+            marks=needs_full_sharding,
         ),
         (Case("adds_module", "in a step"), "its parameter body.3.weight is new"),
         (Case("adds_parameter", "in a step"), "its parameter body.0.scale is new"),
@@ -156,7 +157,7 @@ FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
         Case("tags", ranks=(0, 1, 2)),
         Case(register={"gradient_accumulation_steps": 2}),
         Case(register={"sharding": "optimizer"}),
-        Case(register={"sharding": "full"}),
+        pytest.param(Case(register={"sharding": "full"}), marks=needs_full_sharding),
         Case("adds_noise", settings={"wrap_ddp": False}),
         Case(step="own_averages", settings={"wrap_ddp": False}),
         Case(step="adversarial"),
@@ -241,7 +242,11 @@ def test_cross_check_compares_buffers_as_before(workers):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"num_workers": 2, "wrap_ddp": False}, {"num_workers": 2, "backend": "horovod"}],
+    [
+        {},
+        {"num_workers": 2, "wrap_ddp": False},
+        pytest.param({"num_workers": 2, "backend": "horovod"}, marks=needs_horovod),
+    ],
 )
 def test_cross_check_needs_several_workers_that_raysgd_keeps_equal(settings):
     with pytest.raises(ValueError, match=r"crosscheck_every=3.*at least two workers"):
