@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import platform
+import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +17,16 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def kind_of(device: torch.device) -> str:
-    """Return what determines the rounding of a computation."""
+    """Return what determines the rounding of a computation, apart from data and seeds."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name(device)
+    else:
+        # Libraries choose operations by the model of the CPU, for example by its cache sizes.
+        info = Path("/proc/cpuinfo")
+        model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+        name = f"{model[1] if model else platform.machine()} "
+        name += f"({torch.backends.cpu.get_cpu_capability()})"
+    return f"{name} with PyTorch {torch.__version__} and {torch.get_num_threads()} threads"
 
 
 def hash_of(values: Any) -> int:

@@ -9,10 +9,7 @@ and Improved Utilization on GPUs", 2023, for the idea of logical workers.
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +18,7 @@ import torch.distributed as dist
 from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
 from raysgd.loop.step import UpdateTransaction
+from raysgd.torch.features.differences import kind_of
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.shard_buffers import ShardBuffers
 from raysgd.torch.orders import seed_all
@@ -85,7 +83,7 @@ class ShardReplication(Replication):
         super().enter()
         if not self._state.context.distributed:
             return
-        own = _arithmetic(self._state.settings.device)
+        own = kind_of(self._state.settings.device)
         first = self._state.from_rank(lambda: own, 0)
         if self._state.minimum(-int(own != first)) < 0:
             raise RuntimeError(
@@ -250,18 +248,6 @@ class ShardReplication(Replication):
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _arithmetic(device: torch.device) -> str:
-    """Return what decides the bits of a result, apart from data and seeds."""
-    if device.type == "cuda":
-        kind = torch.cuda.get_device_name(device)
-    else:
-        # Libraries choose operations by the model of the CPU, for example by its cache sizes.
-        model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-        kind = model[1] if model else platform.machine()
-        kind += f" ({torch.backends.cpu.get_cpu_capability()})"
-    return f"{kind}, PyTorch {torch.__version__}, and {torch.get_num_threads()} threads"
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
