@@ -459,10 +459,11 @@ def _pack(samples: list[Any]) -> list[_Packed]:
     return packed
 
 
-def digest(value: Any, before: int = 0) -> int:
+def digest(value: Any, before: int = 0, in_object: bool = False) -> int:
     """Return a checksum of a sample that is equal in all processes.
 
-    Of an object of an unknown class, it has only the name of the class.
+    Of an object of another class, it has the name of the class, and the attributes in `__dict__`.
+    Of objects in its attributes, it has only the class, because they may refer to each other.
     """
     kind = type(value)
     if kind is str:
@@ -477,16 +478,17 @@ def digest(value: Any, before: int = 0) -> int:
         return zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"", before)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            before = digest(item, digest(key, before))
+            before = digest(item, digest(key, before), in_object)
         return before
     if isinstance(value, list | tuple):
         if _SCALARS.issuperset(map(type, value)):
             return zlib.crc32(repr(value).encode(errors="surrogatepass"), before)
         for item in value:
-            before = digest(item, before)
+            before = digest(item, before, in_object)
         return before
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         return zlib.crc32(value.tobytes(), zlib.crc32(repr(value.shape).encode(), before))
     if hasattr(value, "tobytes"):  # such as an image
         return zlib.crc32(value.tobytes(), before)
-    return zlib.crc32(kind.__qualname__.encode(), before)
+    before = zlib.crc32(kind.__qualname__.encode(), before)
+    return before if in_object else digest(getattr(value, "__dict__", {}), before, in_object=True)

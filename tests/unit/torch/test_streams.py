@@ -379,8 +379,12 @@ def test_digest_depends_on_the_content_only(make):
     assert digest(make(1)) == digest(copy.deepcopy(make(1))) != digest(make(2))
 
 
-def test_digest_of_an_object_has_its_class_only():
+def test_digest_of_an_object_has_its_class_and_attributes():
     assert digest([object()]) == digest([object()]) != digest([Numbers(1)])
+    assert digest(Numbers(1)) == digest(Numbers(1)) != digest(Numbers(2))
+    outer, inner = Numbers(1), Numbers(1)
+    outer.inner, inner.outer = inner, outer
+    assert digest(outer) == digest(outer) != digest(inner)
 
 
 def test_loop_over_the_source_releases_samples():
