@@ -198,7 +198,7 @@ class ShardedLoader(PartitionedSource):
             if self._deals_batches:
                 self.num_drawn = sum(map(len, picked(order, start, stop)))
             if self._shard.num_shards is not None:
-                seed_all(hash((self._seed, epoch, start)))  # for user code in a validation
+                seed_all(hash((self._seed, epoch, start)))  # for user code
             yield batch
         next(batches, None)  # ends the loader's processes
 

@@ -130,8 +130,6 @@ class ShardReplication(Replication):
         self._shard = owned[tx.index % len(owned)]
         self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
         self._buffers.begin(self._shard, is_first=tx.index <= 0)
-        step = self._state.global_step + tx.micro_batch.step
-        seed_all(hash((self._state.seed, step, self._shard)))
 
     def _end_shard(self) -> None:
         """Check that all shards have stepped the same optimizers, and have then ended."""

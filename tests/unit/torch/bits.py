@@ -102,6 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
     "transformer": {"model": Transformer, "num_items": True},
     "bfloat16": {"model": Perceptron, "precision": torch.bfloat16},
     "float16": {"model": Perceptron, "precision": torch.float16},
+    "in memory": {"model": Perceptron, "in_memory": True},
     "own loop": {"model": Perceptron, "own_loop": True},
     "two optimizers": {"model": Perceptron, "two_optimizers": True},
     "buffers": {"model": Counting, "noisy_validation": True, "late_parameter": True},
@@ -133,6 +134,8 @@ class Trains(TrainingOperator):
         )
         of_tokens = case["model"] in (Recurrent, Transformer)
         data = Augmented(case.get("num_samples", 64), of_tokens)
+        if case.get("in_memory"):
+            data = TensorDataset(data.x, data.y)
         known, size = Augmented(31, of_tokens), config[BATCH_SIZE]
         self.register_data(
             train_loader=DataLoader(data, size, shuffle=True),
