@@ -1,15 +1,11 @@
 """Steps whose gradients no single backward pass averages, on two workers and in one process."""
 
 import contextlib
-import itertools
-import pickle
-import traceback
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -481,19 +477,3 @@ def expected(case):
     for batch in zip(*(each.split(BATCH * NUM_WORKERS) for each in data()), strict=True):
         globals()[case.step](t, *batch)
     return parameters(model)
-
-
-def play(rank, store):
-    """Run cases from the store until one is None."""
-    for number in itertools.count():
-        if (case := pickle.loads(store.get(f"cases/{number}"))) is None:
-            break
-        own = dist.PrefixStore(f"group-{number}", store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=NUM_WORKERS)
-        try:
-            result = run(case, rank)
-        except Exception:
-            result = traceback.format_exc()
-        store.set(f"results/{number}/{rank}", pickle.dumps(result))
-        dist.destroy_process_group()
-    print("good")

@@ -1,39 +1,18 @@
 """Gradients are averaged when the optimizer steps, whatever produced them."""
 
-import datetime
-import itertools
-import pickle
-
 import pytest
 import torch
 
-from tests.conftest import running_ranks
-from tests.unit.torch.gradients import NUM_WORKERS, Case, expected
-
-PLAY = """
-from tests.unit.torch.gradients import play
-
-play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
-"""
+from tests.unit.torch import gradients
+from tests.unit.torch.cases import running_cases
+from tests.unit.torch.gradients import Case, expected
 
 
 @pytest.fixture(scope="module")
 def workers():
     """Return a function that trains a case and returns the result of each worker."""
-    with running_ranks(PLAY, NUM_WORKERS) as store:
-        store.set_timeout(datetime.timedelta(seconds=30))
-        numbers = itertools.count()
-
-        def train(case):
-            number = next(numbers)
-            store.set(f"cases/{number}", pickle.dumps(case))
-            keys = [f"results/{number}/{rank}" for rank in range(NUM_WORKERS)]
-            results = [pickle.loads(store.get(key)) for key in keys]
-            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
-            return results
-
-        yield train
-        store.set(f"cases/{next(numbers)}", pickle.dumps(None))
+    with running_cases(gradients) as run:
+        yield run
 
 
 @pytest.mark.parametrize(

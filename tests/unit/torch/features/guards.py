@@ -1,8 +1,5 @@
 """Replicas that differ, and legitimate operators whose replicas stay equal, on three workers."""
 
-import itertools
-import pickle
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -406,19 +403,3 @@ def run(case, rank):
     }
     runner.teardown()
     return result
-
-
-def play(rank, store):
-    """Run cases from the store until one is None."""
-    for number in itertools.count():
-        if (case := pickle.loads(store.get(f"cases/{number}"))) is None:
-            break
-        own = dist.PrefixStore(f"group-{number}", store)
-        dist.init_process_group("gloo", store=own, rank=rank, world_size=NUM_WORKERS)
-        try:
-            result = run(case, rank)
-        except Exception:
-            result = traceback.format_exc()
-        store.set(f"results/{number}/{rank}", pickle.dumps(result))
-        dist.destroy_process_group()
-    print("good")

@@ -1,8 +1,5 @@
 """Workers compare their replicas, and report a difference."""
 
-import datetime
-import itertools
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,33 +7,17 @@ import torch
 
 from raysgd import Guard
 from raysgd.torch.options import TorchOptions
-from tests.conftest import needs_full_sharding, needs_horovod, running_ranks
+from tests.conftest import needs_full_sharding, needs_horovod
+from tests.unit.torch.cases import running_cases
+from tests.unit.torch.features import guards
 from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
-
-PLAY = """
-from tests.unit.torch.features.guards import play
-
-play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
-"""
 
 
 @pytest.fixture(scope="module")
 def workers():
     """Return a function that runs a case and returns the result of each worker."""
-    with running_ranks(PLAY, NUM_WORKERS) as store:
-        store.set_timeout(datetime.timedelta(seconds=30))
-        numbers = itertools.count()
-
-        def run(case):
-            number = next(numbers)
-            store.set(f"cases/{number}", pickle.dumps(case))
-            keys = [f"results/{number}/{rank}" for rank in range(NUM_WORKERS)]
-            results = [pickle.loads(store.get(key)) for key in keys]
-            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
-            return results
-
+    with running_cases(guards) as run:
         yield run
-        store.set(f"cases/{next(numbers)}", pickle.dumps(None))
 
 
 @pytest.mark.parametrize(
