@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+from raysgd.data import Stream, text
 from raysgd.torch.loading import ShardedLoader, wrap_loader
 from raysgd.torch.stream_loading import StreamSource, digest
 from tests.conftest import examples
@@ -417,3 +418,12 @@ def test_order_of_loader_processes_does_not_depend_on_the_number_of_workers():
         ]
         whole = whole or steps
         assert steps[:6] == whole[:6]
+
+
+@pytest.mark.parametrize("shuffle", [0, 4])
+def test_groups_of_a_shuffled_stream_have_no_order_for_predict(tmp_path, shuffle):
+    path = tmp_path / "data.txt"
+    path.write_text("a\nb\n")
+    records = Stream(text(path, cache_dir=tmp_path / "cache"), group=2, shuffle=shuffle)
+    loader = DataLoader(records, batch_size=1)
+    assert wrap(loader, training=False).shuffles == bool(shuffle)
