@@ -48,11 +48,11 @@ _MOST_SHOWN = 5
 _CAUSES = {
     "options": "code that sets an option on one worker only",
     "parameters": "code that changes parameters on one worker only, such as a new initialization "
-    "or noise with another seed; or a damaged copy or broken memory",
-    "buffers": "code that changes buffers on one worker only; or a damaged copy or broken memory",
-    "optimizers": "code that changes an optimizer or a scaler on one worker only; or a damaged "
-    "copy or broken memory",
+    "or noise with another seed",
+    "buffers": "code that changes buffers on one worker only",
+    "optimizers": "code that changes an optimizer or a scaler on one worker only",
 }
+_DAMAGE = "a damaged copy or broken memory"
 Content = tuple[str, str, Any]
 
 
@@ -228,7 +228,7 @@ class ReplicaGuard(StepFeature):
                 replicated.add(parameter)
                 place = f"models[{index}].{name}"
                 flags = str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
-                yield "options", place, flags
+                yield "options", f"dtype, shape, and requires_grad of {place}", flags
                 if not (is_sharded or name in ignored or parameter in self._renormalized):
                     yield "parameters", place, parameter
             equal = dict(self._equal_buffers(index))
@@ -408,7 +408,9 @@ class ReplicaGuard(StepFeature):
         text = "; ".join(names[:_MOST_SHOWN])
         if len(names) > _MOST_SHOWN:
             text += f"; and {len(names) - _MOST_SHOWN} more"
-        causes = dict.fromkeys(_CAUSES[kind.split()[0]] for kind, _ in found)
+        kinds = {kind.split()[0] for kind, _ in found}
+        causes = [cause for kind, cause in _CAUSES.items() if kind in kinds]
+        causes += [_DAMAGE] * (kinds != {"options"})
         return (
             f"After step {self._state.global_step}, {who} differ in: {text}. They were equal "
             f"after step {self._equal_at}. Common causes: {'; '.join(causes)}. Load a checkpoint "
