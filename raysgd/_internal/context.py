@@ -60,7 +60,7 @@ class Progress:
     partial: bool = False  # whether an optimizer raised within a step
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
     terminated: bool = False
-    timing: Totals | None = None  # where the time of training went on this worker
+    timing: Totals | None = None  # seconds of training by phase
     links: Mapping[str, float] = field(default_factory=dict)  # bytes/s to the hosts of others
     collective: int | None = None  # number of the collective that the worker waits for
 

@@ -1,4 +1,4 @@
-"""Where the time of training goes on one worker: seconds by phase, since its first step."""
+"""Measure the seconds of each phase of training on one worker, since its first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects where the time of training goes on each worker, and records when it changes."""
+"""Collect the seconds of each phase of training by worker, and record changes."""
 
 from __future__ import annotations
 

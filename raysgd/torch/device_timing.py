@@ -1,4 +1,4 @@
-"""Where the time of training goes on a GPU, which works behind its host."""
+"""Measure the phases of training on a GPU with events, because its host does not wait for it."""
 
 from __future__ import annotations
 
