@@ -65,6 +65,14 @@ def wait_until(condition, timeout_s=20.0):
         time.sleep(0.02)
 
 
+def has_ended(pid):
+    """Return whether a process has ended, also if nobody has waited for it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def assert_names(error, words):
     """Check that the message of an error contains all words."""
     missing = [word for word in words if word not in str(error)]

@@ -9,7 +9,7 @@ import pytest
 from raysgd.cluster import worker_handle as members
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
-from tests.conftest import IN_SOAK, own_memory, wait_until
+from tests.conftest import IN_SOAK, has_ended, own_memory, wait_until
 from tests.ledger import check_ledger, ledger_trainer
 from tests.shared import Shared, is_whole
 
@@ -28,10 +28,6 @@ def three(three_workers):
     return three_workers.fresh()
 
 
-def ended(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.slow("two workers start")
 def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
     trainer = three.trainer
@@ -46,7 +42,7 @@ def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
     with monkeypatch.context() as patch:  # as on nodes other than the driver's
         patch.setattr(members, "_is_here", lambda info: False)
         assert chaos.kill(trainer, 2) == pids[2]
-        wait_until(lambda: ended(pids[2]))
+        wait_until(lambda: has_ended(pids[2]))
     assert not ended(pids[0])
     check_ledger(trainer, trainer.train())
     assert three.kinds.count("lost") == 2

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 
-import psutil
 import pytest
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
@@ -16,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 
 from raysgd import TorchTrainer
 from raysgd.testing import chaos
-from tests.conftest import wait_until
+from tests.conftest import has_ended, wait_until
 from tests.operators import Classifier
 
 SMALL = {"num_samples": 320, "batch_size": 32}
@@ -60,10 +59,6 @@ def bundle_of_process():
     held = ray.get_runtime_context().worker.core_worker.resource_ids()
     found = [re.match(r"CPU_group_(\d+)_", name) for name in held]
     return next((int(match[1]) for match in found if match), None)
-
-
-def is_alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 class Killer(tune.Callback):
@@ -131,7 +126,7 @@ def test_trial_keeps_its_workers_in_the_placement_group_of_tune(ray_cluster, tmp
     assert "died" in str(result.error)
     assert metrics["pid"] == killer.killed
     assert len(metrics["workers"]) == 2
-    wait_until(lambda: not any(map(is_alive, metrics["workers"])))
+    wait_until(lambda: all(map(has_ended, metrics["workers"])))
 
 
 @pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
