@@ -43,7 +43,7 @@ def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
         patch.setattr(members, "_is_here", lambda info: False)
         assert chaos.kill(trainer, 2) == pids[2]
         wait_until(lambda: has_ended(pids[2]))
-    assert not ended(pids[0])
+    assert not has_ended(pids[0])
     check_ledger(trainer, trainer.train())
     assert three.kinds.count("lost") == 2
     assert is_whole(trainer)
