@@ -1,6 +1,6 @@
 """The worker process: it hosts one runner and one backend, and reports failures.
 
-`worker_group.py` makes `Worker` a Ray actor. A worker in the driver's process needs no Ray.
+`actor_group.py` makes `Worker` a Ray actor. A worker in the driver's process needs no Ray.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from raysgd.cluster.streams import (
     new_ticket,
     send,
 )
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
 
@@ -135,7 +135,7 @@ class Worker:
         if hides_gpus:  # Ray hides GPUs only from processes that reserve some
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.runner: Runner | None = None
-        self._backend: Backend | None = None
+        self._backend: CollectiveBackend | None = None
         self._rank = 0
         self._remote = remote
         if remote:

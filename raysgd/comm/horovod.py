@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd._internal.context import WorkerContext
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, is_single_node
 
 _CONNECT_S = 30  # timeout of connecting to workers that are all present
@@ -33,7 +33,7 @@ class HorovodRendezvous:
     single_node: bool
 
 
-class HorovodBackend(Backend):
+class HorovodBackend(CollectiveBackend):
     """One Horovod group per generation.
 
     Horovod reads its rank from the environment each time it initializes. `timeout_s` is for joining

@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import refuse_triton
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
 from raysgd.comm.rendezvous import StoreClient, StoreServer
@@ -34,7 +34,7 @@ class TensorflowRendezvous:
     single_node: bool
 
 
-class TensorflowBackend(Backend):
+class TensorflowBackend(CollectiveBackend):
     """Sets ``TF_CONFIG``, which defines the group for ``MultiWorkerMirroredStrategy``.
 
     A process can join only one group, because TensorFlow configures its collectives once.

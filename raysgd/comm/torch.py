@@ -18,7 +18,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 
 from raysgd._internal.config import env_seconds
 from raysgd._internal.context import WorkerContext
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derived_key
 from raysgd.comm.gloo import Entry, GlooGroup
 from raysgd.comm.mesh import Mesh
@@ -124,7 +124,7 @@ class TorchRendezvous:
     tcp_store_port: int | None = None
 
 
-class TorchProcessGroup(Backend):
+class TorchProcessGroup(CollectiveBackend):
     """One torch.distributed process group per generation, over a new store on the driver."""
 
     def __init__(self, name: str, timeout_s: float) -> None:

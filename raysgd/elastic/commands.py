@@ -10,10 +10,10 @@ from queue import Empty
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack, sendable
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss
 from raysgd.elastic.journal import Journal
 from raysgd.errors import CollectiveError, WorkerTimeoutError
@@ -146,7 +146,7 @@ class Commands:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: ActorGroup,
         journal: Journal,
         check_open: Callable[[], None],
         timeout_s: float,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import events, machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
@@ -44,9 +44,9 @@ class Controller:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: ActorGroup,
         runner: Runner,
-        backend: Backend | None,
+        backend: CollectiveBackend | None,
         hook: Callable[[], None] | None,
         timeout_s: float,
         elastic: ElasticConfig | None = None,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
@@ -33,8 +33,8 @@ class DriverContext:
 
     def __init__(
         self,
-        group: WorkerGroup,
-        backend: Backend | None,
+        group: ActorGroup,
+        backend: CollectiveBackend | None,
         elastic: ElasticConfig,
         policy: Policy,
         created: Sequence[Any],

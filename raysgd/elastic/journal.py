@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.paths import without_secrets
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
@@ -31,7 +31,7 @@ _WARNINGS = {
 class Journal:
     """Tracks ranks, generation, and progress, and records events."""
 
-    def __init__(self, group: WorkerGroup, joins: bool) -> None:
+    def __init__(self, group: ActorGroup, joins: bool) -> None:
         self._group = group
         self._joins = joins
         self.ranks: dict[WorkerHandle, int] = {}

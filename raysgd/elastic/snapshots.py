@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import Packed, pack
 from raysgd.cluster.streams import Inbox, StorageError, StoredState, Ticket, is_small
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
@@ -60,7 +60,7 @@ class SnapshotKeeper:
     The driver keeps the snapshot, because a worker's objects in the Ray store die with the worker.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: ActorGroup) -> None:
         self._group = group
         self._shards: Sequence[Read] = ()  # one for each rank if the state is sharded
         self._step = -1

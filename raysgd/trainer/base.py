@@ -20,7 +20,7 @@ from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList, checked_logdir, trainer_callbacks
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call
@@ -61,7 +61,7 @@ class OperatorTrainer(TrainerInfo):
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         self._options = options = options.decided()  # may start Ray
         self._controller = controller = Controller(
-            WorkerGroup(options.group(start_timeout_s)),
+            ActorGroup(options.group(start_timeout_s)),
             runner_cls(options),
             options.transport() if options.num_workers > 1 else None,
             initialization_hook,

@@ -10,11 +10,11 @@ from typing import Any
 import ray.exceptions
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Outcome, WorkerInfo
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.data.partition import MicroBatch
 from raysgd.elastic.call import Call
@@ -572,7 +572,7 @@ class SimMember(WorkerHandle):
         self.end("ok")
 
 
-class SimGroup(WorkerGroup):
+class SimGroup(ActorGroup):
     """The real worker group, with simulated room and workers."""
 
     def __init__(self, world, options):
