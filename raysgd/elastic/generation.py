@@ -24,7 +24,6 @@ from raysgd.elastic.machine import (
     ProgressKnown,
     StateLost,
     WorkersLost,
-    WorkersReady,
     too_few,
 )
 from raysgd.elastic.policies import assign_contexts, backoff_s, furthest
@@ -158,7 +157,7 @@ class GroupForming:
             self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
 
-    def await_workers(self, min_workers: int) -> GroupEvent:
+    def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         config, call = self._context.elastic, self._context.call
         num_members, starting = len(self._group.members), not self._group.members
@@ -175,7 +174,7 @@ class GroupForming:
                     raise self._journal.failure(call, str(error), cause=error)
                 raise error
             if self._scale_up.are_enough(min_workers):
-                return WorkersReady()
+                return
             now = self._clock.monotonic()
             is_short = num_members + self._scale_up.coming() < min_workers
             if is_short and now >= deadline and not self._group.drains.is_ray_silent:
