@@ -63,7 +63,7 @@ class TorchStore(Store):
         self._client.interrupt()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.multi_set([key], [value])
+        self._ask("set", [key], [_text(value)])
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -71,20 +71,11 @@ class TorchStore(Store):
     def add(self, key: str, value: int) -> int:
         return int(self._ask("add", key, value))
 
-    def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", key, _text(value))
-
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask("get", list(keys), 0) is not None
 
-    def has_extended_api(self) -> bool:
-        return True
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [value.encode("latin-1") for value in self._values(keys)]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._ask("set", list(keys), [_text(value) for value in values])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         self._values(keys, timeout)
