@@ -251,7 +251,7 @@ class SimMember(WorkerHandle):
         self._world = world
         self.slot = slot
         self.home = WorkerInfo(
-            node_id=f"node{slot.index // 2}", node_ip=f"10.0.0.{slot.index // 2}", pid=slot.index
+            node_id=f"node{slot.index // 2}", node_ip="127.0.0.1", pid=slot.index
         )
         self.dead = None
         self.queue = []
@@ -381,7 +381,7 @@ class SimMember(WorkerHandle):
         self.pause = step
         return self.step
 
-    def _snapshot(self, step, num_changes):
+    def _snapshot(self, step, num_changes, inbox):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step
