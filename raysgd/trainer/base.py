@@ -75,14 +75,19 @@ class OperatorTrainer(TrainerInfo):
         self._state = self._state_cls(options, dispatcher, self._fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
-        controller.journal.on_event = _event_notifier(weakref.ref(self))
+        controller.journal.on_event = weakref.WeakMethod(self._tell_event)
         controller.start()
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
-            request = ApplyOperatorRequest(function=_keeps_global_batch)
+            function = operator.attrgetter("_train_state.data.keeps_global_batch")
+            request = ApplyOperatorRequest(function=function)
             call = Call(request=request, rank=0, max_losses=3, any_size=True)
             self._keeps_batch = bool(dispatcher.make(call)[0])
+
+    def _tell_event(self) -> None:
+        self._dispatcher.warn_of_replay()
+        self._callback_list.tell_events(self)
 
     # ---- training
 
@@ -357,7 +362,9 @@ class OperatorTrainer(TrainerInfo):
 
     def describe_data(self) -> dict[str, str]:
         """Return how the workers read each registered loader, and where a resumed run begins."""
-        description: dict[str, str] = self.apply_all_operators(_describe_data)[0]
+        description: dict[str, str] = self.apply_all_operators(
+            operator.methodcaller("describe_data")
+        )[0]
         return description
 
     def drain(
@@ -485,26 +492,6 @@ def known_arguments(trainer_cls: type[OperatorTrainer]) -> list[str]:
     return [name for kind in kinds for name in inspect.signature(kind).parameters]
 
 
-def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:
-    """Return a function that passes events to callbacks without keeping the trainer alive."""
-
-    def notify() -> None:
-        if (alive := trainer()) is not None:
-            alive._dispatcher.warn_of_replay()
-            alive._callback_list.tell_events(alive)
-
-    return notify
-
-
-def _describe_data(operator: Any) -> Any:
-    return operator.describe_data()
-
-
 def _check_callable(method: str, function: Any) -> None:
     if not callable(function):
         raise TypeError(f"{method}({function!r}): must be a function.")
-
-
-def _keeps_global_batch(operator: Any) -> bool:
-    keeps: bool = operator._train_state.data.keeps_global_batch
-    return keeps
