@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import check_hook, check_int
+from raysgd.cluster import actor_group as core
 from raysgd.cluster import functions
-from raysgd.cluster import worker_group as core
 from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
@@ -101,7 +101,7 @@ class BackendExecutor(OldNames):
         if self.is_started:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         check_hook("start", initialization_hook)
-        group = core.WorkerGroup(self.options)
+        group = core.ActorGroup(self.options)
         self._workers = WorkerGroup.over(group)
         controller = Controller(
             group,
