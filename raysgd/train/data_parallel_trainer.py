@@ -245,8 +245,14 @@ class DataParallelTrainer:
         ``run_config``, which receive the reports of all its workers.
         """
         functions = importlib.import_module("raysgd.tune.functions")
-        trainable: type[Any] = functions.trainer_trainable(self)
+        trainable: type[Any] = functions.function_trainable(type(self).__name__, self.for_trial)
         return trainable
+
+    def for_trial(self, config: Mapping[str, Any]) -> Self:
+        trainer = self.with_config(config.get("train_loop_config", {}))
+        if (scaling := config.get("scaling_config")) is not None:
+            trainer.scaling_config = checked_scaling(scaling)
+        return trainer
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
@@ -21,7 +21,6 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.configs import checked_scaling
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
@@ -30,17 +29,10 @@ _NOTHING = pickle.dumps(None)
 
 
 class FunctionTrainable(Trainable):
-    """A trial that runs a training function. `trainer_trainable` sets `trainer`."""
+    """A trial that runs a training function."""
 
-    trainer: ClassVar[DataParallelTrainer]
-
-    @classmethod
-    def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
-        """Return the trainer with the config of a trial."""
-        trainer = cls.trainer.with_config(config.get("train_loop_config", {}))
-        if (scaling := config.get("scaling_config")) is not None:
-            trainer.scaling_config = checked_scaling(scaling)
-        return trainer
+    trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
+    """Returns the trainer for the config of a trial. `function_trainable` sets it."""
 
     # ---- methods that Tune calls
 
@@ -132,21 +124,8 @@ class FunctionTrainable(Trainable):
             self._executor.shutdown(graceful_termination=False)
 
 
-def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
-    """Create the Trainable class of a trainer."""
+def function_trainable(
+    name: str, trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
+) -> type[FunctionTrainable]:
     # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
-    return type(type(trainer).__name__, (FunctionTrainable,), {"trainer": trainer})
-
-
-class _OldStyleTrainable(FunctionTrainable):
-    """A trial whose config is the function's config."""
-
-    @classmethod
-    def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
-        return cls.trainer.with_config(config)
-
-
-def function_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
-    """Create the Trainable class of a function, for `Trainer.to_tune_trainable`."""
-    name = getattr(trainer.train_loop_per_worker, "__name__", "train_func")
-    return type(name, (_OldStyleTrainable,), {"trainer": trainer})
+    return type(name, (FunctionTrainable,), {"trial_trainer": staticmethod(trial_trainer)})
