@@ -71,13 +71,9 @@ class FunctionTrainable(Trainable):
         self._handler = self._own.callback_handler()
         folder = Path(self.logdir or "")
         self._callbacks.enter_context(self._handler.run(folder, self._own.train_loop_config))
-        self._checkpoints = self._own.start_on(
-            self._executor,
-            None,
-            iteration=self._reported,
-            name=self.trial_name or "",
-            checkpoint=self._start,
-        )
+        others = {} if self._start is None else {"checkpoint": self._start}
+        others |= {"iteration": self._reported, "name": self.trial_name or ""}
+        self._checkpoints = self._own.start_on(self._executor, None, **others)
         return self._checkpoints
 
     def _step(self, checkpoints: RunCheckpoints) -> dict[str, Any]:
