@@ -269,7 +269,7 @@ class BackendExecutor(OldNames):
         """End the current run, if any."""
         run, self._run = self._run, None
         if run is not None:
-            run.abort()
+            run.controller.stop(EndRunRequest())
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return the results by rank.
