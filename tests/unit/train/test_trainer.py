@@ -111,7 +111,7 @@ WRONG_KINDS = [
     ({"metadata": "by me"}, r"metadata='by me'\): must be a dict"),
     (
         {"run_config": RunConfig(failure_config=FailureConfig(elastic={"max_s": 1}))},
-        "elastic={'max_s': 1}: must be an ElasticConfig",
+        r"elastic={'max_s': 1}\): must be an ElasticConfig",
     ),
 ]
 
