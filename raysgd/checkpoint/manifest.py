@@ -4,7 +4,6 @@ A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the ma
 ``raysgd-manifest.json``. The comment of the archive, at the end of the file, is its seal:
 ``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in parts of 64 MiB; the last
 part has the rest. The digits are the SHA-256 of the SHA-256 hashes of the parts (32 bytes each).
-The seal of an older file, ``sha256=…``, is the SHA-256 of all bytes before it.
 
 After other content, such as a pickle, `seal` appends an archive that holds only the manifest.
 """
@@ -23,7 +22,7 @@ import platform
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -35,7 +34,7 @@ FORMAT = 1
 
 _LIBRARIES = ("raysgd", "torch", "keras", "ray")
 _RECORD = "raysgd-manifest.json"
-_SEAL = re.compile(rb"raysgd-checkpoint (hashes|sha256)=([0-9a-f]{64})\n")
+_SEAL = re.compile(rb"raysgd-checkpoint hashes=([0-9a-f]{64})\n")
 _SEAL_SIZE = len("raysgd-checkpoint hashes=\n") + 64
 _PART = 1 << 26
 _CHUNK = 1 << 20
@@ -143,10 +142,7 @@ def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
 
 def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
     start = number * _PART
-    return _hash(file, start, min(start + _PART, size))
-
-
-def _hash(file: IO[bytes], start: int, end: int) -> bytes:
+    end = min(start + _PART, size)
     found, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     while read := os.preadv(file.fileno(), [chunk[: end - start]], start):
         found.update(chunk[:read])
@@ -161,8 +157,8 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
     `whole`, check only the manifest. `shown` is the name in messages.
     """
     try:
-        found, digest = _digest_in(file)
-        if digest and whole and digest != found(file):
+        digest = _digest_in(file)
+        if digest and whole and digest != _digest(file):
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None
@@ -198,11 +194,8 @@ def sealed_size(file: IO[bytes]) -> int:
         return archive.infolist()[0].header_offset
 
 
-def _digest_in(file: IO[bytes]) -> tuple[Callable[[IO[bytes]], str], str | None]:
-    """Return the function that computes the digest of a file, and the digest in its seal."""
-    size = max(0, file.seek(0, 2) - _SEAL_SIZE)
-    file.seek(size)
-    if (match := _SEAL.fullmatch(file.read())) is None:
-        return _digest, None
-    is_of_parts = match[1] == b"hashes"
-    return _digest if is_of_parts else lambda file: _hash(file, 0, size).hex(), match[2].decode()
+def _digest_in(file: IO[bytes]) -> str | None:
+    """Return the digest in the seal of a file."""
+    file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
+    match = _SEAL.fullmatch(file.read())
+    return None if match is None else match[1].decode()
