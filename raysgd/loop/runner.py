@@ -308,7 +308,7 @@ class OperatorRunner(Runner, ABC):
             state, places = train_state.places_of(state, incoming.addresses)
             incoming.fill(places, before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
-        train_state.data.check_position(position.get("stream", {}))
+        train_state.data.readable("train").check_position(position.get("stream", {}))
         context = train_state.context
         generators = self.generators.checked(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:
@@ -348,7 +348,7 @@ class OperatorRunner(Runner, ABC):
 
 
 def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
-    now, then = state.data.global_batch, position.get("global_batch")
+    now, then = state.data.current.global_batch, position.get("global_batch")
     if None not in (now, then, state.settings.full_size) and now != then:
         state.settings.warn_once(
             "step size",
