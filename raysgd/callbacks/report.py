@@ -167,8 +167,8 @@ def _page(name: str, log: RunLog, script: str) -> str:
 def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
     """Yield the name, the value, and a note for each key figure."""
     began = datetime.datetime.fromtimestamp(log.began).astimezone()
-    versions = {"raysgd": run.get("version", "?"), **run.get("versions", {})}
-    yield "start", f"{began:%A, %d %B %Y, %H:%M:%S %Z}", ", ".join(map(" ".join, versions.items()))
+    versions = ", ".join(map(" ".join, run.get("versions", {}).items()))
+    yield "start", f"{began:%A, %d %B %Y, %H:%M:%S %Z}", versions
     if "device" in run:
         yield "workers", run["num_workers"], f"at the start, with {run['device']}"
     yield "lost workers", sum(event["kind"] == "lost" for event in log.events), ""

@@ -32,7 +32,7 @@ from raysgd.errors import CheckpointError
 FORMAT = 1
 """Format version that raysgd writes. raysgd reads this version and older ones."""
 
-_LIBRARIES = ("raysgd", "torch", "keras", "ray")
+_LIBRARIES = ("raysgd", "ray", "torch", "tensorflow", "keras")
 _RECORD = "raysgd-manifest.json"
 _SEAL = re.compile(rb"raysgd-checkpoint hashes=([0-9a-f]{64})\n")
 _SEAL_SIZE = len("raysgd-checkpoint hashes=\n") + 64
@@ -42,14 +42,13 @@ _NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that are installed."""
+    found = {"python": platform.python_version()}
     for library in _LIBRARIES:
-        try:
-            versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[library] = importlib.metadata.version(library)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +56,7 @@ class Manifest:
     """Describes a checkpoint."""
 
     format: int = FORMAT
-    versions: Mapping[str, str] = field(default_factory=_versions)
-    """Versions of Python and raysgd, and of torch, Keras, and Ray if they are installed."""
+    versions: Mapping[str, str] = field(default_factory=versions)
     world_size: int = 1
     epoch: int = 0
     global_step: int = 0

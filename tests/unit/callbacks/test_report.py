@@ -30,7 +30,7 @@ FLAGS = [
 
 
 def run(time=100.0, step=0):
-    return {"kind": "run", "time": time, "version": "1", "global_step": step, "num_workers": 2}
+    return {"kind": "run", "time": time, "global_step": step, "num_workers": 2}
 
 
 def call(end, seconds, step, kind="train", epoch=1, **metrics):
@@ -127,7 +127,7 @@ def test_report_has_config_versions_and_best_values(tmp_path):
     told = {
         "operator": "Digits",
         "device": "CPU",
-        "versions": {"torch": "2.9"},
+        "versions": {"raysgd": "1", "torch": "2.9"},
         "config": {"lr": 0.125},
     }
     losses = (0.5, 0.1234567, 0.25)
