@@ -97,10 +97,20 @@ class CheckpointFolder:
         reasons = "".join(f"\n- {place}: {reason}" for place, reason in skipped)
         raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
 
-    def _surplus(self, newest: str | None) -> list[str]:
-        """Return the checkpoints to remove: neither `newest` nor among the best."""
-        ranked = [] if self._keep is None else self._ranked()[self._keep :]
-        return [name for name in ranked if name != newest]
+    def _tidy(self, newest: str | None) -> None:
+        """Remove all checkpoints but `newest` and the best ones. Only log errors."""
+        surplus = [] if self._keep is None else self._ranked()[self._keep :]
+        try:
+            for name in surplus:
+                if name != newest:
+                    self._folder.child(name).remove()
+                    del self._manifests[name]
+            for name in self._folder.file_names() if newest else ():
+                unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
+                if unfinished and self._pattern.fullmatch(unfinished[1]):
+                    self._folder.child(name).remove()
+        except CheckpointError as error:
+            logger.warning("Could not remove older checkpoints: %s", error)
 
     def _ranked(self) -> list[str]:
         """Return the names of the readable checkpoints, best first, then newest first."""
@@ -238,19 +248,6 @@ class CheckpointStore(CheckpointFolder):
                 f"{self._folder.shown} has checkpoints of job {manifest.job!r} ({name}), but this "
                 f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
             )
-
-    def _tidy(self, newest: str) -> None:
-        """Remove surplus checkpoints. Only log errors, because the new checkpoint is saved."""
-        try:
-            for name in self._surplus(newest):
-                self._folder.child(name).remove()
-                del self._manifests[name]
-            for name in self._folder.file_names():
-                unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
-                if unfinished and self._pattern.fullmatch(unfinished[1]):
-                    self._folder.child(name).remove()
-        except CheckpointError as error:
-            logger.warning("Saved %s, but could not remove older checkpoints: %s", newest, error)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
