@@ -63,7 +63,7 @@ class JsonlLogger(LoggerCallback):
             line["speed"] = call.speed
         self._write(trainer, "metrics.jsonl", line)
 
-    def log_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: Trainer, event: Event) -> None:
         self._write(trainer, "events.jsonl", dataclasses.asdict(event))
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:

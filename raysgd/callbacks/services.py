@@ -46,7 +46,7 @@ class ServiceLogger(LoggerCallback):
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         self._failed = True
 
-    def close(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         run, self._run = self._run, None
         if run is not None:
             self._end(run, self._failed)
@@ -96,7 +96,7 @@ class MLflowLogger(ServiceLogger):
         values = named_metrics(trainer, call, metrics)
         self._opened(trainer).log(values, trainer.global_step, call.time)
 
-    def log_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"workers/num_workers": event.num_workers}
         self._opened(trainer).log(values, event.step, event.time)
 
@@ -203,7 +203,7 @@ class WandbLogger(ServiceLogger):
         values = named_metrics(trainer, call, metrics)
         self._opened(trainer).log({**values, "global_step": trainer.global_step})
 
-    def log_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"event": event.kind, "workers/num_workers": event.num_workers}
         self._opened(trainer).log({**values, "global_step": event.step})
 

@@ -46,14 +46,14 @@ class TensorBoardLogger(LoggerCallback):
             values[f"speed/{call.kind}_samples_per_s"] = speed
         add_scalars(self._board, values, trainer.global_step, call.time)
 
-    def log_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: Trainer, event: Event) -> None:
         ranks = ", ".join(map(str, event.ranks)) or "none"
         text = f"**{event.kind}**: ranks {ranks}; {event.num_workers} workers\n\n{event.cause}"
         self._board.add_text(f"events/{event.kind}", text, event.step, walltime=event.time)
         values = {"workers/num_workers": event.num_workers}
         add_scalars(self._board, values, event.step, event.time)
 
-    def close(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         self._board.close()
 
 
