@@ -117,16 +117,13 @@ class CheckpointFolder:
         known = (name for name, manifest in self._manifests.items() if manifest)
         return sorted(known, key=self._goodness, reverse=True)
 
-    def _goodness(self, name: str) -> Any:
-        """Return a sort key; larger is better."""
-        value = self._value_of(name)
-        is_rated = not math.isnan(value)
-        rating = (value if self._mode == "max" else -value) if is_rated else 0.0
-        return is_rated, rating, position_of(name)
-
-    def _value_of(self, name: str) -> float:
+    def _goodness(self, name: str) -> tuple[bool, float, tuple[int, ...]]:
+        """Return a sort key; larger is better. It begins with whether the checkpoint is rated."""
         manifest = self._manifests[name]
-        return manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
+        value = manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
+        if math.isnan(value):
+            return False, 0.0, position_of(name)
+        return True, value if self._mode == "max" else -value, position_of(name)
 
 
 class Restored(NamedTuple):
@@ -223,7 +220,7 @@ class CheckpointStore(CheckpointFolder):
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
         self._learn(self._names())
-        rated = [name for name in self._ranked() if not math.isnan(self._value_of(name))]
+        rated = [name for name in self._ranked() if self._goodness(name)[0]]
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
