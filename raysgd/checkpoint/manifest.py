@@ -155,8 +155,9 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
     `whole`, check only the manifest. `shown` is the name in messages.
     """
     try:
-        digest = _digest_in(file)
-        if digest and whole and digest != _digest(file):
+        file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
+        digest = _SEAL.fullmatch(file.read())
+        if digest and whole and digest[1].decode() != _digest(file):
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None
@@ -190,10 +191,3 @@ def sealed_size(file: IO[bytes]) -> int:
     """Return the size of a file without the archive that `seal` appended."""
     with zipfile.ZipFile(file) as archive:
         return archive.infolist()[0].header_offset
-
-
-def _digest_in(file: IO[bytes]) -> str | None:
-    """Return the digest in the seal of a file."""
-    file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
-    match = _SEAL.fullmatch(file.read())
-    return None if match is None else match[1].decode()
