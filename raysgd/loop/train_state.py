@@ -42,7 +42,7 @@ class TrainState(SavedState):
         # Global steps that user code set. Each key is the number of committed steps then.
         self.counted: dict[int, int] = {}
         self.seed = seed
-        self.transaction = self._new_transaction()
+        self.transaction = UpdateTransaction()
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
@@ -50,9 +50,6 @@ class TrainState(SavedState):
         """Modules with their modes before the first evaluation since training."""
         self.segment: Any = None
         """The `StepIterator` of the segment in progress, or None."""
-
-    def _new_transaction(self) -> UpdateTransaction:
-        return UpdateTransaction()
 
     @property
     def context(self) -> WorkerContext:
