@@ -59,8 +59,8 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(expected["batching"])
         train_state.data.warn_of_stale_ranks()
 
-    def _worker_arguments(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
-        """Return the operator's class, the config of this worker, and the global batch size."""
+    def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the operator's class, the config of this worker, and arguments of `Settings`."""
         options = self._options
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
@@ -68,7 +68,8 @@ class OperatorRunner(Runner, ABC):
         size = options.num_workers if keeps else context.world_size  # defines a worker's share
         size = options.num_shards or size
         config = worker_config(given, size, copies=context.in_driver)
-        return operator_cls, config, given.get(BATCH_SIZE)
+        sizes = {"batch_share": config.get(BATCH_SIZE), "global_batch": given.get(BATCH_SIZE)}
+        return operator_cls, config, {"options": options, "context": context, **sizes}
 
     def _set_share(self, context: WorkerContext) -> int | None:
         given = self._train_state.settings.global_batch

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports, refuse_triton
 from raysgd.comm.tensorflow import check_tensorflow
@@ -59,14 +58,9 @@ class TFRunner(OperatorRunner):
                 f"TensorFlow on worker {context.world_rank} ({context.node_ip}) finds no GPU. "
                 "Install TensorFlow with CUDA there, or pass use_gpu=False."
             )
-        operator_cls, config, global_batch = self._worker_arguments(context)
-        settings = TFSettings(
-            options=options,
-            context=context,
-            batch_share=config.get(BATCH_SIZE),
-            global_batch=global_batch,
-        )
+        operator_cls, config, arguments = self._worker_arguments(context)
         communication = communication_of(context, options.use_horovod)
+        settings = TFSettings(**arguments)
         operator = build_operator(operator_cls, config, settings, communication, options.seed)
         self.generators = KerasGenerators(operator)
         self.host(operator)
