@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports, refuse_triton
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.loop.operator_base import check_registered, create_operator
+from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions, TFSettings
 
@@ -102,8 +102,6 @@ def build_operator(
     tf.random.set_seed(seed % 2**31)
     train_state = new_train_state(settings, communication, seed)
     operator = create_operator(operator_cls, config, train_state)
-    operator.setup(operator.config)
-    check_registered(operator)
     complete(train_state)
     return operator
 

@@ -13,7 +13,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.cluster.streams import Incoming
-from raysgd.loop.operator_base import check_registered, create_operator
+from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.operator import TrainingOperator
@@ -104,9 +104,7 @@ def build_operator(
     operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
-    operator.setup(operator.config)
     adopt_wrappers(operator._train_state, vars(operator).values())
-    check_registered(operator)
     state = operator._train_state
     if settings.context.world_rank == 0:
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
