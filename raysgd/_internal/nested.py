@@ -167,10 +167,15 @@ def _set_attributes(part: Any, values: Mapping[str, Any]) -> None:
 
 def _may_hold_totals(part: Any) -> bool:
     """Return whether an object is a metric, or an object of user code."""
+    if hasattr(part, "named_parameters") and not isinstance(part, type):
+        return not any(True for _ in part.named_parameters())
+    return is_of_user(part)
+
+
+def is_of_user(part: Any) -> bool:
+    """Return whether the class of an object is of user code, and derives from no other library."""
     if isinstance(part, type):
         return False
-    if hasattr(part, "named_parameters"):
-        return not any(True for _ in part.named_parameters())
     return _FOREIGN.isdisjoint(each.__module__.split(".")[0] for each in type(part).__mro__[:-1])
 
 

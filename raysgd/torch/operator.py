@@ -208,7 +208,8 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
 
-        If `train_epoch` calls this method, training continues in the modes of before. Workers may have different numbers of batches, so do not call collectives in this method.
+        If `train_epoch` calls this method, training continues in the modes of before. Workers may
+        have different numbers of batches, so do not call collectives in this method.
         """
         state = self._train_state
         before = state.meters, [(module, module.training) for module in state.modules()]
