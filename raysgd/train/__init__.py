@@ -24,11 +24,12 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.framework import BackendConfig
+from raysgd.train.framework import Backend, BackendConfig
 from raysgd.train.result import Result
 from raysgd.train.trainer import Trainer, TrainingIterator
 
 __all__ = [
+    "Backend",
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
