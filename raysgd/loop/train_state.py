@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.step_timing import StepTiming
+from raysgd._internal.step_timing import new_timing
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import ShardedFeature, StepFeature
@@ -32,7 +32,7 @@ class TrainState(SavedState):
         self.settings = settings
         self.timers = TimerCollection()
         self.timers.enabled = False
-        self.timing = StepTiming()
+        self.timing = new_timing()
         self.models: list[Any] = []
         self.num_criteria = 0
         """Number of criteria with trained parameters, which are the last of `models`."""
