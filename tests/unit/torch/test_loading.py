@@ -366,10 +366,11 @@ def test_digest_is_that_of_the_order_that_was_drawn():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("make_data", [tensors, Numbers])
-def test_validation_keeps_the_order_and_repeats_no_sample(make_data, world_size):
-    loader = DataLoader(make_data(23), batch_size=3)
+@pytest.mark.parametrize("sampler", [None, range(20)])
+def test_validation_keeps_the_order_and_repeats_no_sample(make_data, world_size, sampler):
+    loader = DataLoader(make_data(23), batch_size=3, sampler=sampler)
     ranks = group_batches(loader, world_size, training=False)
-    assert sorted(i for batches in ranks for i in indices(batches)) == list(range(23))
+    assert sorted(i for batches in ranks for i in indices(batches)) == list(sampler or range(23))
     assert all(indices(batches) == sorted(indices(batches)) for batches in ranks)
     single = [indices([batch]) for batch in loader]
     for rank, batches in enumerate(ranks):
