@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
-# datasets: float64 columns become float32 for PyTorch, and stay float64 for NumPy.
+# datasets: float64 columns become float32 for PyTorch, and for NumPy if there are several rows.
 #
 # Versions: datasets 5.2.0, torch 2.13.0, numpy 2.4.6
-# Expected: With_format("torch") keeps the type of the column, as with_format("numpy") does, because
-#   PyTorch has float64.
-# Seen: It returns float32. A time in seconds since 1970 is wrong by 32 s. There is no warning.
+# Expected: Formats keep the type of the column, as rows without a format do, because NumPy and
+#   PyTorch have float64.
+# Seen: Only one row with_format("numpy") is float64. Slices, batches, and with_format("torch") are
+#   float32. A time in seconds since 1970 is wrong by 32 s. There is no warning.
 # Output:
-#   column: float64, numpy: float64, 1764237600.5
-#   column: float64, torch: torch.float32, 1764237568.0
+#   column: float64
+#   None, DataLoader: torch.float64, 1764237600.5
+#   numpy, one row: float64, 1764237600.5
+#   numpy, slice: float32, 1764237568.0
+#   numpy, DataLoader: torch.float32, 1764237568.0
+#   torch, one row: torch.float32, 1764237568.0
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -24,14 +29,22 @@ export HF_HUB_OFFLINE=1
 cat > check.py <<'PYTHON'
 import sys
 from datasets import Dataset
+from torch.utils.data import DataLoader
 
 data = Dataset.from_dict({"time": [1764237600.5]})
-seen = {}
-for kind in ("numpy", "torch"):
-    value = data.with_format(kind)[0]["time"]
-    seen[kind] = (str(value.dtype), float(value))
-    print(f"column: {data.features['time'].dtype}, {kind}: {value.dtype}, {float(value)}")
-if seen != {"numpy": ("float64", 1764237600.5), "torch": ("torch.float32", 1764237568.0)}:
+numpy = data.with_format("numpy")
+values = {
+    "None, DataLoader": next(iter(DataLoader(data)))["time"],
+    "numpy, one row": numpy[0]["time"],
+    "numpy, slice": numpy[:1]["time"],
+    "numpy, DataLoader": next(iter(DataLoader(numpy)))["time"],
+    "torch, one row": data.with_format("torch")[0]["time"],
+}
+print("column:", data.features["time"].dtype)
+for name, value in values.items():
+    print(f"{name}: {value.dtype}, {value.item()}")
+exact, rounded = 1764237600.5, 1764237568.0
+if [value.item() for value in values.values()] != [exact, exact, rounded, rounded, rounded]:
     sys.exit("The behavior has changed.")
 PYTHON
 timeout 120 venv/bin/python check.py
