@@ -99,7 +99,7 @@ class Controller:
     def shutdown(self, force: bool = False) -> None:
         busy = isinstance(self.state, machine.Running | machine.Starting | machine.Broken)
         self._is_shut_down = True
-        self.state, _ = transition(self.state, machine.ShutDown(), self.policy)
+        self.state = machine.Closed()
         self._release(force or busy)
 
     def _release(self, force: bool) -> None:
