@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from raysgd._internal.nested import unchanged
+from raysgd._internal.step_timing import new_timing
 from raysgd.loop.feature import ShardedFeature
 from raysgd.loop.settings import Settings
 from raysgd.loop.train_state import TrainState
@@ -40,7 +41,7 @@ class RegisteredState(TrainState):
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.data = TorchSources(settings, self.seed)
         if settings.device.type == "cuda":
-            self.timing = DeviceTiming()
+            self.timing = new_timing(DeviceTiming)
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
         self.buffers = BufferCopies()

@@ -17,7 +17,7 @@ from raysgd.cluster import actor_group as core
 from raysgd.cluster import functions
 from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.call import Call
-from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.config import ElasticConfig, checked_elastic
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
@@ -77,9 +77,7 @@ class BackendExecutor(OldNames):
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
         self._max_losses = math.inf if max_retries < 0 else max_retries
-        if not isinstance(elastic, ElasticConfig | None):
-            raise TypeError(f"elastic={elastic!r}: must be an ElasticConfig.")
-        elastic = elastic or ElasticConfig()
+        elastic = checked_elastic("BackendExecutor", elastic)
         if elastic.shares == "measured":
             raise ValueError(
                 'ElasticConfig(shares="measured") is for TorchTrainer: raysgd cannot time the '
@@ -269,7 +267,7 @@ class BackendExecutor(OldNames):
         """End the current run, if any."""
         run, self._run = self._run, None
         if run is not None:
-            run.abort()
+            run.controller.stop(EndRunRequest())
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return the results by rank.
