@@ -90,7 +90,7 @@ class Controller:
         """Start the workers and set them up. If that fails, stop them."""
         try:
             with self._supervised():
-                self._group.reserve(self._group.options.start_timeout_s)
+                self._group.reserve()
                 self._react(machine.StartRequested(min_workers=self.min_workers))
         except BaseException:
             self.shutdown(force=True)
