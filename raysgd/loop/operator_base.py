@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.nested import check_rows
 from raysgd.compat.ray_sgd import info_of_user
 from raysgd.data.source import BatchSource
 from raysgd.loop.step_iterator import StepIterator
@@ -131,7 +132,13 @@ class OperatorBase:
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch_idx, batch in enumerate(iterator):
             info = self._batch_info(None, batch_idx, self._train_state.epoch, iterator)
-            yield self._train_state.to_cpu(self.predict_batch(batch, info))
+            output = self.predict_batch(batch, info)
+            check_rows(output, info[NUM_SAMPLES], self._num_rows(batch))
+            yield self._train_state.to_cpu(output)
+
+    def _num_rows(self, batch: Any) -> int:
+        """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
+        return 0
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.nested import map_leaves
+from raysgd._internal.nested import check_rows, map_leaves
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 
@@ -140,8 +140,10 @@ class TrainingOperator(OperatorBase):
         import keras
 
         self._check_own_steps("predict_batch")
-        features, _, _ = self._train_state.unpacked(batch, training=False)
-        return keras.tree.lists_to_tuples(self.run(self._predicted, features))
+        parts = self._train_state.unpacked(batch, training=False)
+        output = keras.tree.lists_to_tuples(self.run(self._predicted, parts[0]))
+        check_rows(output, _length(parts))
+        return output
 
     # ---- methods for user code
 
