@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.data import Dataset
 from raysgd.data.source import BatchSource, own_split
-from raysgd.loop.settings import Settings
+from raysgd.loop.options import Settings
 
 logger = logging.getLogger(__name__)
 

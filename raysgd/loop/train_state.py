@@ -13,8 +13,8 @@ from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import ShardedFeature, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
+from raysgd.loop.options import Settings
 from raysgd.loop.saved_state import SavedState
-from raysgd.loop.settings import Settings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.step import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection

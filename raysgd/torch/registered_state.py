@@ -14,7 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from raysgd._internal.nested import unchanged
 from raysgd._internal.step_timing import new_timing
 from raysgd.loop.feature import ShardedFeature
-from raysgd.loop.settings import Settings
+from raysgd.loop.options import Settings
 from raysgd.loop.train_state import TrainState
 from raysgd.torch import collectives
 from raysgd.torch.device_timing import DeviceTiming
