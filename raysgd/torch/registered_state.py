@@ -71,7 +71,8 @@ class RegisteredState(TrainState):
     def rehearsing(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.callback(self.roll_back)
-            for module in self.modules() if self.fully_sharded is None else ():
+            modules = itertools.chain(self.models, self.modules())  # models may be wrappers
+            for module in modules if self.fully_sharded is None else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                     stack.enter_context(unchanged(module))
             yield
