@@ -48,6 +48,13 @@ class RegisteredState(TrainState):
         self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         """Models without trainable parameters, with the modes of their modules at `register`."""
 
+    def note_frozen_modes(self) -> None:
+        self.frozen_modes = [
+            (model, [(module, module.training) for module in model.modules()])
+            for model in self.models
+            if not any(parameter.requires_grad for parameter in model.parameters())
+        ]
+
     def set_mode(self, training: bool) -> None:
         """Set train or eval mode. In training, frozen models keep their mode from `register`."""
         for model in self.models:
