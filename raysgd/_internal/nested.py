@@ -58,7 +58,7 @@ def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], An
     )
 
 
-def check_rows(output: Any, num_samples: int | None, num_rows: int) -> None:
+def check_rows(output: Any, num_samples: int | None, num_rows: int = 0) -> None:
     """Check that the results for a batch have a row for each sample, if their number is known.
 
     Without `num_samples`, tensors need `num_rows` rows, unless it is 0.

@@ -240,22 +240,20 @@ def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]
 
 
 def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
-    """Create an operator, without calling ``setup``."""
+    """Create an operator, and run its ``setup``."""
     operator = operator_cls(*arguments)
     if "_config" not in vars(operator):
         raise TypeError(
             f"{operator_cls.__name__}.__init__ must take *args and call super().__init__(*args). "
             "Or remove it, and use setup(self, config), which runs on the worker."
         )
-    return operator
-
-
-def check_registered(operator: Any) -> None:
+    operator.setup(operator.config)
     if not operator._train_state.registered:
         raise RuntimeError(
-            f"{type(operator).__name__}.setup did not register anything. Call "
+            f"{operator_cls.__name__}.setup did not register anything. Call "
             "self.register(models=..., optimizers=...) in it."
         )
+    return operator
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:

@@ -1,21 +1,5 @@
 """Train with a function that you write completely. raysgd runs the function on workers.
 
-::
-
-    from raysgd import train
-    from raysgd.train import Trainer
-
-    def train_func(config):
-        for epoch in range(config["num_epochs"]):
-            ...
-            train.report(loss=loss)
-            train.save_checkpoint(epoch=epoch, model=model.state_dict())
-
-    trainer = Trainer("torch", num_workers=2)
-    trainer.start()
-    trainer.run(train_func, config={"num_epochs": 3})
-    trainer.shutdown()
-
 Importing this package imports neither Ray nor a framework.
 """
 

@@ -14,7 +14,7 @@ SURFACE = {
         CreatorOperator ElasticConfig EqualBits Guard TFTrainer TorchTrainer TrainingOperator
         __version__
     """,
-    "raysgd.backends": "Backend WorkerContext backend_names create_backend",
+    "raysgd.backends": "CollectiveBackend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
         Callback CheckpointCallback CsvLogger DeviceStats EMA EarlyStopping EpochLines History
         JsonlLogger LastCall LearningRateLogger LoggerCallback MLflowLogger ModelSummary
