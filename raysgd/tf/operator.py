@@ -91,7 +91,7 @@ class TrainingOperator(OperatorBase):
         self._check_own_steps("train_batch")
         self._check_criterion()
         parts = self._train_state.unpacked(batch, training=True)
-        loss, output, masks = self.minimize(self._loss_and_output, *parts)
+        loss, output, masks = self.minimize(self._forward, *parts, True)
         self._train_state.check_masks(masks)
         _, target, weights = parts
         return {
@@ -123,7 +123,7 @@ class TrainingOperator(OperatorBase):
         self._check_criterion()
         parts = self._train_state.unpacked(batch, training=False)
         with self.timers.record("eval_fwd"):
-            loss, output, masks = self.run(self._evaluated, *parts)
+            loss, output, masks = self.run(self._forward, *parts, False)
         batch_info["output"] = output = _masked(output, masks)
         _, target, weights = parts
         return {
@@ -283,12 +283,6 @@ class TrainingOperator(OperatorBase):
                 f"{type(self).__name__} has no criterion. Pass it to register(criterion=...), or "
                 "compile the model with a loss."
             )
-
-    def _loss_and_output(self, features: Any, target: Any, weights: Any) -> Any:
-        return self._forward(features, target, weights, training=True)
-
-    def _evaluated(self, features: Any, target: Any, weights: Any) -> Any:
-        return self._forward(features, target, weights, training=False)
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
         """Return the loss, the output, and the masks of the output, which graphs drop."""
