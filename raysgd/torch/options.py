@@ -28,7 +28,7 @@ class Guard:
 
     every: Literal["auto"] | int = "auto"
     """Steps between two comparisons within a call. ``"auto"``: as many as let comparisons take at
-    most 0.1 % of the training time."""
+    most 0.1 % of the training time. Comparisons after short calls then read parts of tensors."""
     on_difference: Literal["error", "repair"] = "error"
     """``"repair"``: a minority of the workers takes the state of the majority. Without a majority,
     and with sharding, a difference is an error."""

@@ -30,6 +30,8 @@ def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster,
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
 
         trainer.apply_all_operators(lambda operator: adds_noise(operator, (0, 1, 2)))
+        with pytest.raises(ReplicasDifferError, match="the workers differ in: models"):
+            trainer.get_model()
         for _ in range(2):
             with pytest.raises(ReplicasDifferError, match="the workers differ in: models"):
                 trainer.train(num_steps=2)

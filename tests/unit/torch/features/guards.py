@@ -10,9 +10,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import (
+    ApplyOperatorRequest,
+    RngStateRequest,
+    TrainRequest,
+    ValidateRequest,
+)
 from raysgd.torch.collectives import fingerprint
 from raysgd.torch.ddp import plain
+from raysgd.torch.features import guard
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
@@ -80,6 +86,17 @@ class Bounded(Net):
         return super().forward(x + self.rows((x[:, 0].abs() * 20).long().clamp(max=49)))
 
 
+class Large(Net):
+    """Has a parameter that a comparison after a short call does not read completely."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.zeros(20_000))
+
+    def forward(self, x):
+        return super().forward(x + self.large.sum())
+
+
 class Broken(Net):
     """Computes with an error of one unit in the last place on one worker."""
 
@@ -119,6 +136,10 @@ def sets_data(t):
 
 def flips_parameter(t):
     flip(weights(t))
+
+
+def flips_end(t):
+    flip(t.model.large, 32 * 19_999)
 
 
 def flips_sign_bits(t):
@@ -371,6 +392,7 @@ def run(case, rank):
         **case.settings,
     )
     runner = TorchRunner(options)
+    guard._BUDGET = 1e-9 if case.model == "Large" else 0.001
     torch.manual_seed(rank)
     context = WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True)
     try:
@@ -389,6 +411,7 @@ def run(case, rank):
         runner.handle(ValidateRequest(call=1))
         runner.handle(TrainRequest(call=2, until_step=6, until_epoch=99))
         runner.handle(TrainRequest(call=3, until_step=10, until_epoch=99))
+        runner.handle(RngStateRequest())
     except (ReplicasDifferError, RuntimeError) as found:
         problem, error = str(found), found
     result = {

@@ -76,6 +76,16 @@ def test_difference_within_a_call_is_an_error(workers, case, named, every):
         assert result["step"] == (6 if every == "auto" else 4)
 
 
+@pytest.mark.parametrize(("change", "step"), [("changes_gradients", 6), ("flips_end", 10)])
+def test_difference_that_a_short_call_leaves_is_an_error_before_the_state_leaves(
+    workers, change, step
+):
+    """A comparison after a short call reads a part of large tensors."""
+    for result in workers(Case(change, "in a step", model="Large")):
+        assert "models[0].large" in result["problem"]
+        assert result["step"] == step
+
+
 @pytest.mark.parametrize(
     ("case", "named", "step"),
     [
