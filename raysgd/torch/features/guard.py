@@ -58,16 +58,14 @@ class ReplicaGuard(StepFeature):
         self._repairs = guard.on_difference == "repair"
         self._on_gpu = state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
-        self._follows = False
         self._first = 0 if guard.every == "auto" else guard.every
         self._cost_s = 0.0  # of a complete comparison
         self._batch: Any = None  # of the step before a cross-check
         self.enter()
         if guard.crosscheck_every and self._contents.renormalized:
             raise ValueError(
-                f"Guard(crosscheck_every={guard.crosscheck_every}): each forward pass changes an "
-                "Embedding with max_norm, so workers compute other gradients. Leave out one of the "
-                "two."
+                f"Guard(crosscheck_every={guard.crosscheck_every}) does not work with max_norm of "
+                "an Embedding, which each forward pass applies. Leave out one of the two."
             )
 
     # ---- what changes the group or the state
@@ -80,25 +78,18 @@ class ReplicaGuard(StepFeature):
     def enter(self) -> None:
         self._is_due = self._is_new = True
         self._is_active = self._in_call = False
-        self._pending: tuple[torch.Tensor, torch.cuda.Event | None, tuple[bool, bool], bool] | None
-        self._pending = None
+        self._pending: Any = None
         self._interval = self._first  # 0: not known yet
         self._steps = self._compared_at = self._complete_at = self._equal_at = 0
         self._next, self._mark = 1, (0, 0.0)
 
     def receive(self, leader: int) -> Callable[[], None]:
-        self._follows = leader != self._state.context.world_rank
         self._contents.note_buffers()
-        return self._end_receive
-
-    def _end_receive(self) -> None:
-        self._follows = False
-        self._contents.note_buffers()
+        return self._contents.note_buffers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not self._follows:  # the state of another worker may be the wrong one
-            self._problem = ""
-        self._is_due = True
+        # If this is the state of another worker, that worker still has the problem.
+        self._problem, self._is_due = "", True
 
     def after_apply(self) -> None:
         self._is_due = True
@@ -243,22 +234,17 @@ class ReplicaGuard(StepFeature):
 
     def _handle(self, flags: tuple[bool, bool], repairs: bool) -> None:
         state = self._state
-        own: dict[tuple[str, str], Any] = {
-            (kind, name): int(digest_of([value], value.device))
-            if isinstance(value, torch.Tensor)
-            else value
-            for kind, name, value in self._contents.items(*flags)
-        }
+        own: dict[tuple[str, str], Any] = {}
+        for kind, name, value in self._contents.items(*flags):
+            is_tensor = isinstance(value, torch.Tensor)
+            own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
         context, kind = state.context, kind_of(state.settings.device)
         given = [
             collectives.broadcast_object((own, kind), rank) for rank in range(context.world_size)
         ]
         kinds = {kind for _, kind in given}
         found = differing([contents for contents, _ in given])
-        if not found:
-            state.settings.warn_once(
-                "digests", "The replicas differed for a moment, and are equal again."
-            )
+        if not found:  # the replicas differed for a moment
             return
         majority, minority = majority_of(found, context.world_size)
         message = self._message(found, minority)
@@ -282,7 +268,7 @@ class ReplicaGuard(StepFeature):
 
     def _repair(self, leader: int, follows: bool, flags: tuple[bool, bool]) -> None:
         self._state.share_training_state(leader, follows)
-        self._follows = False
+        self._is_due = False  # as on the workers that loaded nothing
         given = self._state.from_rank(self._state.flags, leader)
         if follows:
             self._state.set_flags(given)

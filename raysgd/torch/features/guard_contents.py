@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import numbers
 import operator
-import weakref
 from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
 Content = tuple[str, str, Any]
-"""A kind, a name, and a tensor or a plain value. The value of a buffer that does not count is None.
-"""
+"""A kind, a name, and a tensor, a plain value, or None for a buffer that does not count."""
 _dtype = operator.attrgetter("dtype")
 
 
@@ -36,7 +34,7 @@ class ReplicaContents:
     def __init__(self, state: TorchTrainState) -> None:
         options = state.settings.options
         self._state, self._wraps_all = state, options.wrap_ddp or options.use_horovod
-        self._buffers: dict[str, tuple[Any, int]] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._adopt()
 
     # ---- what is added after `register`
@@ -97,15 +95,15 @@ class ReplicaContents:
         found = {}
         for index in range(len(self._state.models)):
             for place, buffer in self._buffers_of(index):
-                held, version = self._buffers.get(place, (lambda: None, 0))
-                if held() is buffer and version_of(buffer) == version:
+                held, version = self._buffers.get(place, (None, 0))
+                if held is buffer and version_of(buffer) == version:
                     found[place] = buffer
         return found
 
     def note_buffers(self, places: Container[str] | None = None) -> None:
         """Record all buffers, or those of `places`, because all workers have the same now."""
         self._buffers = {
-            name: (weakref.ref(buffer), version_of(buffer))
+            name: (buffer, version_of(buffer))
             for index in range(len(self._state.models))
             for name, buffer in self._buffers_of(index)
             if places is None or name in places
