@@ -83,30 +83,28 @@ class ReplicaContents:
 
     # ---- buffers
 
-    def _buffers_of(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
-        model = ddp.plain(self._state.models[index])
-        statistics = set(map(id, ddp.running_statistics(model)))
-        for name, buffer in model.named_buffers():
-            if id(buffer) not in statistics and not buffer.is_inference():
-                yield f"models[{index}].{name}", buffer
+    def _all_buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        for index, model in enumerate(map(ddp.plain, self._state.models)):
+            statistics = set(map(id, ddp.running_statistics(model)))
+            for name, buffer in model.named_buffers():
+                if id(buffer) not in statistics and not buffer.is_inference():
+                    yield index, f"models[{index}].{name}", buffer
 
     def equal_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have not changed since all workers had the same."""
         found = {}
-        for index in range(len(self._state.models)):
-            for place, buffer in self._buffers_of(index):
-                held, version = self._buffers.get(place, (None, 0))
-                if held is buffer and version_of(buffer) == version:
-                    found[place] = buffer
+        for _, place, buffer in self._all_buffers():
+            held, version = self._buffers.get(place, (None, 0))
+            if held is buffer and version_of(buffer) == version:
+                found[place] = buffer
         return found
 
     def note_buffers(self, places: Container[str] | None = None) -> None:
         """Record all buffers, or those of `places`, because all workers have the same now."""
         self._buffers = {
-            name: (buffer, version_of(buffer))
-            for index in range(len(self._state.models))
-            for name, buffer in self._buffers_of(index)
-            if places is None or name in places
+            place: (buffer, version_of(buffer))
+            for _, place, buffer in self._all_buffers()
+            if places is None or place in places
         }
 
     # ---- what must be equal
@@ -121,23 +119,24 @@ class ReplicaContents:
         state = self._state
         is_sharded = any(feature.is_fully_sharded for feature in state.sharded_features)
         equal, replicated = self.equal_buffers(), set[torch.Tensor]()
-        for index, (model, named) in enumerate(zip(state.models, self._named, strict=True)):
-            own = ddp.replicated(model)
-            if not (self._wraps_all or own):
+        compared = [self._wraps_all or ddp.replicated(model) for model in state.models]
+        for index, model in enumerate(state.models):
+            if not compared[index]:
                 continue
-            ignored: Any = model.parameters_to_ignore if own else ()
-            for name, parameter in named:
+            ignored: Any = getattr(model, "parameters_to_ignore", ())
+            for name, parameter in self._named[index]:
                 replicated.add(parameter)
                 place = f"models[{index}].{name}"
                 flags = str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
                 yield "options", f"dtype, shape, and requires_grad of {place}", flags
                 if not (is_sharded or name in ignored or parameter in self.renormalized):
                     yield "parameters", place, parameter
-            for place, _ in self._buffers_of(index):
-                yield f"buffers {index}", place, equal.get(place)
             if in_step:
                 modes = [module.training for module in model.modules()]
                 yield "options", f"the train or eval modes of models[{index}]", modes
+        for index, place, _ in self._all_buffers():
+            if compared[index]:
+                yield f"buffers {index}", place, equal.get(place)
         divided = [feature.optimizer for feature in state.sharded_features]
         for index, optimizer in enumerate(state.optimizers):
             if self._wraps_all or replicated.issuperset(self._stepped):
