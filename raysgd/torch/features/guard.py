@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,10 +29,6 @@ if TYPE_CHECKING:
     from raysgd.torch.options import Guard
     from raysgd.torch.train_state import TorchTrainState
 
-_BUDGET = 0.001
-"""Share of the training time for comparisons within calls, and again for those between calls."""
-_FIRST = 100
-"""Steps before the first comparison of a call, because its cost is not known yet."""
 _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
 _SMALL = 2**13
@@ -46,20 +40,18 @@ _MOST_SHOWN = 5
 class ReplicaGuard(StepFeature):
     """Compares digests of `ReplicaContents` between the workers.
 
-    A complete comparison precedes a call that follows a join or a change, follows a call, and
-    repeats within calls. If it would take more than `_BUDGET` of the time after a short call,
-    workers compare only a part of each large tensor then. All workers must make the same
-    comparisons. Therefore the interval follows from numbers that they exchange.
+    A complete comparison precedes a call that follows a join or a change, and repeats every
+    ``Guard.every`` steps. After a call of fewer steps, workers read only their share of each large
+    tensor. A digest reads memory once, and a step does so several times. Therefore comparisons take
+    a small share of the time for all models.
     """
 
     def __init__(self, state: TorchTrainState, guard: Guard) -> None:
         self._state, self._contents = state, ReplicaContents(state)
-        self._checks_every, self._is_auto = guard.crosscheck_every, guard.every == "auto"
+        self._every, self._checks_every = guard.every, guard.crosscheck_every
         self._repairs = guard.on_difference == "repair"
         self._on_gpu = state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
-        self._first = 0 if guard.every == "auto" else guard.every
-        self._cost_s = 0.0  # of a complete comparison
         self._batch: Any = None  # of the step before a cross-check
         self.enter()
         if guard.crosscheck_every and self._contents.renormalized:
@@ -79,9 +71,8 @@ class ReplicaGuard(StepFeature):
         self._is_due = self._is_new = True
         self._is_active = self._in_call = False
         self._pending: Any = None
-        self._interval = self._first  # 0: not known yet
         self._steps = self._compared_at = self._complete_at = self._equal_at = 0
-        self._next, self._mark = 1, (0, 0.0)
+        self._next = 1
 
     def receive(self, leader: int) -> Callable[[], None]:
         self._contents.note_buffers()
@@ -102,18 +93,19 @@ class ReplicaGuard(StepFeature):
             raise ReplicasDifferError(self._problem)
         self._is_active = self._state.context.world_size > 1 and self._state.replicated
         if self._is_active and (self._is_due or self._in_call):
-            since = max(1, self._steps - self._compared_at)
-            is_partial = self._is_auto and not self._is_due
-            self._compare_now(max(1, self._interval // since) if is_partial else 1)
+            share = self._every // max(1, self._steps - self._compared_at)
+            self._compare(num_parts=1 if self._is_due else max(1, share))
+            self._settle()
         self._is_due = self._in_call = False
 
     def before_export(self) -> None:
         has_changed = self._is_due or self._steps > self._complete_at
         if self._is_active and has_changed and not self._problem:
-            self._compare_now()
+            self._compare()
+            self._settle()
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._in_call, self._mark = True, (self._steps, time.perf_counter())
+        self._in_call = True
 
     def begin(self, tx: UpdateTransaction) -> None:
         if self._is_active:
@@ -126,7 +118,7 @@ class ReplicaGuard(StepFeature):
         # After one step, a replacement has what `train_batch` sets itself.
         is_new = self._is_new and self._steps > 0
         # A worker that repeats a step does not compare again.
-        if is_new or self._steps - self._complete_at >= (self._interval or _FIRST):
+        if is_new or self._steps - self._complete_at >= self._every:
             self._is_new = self._is_new and not is_new
             self._compare(in_step=True, is_new=is_new)
             if not self._on_gpu:
@@ -152,28 +144,12 @@ class ReplicaGuard(StepFeature):
 
     # ---- comparison
 
-    def _compare_now(self, num_parts: int = 1) -> None:
-        """Compare between steps, when waiting for a GPU costs nothing. Measure the cost."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        self._compare(num_parts=num_parts)
-        self._settle()
-        if self._complete_at == self._steps:
-            self._cost_s = time.perf_counter() - began
-
     def _compare(self, in_step: bool = False, is_new: bool = False, num_parts: int = 1) -> None:
         """Send digests to the other workers. `_settle` reads the result."""
         self._settle()
         digests, counts, is_complete = self._digests(in_step, is_new, num_parts)
         digests = torch.where(counts, torch.stack([digests, ~digests]), _ABSTAINS)
-        (steps, since), now, wanted = self._mark, time.perf_counter(), self._interval
-        if self._is_auto and self._cost_s and self._steps > steps:
-            step_s = (now - since) / (self._steps - steps)
-            wanted = math.ceil(self._cost_s / (_BUDGET * step_s))
-        sent = torch.cat([digests.view(-1), digests.new_full((1,), wanted)])
-        # The cost includes the wait for other workers, so the lowest is that of the last worker.
-        found, event = collectives.lowest(sent), None
+        found, event = collectives.lowest(digests.view(-1)), None
         if self._on_gpu:
             found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, True)
             event = torch.cuda.Event()
@@ -181,8 +157,7 @@ class ReplicaGuard(StepFeature):
         self._pending = found, event, (in_step, is_new), is_complete
         self._compared_at = self._steps
         self._complete_at = self._steps if is_complete else self._complete_at
-        self._next = self._steps + min(_LAG, self._interval or _FIRST)
-        self._mark = self._steps, time.perf_counter()
+        self._next = self._steps + min(_LAG, self._every)
 
     def _digests(
         self, in_step: bool, is_new: bool, num_parts: int
@@ -219,16 +194,12 @@ class ReplicaGuard(StepFeature):
             (found, event, flags, is_complete), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
-            *lowest, interval = found.tolist()
-            self._interval = interval if self._is_auto else self._interval
-            half = len(lowest) // 2
-            pairs = zip(lowest[:half], lowest[half:], strict=True)
-            if not all(low in (~high, high) for low, high in pairs):
+            found = found.view(2, -1).tolist()
+            if not all(low in (~high, high) for low, high in zip(*found, strict=True)):
                 self._handle(flags, repairs)
             elif is_complete:
                 self._equal_at = self._state.global_step
-        wait = 1 if self._is_new else self._interval or _FIRST
-        self._next = self._complete_at + wait
+        self._next = self._complete_at + (1 if self._is_new else self._every)
 
     # ---- a difference
 

@@ -18,7 +18,6 @@ from raysgd.loop.requests import (
 )
 from raysgd.torch.collectives import fingerprint
 from raysgd.torch.ddp import plain
-from raysgd.torch.features import guard
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
@@ -392,7 +391,6 @@ def run(case, rank):
         **case.settings,
     )
     runner = TorchRunner(options)
-    guard._BUDGET = 1e-9 if case.model == "Large" else 0.001
     torch.manual_seed(rank)
     context = WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True)
     try:
