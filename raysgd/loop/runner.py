@@ -223,6 +223,8 @@ class OperatorRunner(Runner, ABC):
                 case call.LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.RngStateRequest():
+                    for feature in self._train_state.features:
+                        feature.before_export()
                     return self.generators.state()
                 case requests.ModelsRequest():
                     return self.models()
