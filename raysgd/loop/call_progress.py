@@ -52,11 +52,11 @@ class CallProgress:
 
     def saved(self) -> dict[str, Any]:
         """Return the state, with the shared metrics of a segment that runs."""
-        state, segment = dict(vars(self.state)), self._train_state.segment
-        if segment is not None and self._is_shared and self._train_state.meters is not None:
-            running = segment.start_step, self._train_state.meters.summary()
-            state["shared"] = [*self.state.shared, running]
-        return state
+        state, train_state, shared = vars(self.state), self._train_state, self.state.shared
+        if train_state.segment is None or train_state.meters is None or not self._is_shared:
+            return state
+        running = train_state.segment.start_step, train_state.meters.summary()
+        return {**state, "shared": [*shared, running]}
 
     def join(self, state: Mapping[str, Any]) -> None:
         """Join a call that other workers have begun, without their metrics."""

@@ -9,6 +9,7 @@ and Improved Utilization on GPUs", 2023, for the idea of logical workers.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -214,14 +215,12 @@ class ShardReplication(Replication):
         """
         if not self._stepped:
             self._agree(0, [])
-        owned, last = self._partition.owned, self._num_shards - 1
-        found = []
-        for index, (metrics, weight, _) in enumerate(updates):
-            step, place = divmod(index, len(owned))
-            found.append(((step, owned[place]), metrics, weight))
-        rows = [row for part in self._gather(pickle.dumps(found)) for row in pickle.loads(part)]
+        shards = itertools.product(range(len(updates)), self._partition.owned)  # of each step
+        own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
+        rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
         rows.sort(key=lambda row: row[0])
         self._transaction.has_metrics = self._transaction.is_updated = True
+        last = self._num_shards - 1
         return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
 
     def _gather(self, own: bytes) -> list[bytes]:
@@ -229,19 +228,17 @@ class ShardReplication(Replication):
         if not dist.is_initialized():
             return [own]
         while True:
-            content = bytearray(4 * self._width)
-            content[:4] = len(own).to_bytes(4, sys.byteorder)
-            if len(own) <= len(content) - 4:
-                content[4 : 4 + len(own)] = own
+            size, content = 4 * self._width, len(own).to_bytes(4, sys.byteorder) + own
+            content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
             rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
-            rows[dist.get_rank()] = torch.frombuffer(content, dtype=torch.int32)
+            rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
             rows = rows.to(self._state.settings.device)
             dist.all_reduce(rows)  # the rows of the other workers are zeros
             parts = [row.tobytes() for row in rows.cpu().numpy()]
-            sizes = [int.from_bytes(part[:4], sys.byteorder) for part in parts]
-            if max(sizes) <= len(content) - 4:
-                return [part[4 : 4 + size] for part, size in zip(parts, sizes, strict=True)]
-            self._width = max(sizes) // 2  # twice as wide as needed
+            ends = [4 + int.from_bytes(part[:4], sys.byteorder) for part in parts]
+            if max(ends) <= size:
+                return [part[4:end] for part, end in zip(parts, ends, strict=True)]
+            self._width = max(ends) // 2  # twice as wide as needed
 
     # ---- gradients
 

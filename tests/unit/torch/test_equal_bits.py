@@ -241,6 +241,28 @@ def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
     assert found[0] == found[3] != found[1]
 
 
+LONG = """
+from raysgd._internal.context import WorkerContext
+from tests.unit.torch.bits import CASES, make_runner
+
+join()
+runner = make_runner(CASES["perceptron"], 2)
+runner.setup(WorkerContext(world_rank=rank, world_size=2, distributed=True))
+share = runner._train_state.share_metrics
+replication = share.__self__
+replication._stepped = [1]
+for size in (0, 40, 300, 5000, 10):
+    shards = [({"text": str(3 * rank + i) * size * (1 + rank)}, 2.0, False) for i in range(3)]
+    metrics = [text["text"] for text, *_ in share(shards)]
+    assert metrics == [str(i) * size * (1 + i // 3) for i in range(6)]
+print("good")
+"""
+
+
+def test_metrics_of_any_size_are_exchanged():
+    run_ranks(LONG, 2)
+
+
 class Fails(Trains):
     def train_batch(self, batch, batch_info):
         if self.global_step == 2:
