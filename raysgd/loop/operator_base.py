@@ -181,7 +181,7 @@ class OperatorBase:
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
         if tx.is_last:
-            meters.settle()
+            meters.settle(self._train_state.share_metrics)
 
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""

@@ -46,6 +46,8 @@ class TrainState(SavedState):
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
+        self.share_metrics: Callable[[list[Any]], list[Any]] | None = None
+        """Returns the metrics of an update from all workers, if each worker keeps all of them."""
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
         self.segment: Any = None

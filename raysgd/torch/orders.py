@@ -75,7 +75,10 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
 
 def seed_all(seed: int) -> None:
     """Seed the global generators of torch, NumPy, and random."""
-    torch.manual_seed(seed % 2**63)
+    # On a CPU, torch.manual_seed takes 0.2 ms, and keeps a stack for each device that may follow.
+    torch.default_generator.manual_seed(seed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

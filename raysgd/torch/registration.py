@@ -179,9 +179,10 @@ def _replicate(
 ) -> HorovodGradients | Replication:
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
-        shards = ShardReplication(state, options.num_shards)
+        shards = ShardReplication(state, options.num_shards, state.optimization.precision)
         state.optimization.average, state.optimization.keep = shards.average, shards.keep
         state.optimization.needs_helper = shards.needs_helper
+        state.share_metrics = shards.share_metrics
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)

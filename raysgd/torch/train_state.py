@@ -13,7 +13,7 @@ from raysgd._internal.nested import loading
 from raysgd.loop.state_schema import check_parts
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
-from raysgd.torch.features.equal_bits import ShardedTransaction
+from raysgd.torch.features.equal_bits import ShardedTransaction, ShardMicroBatching
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.optimization import Optimization
@@ -39,7 +39,8 @@ class TorchTrainState(RegisteredState):
         if options.num_shards is not None:
             self.transaction = ShardedTransaction()
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
-        self.micro_batching: TorchMicroBatching = TorchMicroBatching(self)
+        kind = TorchMicroBatching if options.num_shards is None else ShardMicroBatching
+        self.micro_batching: TorchMicroBatching = kind(self)
         self.features = [self.micro_batching]
         self.optimization = Optimization(self, precision)
         self.schedules = Schedules(self, self.optimization.check_complete)
