@@ -40,6 +40,11 @@ class DataSources(ABC):
 
     def _wrapped(self, argument: str, loader: Any, training: bool) -> BatchSource:
         # Map-style data sets without __iter__ are iterable through __getitem__.
+        if hasattr(loader, "iter_torch_batches"):
+            raise TypeError(
+                f"{argument}: a {type(loader).__name__} of Ray Data has no batches. Pass its "
+                "iter_torch_batches(batch_size=...)."
+            )
         is_read = isinstance(loader, Iterable) or inspect.isgeneratorfunction(loader)
         if not is_read and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{argument} must be iterable, but it is {loader!r}.")

@@ -6,10 +6,12 @@ digest of the samples, so a stream that gives them different samples is an error
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
 import itertools
+import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +68,7 @@ class Chunks(IterableDataset[Chunk]):
             self.dataset.load_state_dict(state)  # None discards an earlier state
         iterator, samples = None, [None] * self._size
         while len(samples) == self._size:
-            with seeded(hash((self._seed, process, number)) % 2**62):
+            with seeded(hash((self._seed, process, number)) % 2**62), in_group_of_one():
                 iterator = iter(self.dataset) if iterator is None else iterator
                 samples = list(itertools.islice(iterator, self._size))
             number += 1
@@ -359,6 +361,21 @@ class StreamSource(PartitionedSource):
         self._first = offset
         passed = sum(mark["offset"] <= offset for mark in self._marks)
         del self._marks[: max(0, passed - 1)]
+
+
+@contextlib.contextmanager
+def in_group_of_one() -> Iterator[None]:
+    """Set the variables by which WebDataset and others select the samples of a worker."""
+    own = {"RANK": "0", "WORLD_SIZE": "1"}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def has_samples(loader: Any) -> bool:

@@ -1,9 +1,13 @@
 """Streams that every worker reads: parts of the workers, positions, and errors."""
 
 import copy
+import gc
+import io
 import itertools
 import math
+import os
 import random
+import tarfile
 import weakref
 
 import numpy as np
@@ -231,10 +235,37 @@ events = st.lists(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_sample_is_trained_once_in_any_schedule(kind):
+    check_any_schedule(KINDS[kind], keeps_steps=kind in ("loader", "state", "random"))
+
+
+# WebDataset does not close a file that it has not read to the end.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_samples_of_web_dataset_are_trained_once_in_any_schedule(tmp_path, monkeypatch):
+    wds = pytest.importorskip("webdataset", reason="WebDataset is not installed")
+    with tarfile.open(tmp_path / "data.tar", "w") as archive:
+        for number in range(70):
+            member = tarfile.TarInfo(f"{number}.cls")
+            member.size = 2
+            archive.addfile(member, io.BytesIO(b"%02d" % number))
+
+    def make(size):
+        data = wds.WebDataset(str(tmp_path / "data.tar"), shardshuffle=False)
+        data = data.slice(size).shuffle(9, seed=0).decode().to_tuple("cls")
+        return DataLoader(data, batch_size=3)
+
+    # WebDataset selects the samples of a rank, or refuses several ranks, by these variables.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    check_any_schedule(make, keeps_steps=True)
+    assert os.environ["WORLD_SIZE"] == "2"
+    gc.collect()
+
+
+def check_any_schedule(make, keeps_steps):
     @examples(60)
     @given(size=st.integers(1, 70), schedule=events)
     def run(size, schedule):
-        group = Group(lambda: KINDS[kind](size), full_size=3)
+        group = Group(lambda: make(size), full_size=3)
         group.resize([], 3)
         for num_steps, loses, survivors, next_size in schedule:
             for _ in range(num_steps):
@@ -244,13 +275,13 @@ def test_each_sample_is_trained_once_in_any_schedule(kind):
             group.resize(survivors, next_size)
         while group.step():
             pass
-        whole = Group(lambda: KINDS[kind](size), full_size=3)
+        whole = Group(lambda: make(size), full_size=3)
         whole.resize([], 1)
         while whole.step():
             pass
         trained = [number for step in group.steps for number, _ in step]
         assert sorted(trained) == list(range(size))
-        if kind in ("loader", "state", "random"):  # steps keep their size
+        if keeps_steps:
             assert group.steps == whole.steps
 
     run()
