@@ -25,8 +25,12 @@ def is_tested(name: str, version: str) -> bool:
 
 def is_too_old(name: str, version: str) -> bool:
     """Return whether `version` is older than raysgd supports."""
-    oldest, _ = TESTED[name]
-    return _part(version, oldest) < _part(oldest, oldest)
+    return not is_at_least(version, TESTED[name][0])
+
+
+def is_at_least(version: str, oldest: str) -> bool:
+    """Return whether `version` is `oldest` or newer."""
+    return _part(version, oldest) >= _part(oldest, oldest)
 
 
 def check_oldest(owner: str, name: str, version: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.metadata
 import io
 import itertools
 import os
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
+from raysgd._internal.versions import is_at_least
 from raysgd.data.partition import EpochPartition, UpdatePlan, plan_update
 from raysgd.data.source import PartitionedSource
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
@@ -392,9 +394,11 @@ def has_samples(loader: Any) -> bool:
 def can_jump(dataset: Any) -> bool:
     """Return whether reading can continue from a state of the data set, with the same samples."""
     if type(dataset).__module__.startswith("datasets."):
-        # Hugging Face does not save the content of a shuffle buffer, or of a batch of a table.
+        # Before datasets 5.0.1, the states of filtered and mapped streams lose samples. No version
+        # saves the content of a shuffle buffer, or of a batch of a table.
+        is_exact = is_at_least(importlib.metadata.version("datasets"), "5.0.1")
         is_table = getattr(getattr(dataset, "_formatting", None), "is_table", False)
-        return not is_table and not _has_buffer(getattr(dataset, "_ex_iterable", None))
+        return is_exact and not is_table and not _has_buffer(getattr(dataset, "_ex_iterable", None))
     return getattr(dataset, "is_resumable", False)
 
 
