@@ -104,6 +104,9 @@ class Records(ABC):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
+    def __repr__(self) -> str:
+        return f"{len(self.paths)} files with {len(self)} records"
+
     def __getstate__(self) -> dict[str, Any]:
         held = ("_files", "_pid", "_tables")
         return {key: value for key, value in vars(self).items() if key not in held}

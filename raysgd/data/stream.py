@@ -157,7 +157,7 @@ class Stream(NumberedSamples):
         return len(self._records)
 
     def __repr__(self) -> str:
-        return f"Stream of {len(self._records.paths)} files with {len(self._records)} records"
+        return f"Stream of {self._records!r}"
 
     @property
     def paths(self) -> list[str]:

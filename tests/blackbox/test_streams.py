@@ -3,6 +3,7 @@
 import io
 import tarfile
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -112,6 +113,20 @@ def test_evaluation_of_a_stream_counts_each_sample_once(two):
 
     assert two.trainer.test(loader)["num_samples"] == 37
     assert two.trainer.predict(loader).tolist() == list(range(37))
+
+
+class Unseeded(Numbers):
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(self.size).tolist())
+
+
+def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(two):
+    def loader(config):
+        return DataLoader(Unseeded(100), batch_size=5)
+
+    for evaluate in (two.trainer.test, two.trainer.predict):
+        with pytest.raises(RuntimeError, match="read different samples from a stream, Unseeded"):
+            evaluate(loader)
 
 
 def test_web_dataset_is_read_on_two_workers(two, tmp_path):
