@@ -1,4 +1,4 @@
-"""Numbered records of files: JSON lines, text, tar archives, and Parquet.
+"""Numbered records of files: JSON lines, text, and tar archives.
 
 An index of each file is built once and kept in a cache folder, so that any record can be read
 without the records before it. Compressed files are decompressed once into that folder.
@@ -31,8 +31,6 @@ import fsspec
 import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.utils import infer_compression
-
-from raysgd._internal.imports import import_extra
 
 T = TypeVar("T")
 
@@ -341,57 +339,6 @@ class Tar(_Spans):
         return sample
 
 
-class Parquet(Records):
-    """Rows of Parquet files, as dicts. Row groups are decoded as a whole."""
-
-    def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
-        self._columns = None if columns is None else list(columns)
-        super().__init__(paths, **options)
-        sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
-        self.block = int(max(sizes, default=1))
-
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
-        metadata = _pyarrow().ParquetFile(file).metadata
-        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
-        return np.array([0, *itertools.accumulate(sizes)], np.int64)
-
-    def _count(self, index: Any) -> int:
-        return int(index[-1])
-
-    def _read(self, file: int, numbers: list[int]) -> list[Any]:
-        index, found = self._indexes[file], []
-        groups = np.searchsorted(index, numbers, side="right") - 1
-        pairs = zip(groups.tolist(), numbers, strict=True)
-        for group, members in itertools.groupby(pairs, lambda pair: pair[0]):
-            rows = [number - int(index[group]) for _, number in members]
-            table = self._table(file, group)
-            is_run = rows[-1] - rows[0] == len(rows) - 1
-            part = table.slice(rows[0], len(rows)) if is_run else table.take(rows)
-            found += part.to_pylist()
-        return found
-
-    def _row_group(self, opened: Any, group: int) -> Any:
-        file = _pyarrow().ParquetFile(opened)
-        names = file.schema_arrow.names
-        if missing := set(self._columns or ()) - set(names):
-            raise ValueError(
-                f"parquet(columns={self._columns!r}): there is no {sorted(missing)}. The columns "
-                f"are {names}."
-            )
-        return file.read_row_group(group, columns=self._columns, use_threads=False)
-
-    def _table(self, file: int, group: int) -> Any:
-        key = file, group
-        if key not in self._tables:
-            held = list(self._tables.values())
-            while held and sum(map(len, held)) > self.kept_rows:
-                self._tables.popitem(last=False)
-                held.pop(0)
-            self._tables[key] = self._with_file(file, lambda opened: self._row_group(opened, group))
-        self._tables.move_to_end(key)
-        return self._tables[key]
-
-
 def _members(data: bytes) -> list[tuple[str, bytes]]:
     """Return the names and contents of the files in a part of a tar archive."""
     found, start = [], 0
@@ -411,10 +358,6 @@ def _members(data: bytes) -> list[tuple[str, bytes]]:
         found.append((name.decode(), data[start + 512 : start + 512 + size]))
         start += 512 + -(-size // 512) * 512
     return found
-
-
-def _pyarrow() -> Any:
-    return import_extra("parquet()", "pyarrow.parquet", "data")
 
 
 def is_remote(fs: Any) -> bool:
@@ -500,11 +443,3 @@ def tar(paths: Any, **options: Any) -> Records:
     `Records` describes the arguments.
     """
     return Tar(paths, **options)
-
-
-def parquet(paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> Records:
-    """Return the rows of Parquet files as dicts, with all `columns` by default.
-
-    `Records` describes the other arguments.
-    """
-    return Parquet(paths, columns=columns, **options)
