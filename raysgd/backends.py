@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 
 from raysgd._internal.context import WorkerContext
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 
-__all__ = ["Backend", "WorkerContext", "backend_names", "create_backend"]
+__all__ = ["CollectiveBackend", "WorkerContext", "backend_names", "create_backend"]
 
 _BACKENDS = {
     "gloo": "raysgd.comm.torch:TorchProcessGroup",
@@ -22,7 +22,7 @@ def backend_names() -> list[str]:
     return sorted(_BACKENDS)
 
 
-def create_backend(name: str, timeout_s: float) -> Backend:
+def create_backend(name: str, timeout_s: float) -> CollectiveBackend:
     """Create the backend `name`. `timeout_s` limits each collective, in seconds.
 
     Raises:
@@ -31,5 +31,7 @@ def create_backend(name: str, timeout_s: float) -> Backend:
     if name not in _BACKENDS:
         raise ValueError(f"backend={name!r}: must be one of {', '.join(backend_names())}.")
     module, _, attribute = _BACKENDS[name].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), attribute)(name, timeout_s)
+    backend: CollectiveBackend = getattr(importlib.import_module(module), attribute)(
+        name, timeout_s
+    )
     return backend

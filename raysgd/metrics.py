@@ -8,10 +8,12 @@ idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from functools import reduce
 from statistics import mean
 from typing import Any, Self
@@ -42,38 +44,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Number)
 
 
-class ExactSum:
-    """A sum of floats that rounds only when it is read, so that the order of the terms is free."""
-
-    _BITS = 1074  # 2**-1074 is the smallest float64 above 0
-
-    def __init__(self, value: float) -> None:
-        self._scaled, self._infinite = 0, 0.0
-        if math.isfinite(value):
-            numerator, denominator = value.as_integer_ratio()  # the latter is a power of 2
-            self._scaled = numerator << (self._BITS + 1 - denominator.bit_length())
-        else:
-            self._infinite = value
-
-    def __add__(self, other: Any) -> Any:
-        if not isinstance(other, ExactSum):
-            return float(self) + other
-        total = ExactSum(self._infinite + other._infinite)
-        total._scaled += self._scaled + other._scaled
-        return total
-
-    __radd__ = __add__
-
-    def __float__(self) -> float:
-        try:
-            return self._scaled / (1 << self._BITS) + self._infinite
-        except OverflowError:
-            return math.inf if self._scaled > 0 else -math.inf
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, ExactSum):
-        return float(value)
+    if isinstance(value, Fraction):
+        with contextlib.suppress(OverflowError):
+            return float(value)
+        return math.inf if value > 0 else -math.inf
     if hasattr(value, "detach"):
         value = value.detach()
         return value.item() if value.numel() == 1 else value.cpu().double()
@@ -84,7 +59,7 @@ def _plain(value: Any) -> Any:
 
 def _summable(value: Any) -> Any:
     """Convert `value` for float64 sums. Tensors on an accelerator stay there, to avoid waiting."""
-    if isinstance(value, ExactSum):
+    if isinstance(value, Fraction):
         return value
     device = getattr(value, "device", None)
     if hasattr(value, "detach") and getattr(device, "type", "cpu") not in ("cpu", "mps"):
@@ -94,7 +69,15 @@ def _summable(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    return ExactSum(value) if isinstance(value, float) else value
+    """Return a fraction for a float, so that the order of the terms does not change a sum."""
+    return Fraction(value) if isinstance(value, float) and math.isfinite(value) else value
+
+
+def _added(left: Any, right: Any) -> Any:
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left + right
+    left, right = (_plain(each) if isinstance(each, Fraction) else each for each in (left, right))
+    return left + right
 
 
 class AverageMeter:
@@ -113,14 +96,14 @@ class AverageMeter:
     def reset(self) -> None:
         """Discard all values."""
         self._last: Any = 0.0
-        self._total: Any = ExactSum(0.0)
+        self._total: Any = Fraction(0)
         self.count: float = 0
 
     def update(self, val: Any, n: float = 1) -> None:
         """Add `val`, the mean of `n` samples. Tensors on an accelerator are read later."""
         self._last = _summable(val)
         if n:  # the mean of no samples can be NaN
-            self._total = _exact(self._last * n) + self._total
+            self._total = _added(_exact(self._last * n), self._total)
             self.count += n
 
     @property
@@ -186,7 +169,7 @@ class Sums(MergeableMetric):
 
     def merge(self, other: Self) -> Self:
         """Return a metric with the added sums of both metrics."""
-        added = {name: value + other._sums[name] for name, value in self._sums.items()}
+        added = {name: _added(value, other._sums[name]) for name, value in self._sums.items()}
         return type(self)(self.function, **added)
 
     def compute(self) -> Any:
@@ -194,7 +177,7 @@ class Sums(MergeableMetric):
         return self.function(**self.sums)
 
     def __getstate__(self) -> dict[str, Any]:
-        sums = {n: v if isinstance(v, ExactSum) else _plain(v) for n, v in self._sums.items()}
+        sums = {n: v if isinstance(v, Fraction) else _plain(v) for n, v in self._sums.items()}
         return {"function": self.function, "_sums": sums}
 
 

@@ -58,18 +58,23 @@ def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], An
     )
 
 
-def check_rows(output: Any, num_samples: int | None) -> None:
-    """Check that the results for a batch have a row for each sample, if their number is known."""
+def check_rows(output: Any, num_samples: int | None, num_rows: int = 0) -> None:
+    """Check that the results for a batch have a row for each sample, if their number is known.
+
+    Without `num_samples`, tensors need `num_rows` rows, unless it is 0.
+    """
     if isinstance(output, dict | tuple):
         for each in output.values() if isinstance(output, dict) else output:
-            check_rows(each, num_samples)
+            check_rows(each, num_samples, num_rows)
         return
-    shape = (len(output),) if isinstance(output, list) else tuple(getattr(output, "shape", ()))
-    if num_samples is not None and shape and shape[0] != num_samples:
+    is_list = isinstance(output, list)
+    shape = (len(output),) if is_list else tuple(getattr(output, "shape", ()))
+    expected = (0 if is_list else num_rows) if num_samples is None else num_samples
+    if expected and shape and shape[0] != expected:
         raise ValueError(
-            f"predict_batch returned a result of shape {shape} for a batch of {num_samples} "
-            "samples. The first dimension must be that of the samples: use transpose(0, 1), or "
-            "return a list with an item for each sample."
+            f"predict_batch returned a result of shape {shape} for a batch of {expected} samples. "
+            "The first dimension must be that of the samples: use transpose(0, 1), or return a "
+            "list with an item for each sample."
         )
 
 
@@ -162,10 +167,15 @@ def _set_attributes(part: Any, values: Mapping[str, Any]) -> None:
 
 def _may_hold_totals(part: Any) -> bool:
     """Return whether an object is a metric, or an object of user code."""
+    if hasattr(part, "named_parameters") and not isinstance(part, type):
+        return not any(True for _ in part.named_parameters())
+    return is_of_user(part)
+
+
+def is_of_user(part: Any) -> bool:
+    """Return whether the class of an object is of user code, and derives from no other library."""
     if isinstance(part, type):
         return False
-    if hasattr(part, "named_parameters"):
-        return not any(True for _ in part.named_parameters())
     return _FOREIGN.isdisjoint(each.__module__.split(".")[0] for each in type(part).__mro__[:-1])
 
 

@@ -25,10 +25,10 @@ from raysgd.callbacks.progress import EpochLines as EpochLines
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
 from raysgd.callbacks.report import RunReport as RunReport
 from raysgd.callbacks.services import MLflowLogger as MLflowLogger
+from raysgd.callbacks.services import TensorBoardLogger as TensorBoardLogger
 from raysgd.callbacks.services import WandbLogger as WandbLogger
 from raysgd.callbacks.stopping import EarlyStopping as EarlyStopping
 from raysgd.callbacks.stopping import TerminateOnNaN as TerminateOnNaN
-from raysgd.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 
 # Export every class above.
 __all__ = sorted(name for name, value in globals().items() if isinstance(value, type))

@@ -5,10 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import dataclasses
-import importlib
 import json
-import platform
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from raysgd._internal.files import replacing
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, logdir_of
 from raysgd.callbacks.values import json_dict, jsonable, scalars, shown_config
+from raysgd.checkpoint.manifest import versions
 from raysgd.elastic.events import Event
 
 
@@ -27,9 +25,9 @@ class JsonlLogger(LoggerCallback):
     In ``metrics.jsonl``, a line of kind "run" describes each start: a ``fit()``, or else the first
     call::
 
-        {"kind": "run", "time": ..., "version": ..., "operator": "Classifier", "device": "CPU",
-         "versions": {"python": ..., ...}, "config": {...}, "epoch": 0, "global_step": 0,
-         "num_workers": 2, "min_workers": 1}
+        {"kind": "run", "time": ..., "operator": "Classifier", "device": "CPU",
+         "versions": {"python": ..., "raysgd": ..., ...}, "config": {...}, "epoch": 0,
+         "global_step": 0, "num_workers": 2, "min_workers": 1}
         {"kind": "train", "time": ..., "seconds": ..., "epoch": 1, "global_step": 31,
          "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
 
@@ -48,10 +46,9 @@ class JsonlLogger(LoggerCallback):
         run = {
             "kind": "run",
             "time": time.time(),
-            "version": importlib.import_module("raysgd").__version__,
             "operator": trainer.operator_name,
             "device": "GPU" if getattr(trainer, "use_gpu", False) else "CPU",
-            "versions": _versions(),
+            "versions": versions(),
             "config": json_dict(shown_config(trainer.config)),
             "epoch": trainer.epoch,
             "global_step": trainer.global_step,
@@ -66,19 +63,13 @@ class JsonlLogger(LoggerCallback):
             line["speed"] = call.speed
         self._write(trainer, "metrics.jsonl", line)
 
-    def log_event(self, trainer: Trainer, event: Event) -> None:
+    def on_event(self, trainer: Trainer, event: Event) -> None:
         self._write(trainer, "events.jsonl", dataclasses.asdict(event))
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
         text = json.dumps(jsonable(line), allow_nan=False)
         with (logdir_of(trainer) / name).open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
-
-
-def _versions() -> dict[str, str]:
-    names = ("ray", "torch", "tensorflow", "keras")
-    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
-    return {"python": platform.python_version(), **{k: v for k, v in versions.items() if v}}
 
 
 class CsvLogger(LoggerCallback):

@@ -10,25 +10,15 @@ from typing import Any
 from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
-from raysgd.elastic.events import Event
 
 _PHASES = [f"{name}_s" for name in PHASES]
 
 
 class LoggerCallback(Callback):
-    """Writes the result of each call and each event. Override `log`, `log_event` and `close`."""
+    """Writes the result of each call. Override `log`, and hooks such as `on_event`."""
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
-
-    def log_event(self, trainer: Trainer, event: Event) -> None:
-        """Write an event."""
-
-    def close(self, trainer: Trainer) -> None:
-        """Close open files and connections at the end, also after an exception."""
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        self.close(trainer)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         assert trainer.last_call is not None
@@ -38,9 +28,6 @@ class LoggerCallback(Callback):
 
     def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         self.log(trainer, call, metrics)
-
-    def on_event(self, trainer: Trainer, event: Event) -> None:
-        self.log_event(trainer, event)
 
 
 def named_metrics(

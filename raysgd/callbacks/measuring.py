@@ -97,14 +97,18 @@ class ModelSummary(Callback):
 
 def _summary(operator: Any) -> str:
     """Return a table of an operator's models. Runs on the worker."""
-    rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained", "size")]
     models = operator._train_state.given_models
+    if not hasattr(operator, "unwrapped"):  # of Keras
+        lines: list[str] = []
+        for model in models:
+            model.summary(line_length=100, print_fn=lines.append)
+        return "\n".join(lines)
+    rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained", "size")]
     totals = [0, 0, 0]
-    for number, model in enumerate(models):
-        if hasattr(operator, "unwrapped"):
-            model = operator.unwrapped(model)  # without DistributedDataParallel
+    for number, wrapped in enumerate(models):
+        model = operator.unwrapped(wrapped)  # without DistributedDataParallel
         prefix = f"{number}." if len(models) > 1 else ""
-        for part, module in _parts(model):
+        for part, module in model.named_children():
             rows.append((f"{prefix}{part}", _described(module), *_cells(_counts(module))))
         totals = [total + count for total, count in zip(totals, _counts(model), strict=True)]
     rows.append(("all", "", *_cells(totals)))
@@ -120,28 +124,13 @@ def _cells(counts: Sequence[int]) -> tuple[str, str, str]:
 
 
 def _described(module: Any) -> str:
-    """Return the type and the arguments of a module, or the shapes of a Keras layer."""
-    if hasattr(module, "extra_repr"):
-        arguments = " ".join(module.extra_repr().split())
-    else:
-        arguments = ", ".join(str(tuple(weight.shape)) for weight in module.weights)
+    arguments = " ".join(module.extra_repr().split())
     text = type(module).__name__ + f"({arguments})" * bool(arguments)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
 
 
-def _parts(model: Any) -> list[tuple[str, Any]]:
-    """Return the children of a PyTorch module, or the layers of a Keras model, by name."""
-    if hasattr(model, "named_children"):
-        return list(model.named_children())
-    return [(layer.name, layer) for layer in model.layers]
-
-
 def _counts(module: Any) -> tuple[int, int, int]:
     """Return the parameter count, the trainable parameter count, and the size in bytes."""
-    if hasattr(module, "parameters"):
-        parameters = list(module.parameters())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        return sum(p.numel() for p in parameters), trained, sum(p.nbytes for p in parameters)
-    arrays = [variable.numpy() for variable in module.weights]
-    trained = sum(variable.numpy().size for variable in module.trainable_weights)
-    return sum(a.size for a in arrays), trained, sum(a.nbytes for a in arrays)
+    parameters = list(module.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return sum(p.numel() for p in parameters), trained, sum(p.nbytes for p in parameters)

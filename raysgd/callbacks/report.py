@@ -23,21 +23,11 @@ Record = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
 
-_COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b", "#3fa7c4", "#a33c3c")
 _COUNTS = ("epoch", "batch_count", "num_samples", "profile")
 _STYLE = """
-:root { color-scheme: light; font-family: system-ui, sans-serif; color: #1d2430; }
-body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 72rem; background: #f6f7f9; }
-h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.05rem; margin: 0 0 .75rem; }
-.when { color: #5b6472; margin: 0 0 1.5rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: .75rem; }
-.tile, section { background: #fff; border: 1px solid #e3e6eb; border-radius: .6rem; }
-.tile { padding: .8rem 1rem; } .tile b { display: block; font-size: 1.35rem; font-weight: 600; }
-.tile span { color: #5b6472; font-size: .82rem; }
-section { padding: 1rem 1.25rem; margin-top: 1rem; overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .86rem; }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #eceef2; }
-th { color: #5b6472; font-weight: 500; }
+body { margin: 2rem auto; padding: 0 1.5rem; max-width: 72rem; font-family: system-ui, sans-serif; }
+table { border-collapse: collapse; } th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; }
+th { font-weight: 500; color: #5b6472; } td { border-top: 1px solid #e3e6eb; }
 """
 
 
@@ -164,58 +154,40 @@ def _records(path: Path) -> list[Record]:
 
 
 def _page(name: str, log: RunLog, script: str) -> str:
-    began = datetime.datetime.fromtimestamp(log.began).astimezone()
     run: Record = log.runs[-1] if log.runs else {}
     title = html.escape(f"{run['operator']}: {name}" if "operator" in run else name)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         # Add an empty icon, because the browser would request one.
-        f'<link rel="icon" href="data:,"><style>{_STYLE}</style><script>{script}</script></head>'
-        f"<body><h1>{title}</h1>"
-        f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · {html.escape(_made_with(run))}</p>'
-        f'<div class="tiles">{"".join(_tiles(log))}</div>{"".join(_sections(log, run))}'
-        "</body></html>"
+        f'<link rel="icon" href="data:,"><style>{_STYLE}</style><script>{script}</script>'
+        f"<h1>{title}</h1>{_table(_figures(log, run))}{''.join(_sections(log, run))}</html>"
     )
 
 
-def _made_with(run: Record) -> str:
-    parts = [f"raysgd {run.get('version', '?')}"]
+def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name, the value, and a note for each key figure."""
+    began = datetime.datetime.fromtimestamp(log.began).astimezone()
+    versions = ", ".join(map(" ".join, run.get("versions", {}).items()))
+    yield "start", f"{began:%A, %d %B %Y, %H:%M:%S %Z}", versions
     if "device" in run:
-        count = run["num_workers"]
-        parts.insert(0, f"{count} worker{'s' * (count != 1)}, {run['device']}")
-    return " · ".join(parts + [f"{k} {v}" for k, v in run.get("versions", {}).items()])
-
-
-def _tiles(log: RunLog) -> Iterator[str]:
-    """Yield the key figures at the top of the page."""
-    num_lost = sum(event["kind"] == "lost" for event in log.events)
-    yield _tile("duration", datetime.timedelta(seconds=round(log.seconds)), "duration")
-    yield _tile("goodput", f"{100 * log.goodput():.1f} %", "goodput: time in committed steps")
-    yield _tile("lost-workers", num_lost, "lost workers")
+        yield "workers", run["num_workers"], f"at the start, with {run['device']}"
+    yield "lost workers", sum(event["kind"] == "lost" for event in log.events), ""
     if shares := [event["shares"] for event in log.events if event.get("shares")]:
-        yield _tile("shares", _listed(shares[-1]), "shares of the workers")
+        yield "shares of the workers", "/".join(f"{share:.2g}" for share in shares[-1]), ""
+    yield "duration", datetime.timedelta(seconds=round(log.seconds)), ""
+    yield "goodput", f"{100 * log.goodput():.1f} %", "time in committed steps"
     if trains := log.calls_of("train"):
-        yield _tile("epoch", trains[-1]["epoch"], "epochs")
-        yield _tile("global-step", trains[-1]["global_step"], "steps")
-    for kind, name, label, best_of in (
-        ("train", "train_loss", "training loss", min),
-        ("validate", "val_loss", "validation loss", min),
-        ("validate", "val_accuracy", "validation accuracy", max),
+        yield "epochs", trains[-1]["epoch"], ""
+        yield "steps", trains[-1]["global_step"], ""
+    for kind, name, best_of in (
+        ("train", "train_loss", min),
+        ("validate", "val_loss", min),
+        ("validate", "val_accuracy", max),
     ):
         points = [(value, call["epoch"]) for value, call in _values(log.calls_of(kind), name)]
         if points:
             best, epoch = best_of(points)
-            yield _tile(name, points[-1][0], f"{label}, last; best {_shown(best)}, epoch {epoch}")
-
-
-def _listed(shares: Sequence[float]) -> str:
-    return "/".join(f"{share:.2g}" for share in shares[:8]) + "/..." * (len(shares) > 8)
-
-
-def _tile(key: str, value: Any, label: str) -> str:
-    text = html.escape(_shown(value))
-    return f'<div class="tile"><b id="{key}">{text}</b><span>{html.escape(label)}</span></div>'
+            yield f"last {name}", points[-1][0], f"best {_shown(best)}, in epoch {epoch}"
 
 
 def _sections(log: RunLog, run: Record) -> Iterator[str]:
@@ -237,9 +209,9 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
             (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))
             for event in log.events
         ]
-        yield _section("Events", _table(rows, ("time", *fields)))
+        yield f"<h2>Events</h2>{_table(rows, ('time', *fields))}"
     if config := run.get("config"):
-        yield _section("Config", _table((name, f"{v!r:.200}") for name, v in config.items()))
+        yield f"<h2>Config</h2>{_table((name, f'{v!r:.200}') for name, v in config.items())}"
 
 
 def _phases(log: RunLog) -> dict[str, list[tuple[float, float]]]:
@@ -254,15 +226,10 @@ def _phases(log: RunLog) -> dict[str, list[tuple[float, float]]]:
     return {name: points for name, points in lines.items() if any(y for _, y in points)}
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
-
-
 def _table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
-    names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    names = "".join(f"<th>{name}</th>" for name in head)
     cells = ("".join(f"<td>{html.escape(_shown(cell))}</td>" for cell in row) for row in rows)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table><tr>{names}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 def _metric_charts(log: RunLog) -> Iterator[str]:
@@ -306,33 +273,21 @@ def _chart(
             "x": [x for x, _ in points],
             "y": [y for _, y in points],
             "mode": "lines" if is_stacked else "lines+markers",
-            "line": {"shape": shape, "color": _COLORS[index % len(_COLORS)], "width": 2},
+            "line": {"shape": shape},
             **({"stackgroup": "all"} if is_stacked else {}),
         }
-        for index, (name, points) in enumerate(lines.items())
+        for name, points in lines.items()
     ]
-    y_axis = {}
-    values = {y for points in lines.values() for _, y in points}
-    if len(values) == 1:  # plotly would draw an axis from 1 below the value to 1 above it
-        (value,) = values
-        margin = 0.05 * abs(value) or 0.05
-        y_axis["range"] = [value - margin, value + margin]
     layout = {
         "template": "plotly_white",
         "height": 320,
-        "margin": {"l": 56, "r": 16, "t": 8, "b": 44},
-        "legend": {"orientation": "h", "y": 1.12, "x": 0},
+        "margin": {"t": 24},
         "showlegend": True,
         "xaxis": {"title": {"text": axis}},
-        "yaxis": y_axis,
     }
-    drawing = plotly.io.to_html(
-        {"data": traces, "layout": layout},
-        full_html=False,
-        include_plotlyjs=False,
-        config={"displayModeBar": False, "responsive": True},
-    )
-    return _section(title, drawing)
+    figure = {"data": traces, "layout": layout}
+    drawing = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False)
+    return f"<h2>{html.escape(title)}</h2>{drawing}"
 
 
 def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]]:

@@ -69,19 +69,13 @@ def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
     if _holds_arrays(state):
         arrays.write(state, file)
         return
-    write = _torch().save
     for owner in ("operator", "callbacks"):
-        try:
-            write(state.get(owner), buffer := io.BytesIO())
-            buffer.seek(0)
-            _load(buffer)
-        except Exception as error:
-            refused = _refused(state.get(owner), "state_dict()", write)
+        if refused := _refused(state.get(owner), "state_dict()"):
             raise CheckpointError(
                 f"Cannot save to {shown}: the result of state_dict() of the {owner} could not be "
-                f"loaded again: {refused or _reason(error)}. {_ADVICE}"
-            ) from error
-    write(state, file)
+                f"loaded again: {refused}. {_ADVICE}"
+            )
+    _torch().save(state, file)
 
 
 def _plain(leaf: Any) -> Any:
@@ -163,17 +157,18 @@ def _read(
     return state, manifest
 
 
-def _refused(tree: Any, key: str, write: Callable[[Any, IO[bytes]], None]) -> str:
+def _refused(tree: Any, key: str) -> str:
     """Return the key and the type of the first value that cannot be loaded again, or ""."""
-    if isinstance(tree, dict | list | tuple):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return next(filter(None, (_refused(v, f"{key}[{k!r}]", write) for k, v in items)), "")
     try:
-        write(tree, buffer := io.BytesIO())
+        _torch().save(tree, buffer := io.BytesIO())
         buffer.seek(0)
         _load(buffer)
     except Exception:
-        return f"{key} has the type {type(tree).__module__}.{type(tree).__qualname__}"
+        items: Any = tree.items() if isinstance(tree, dict) else ()
+        items = enumerate(tree) if isinstance(tree, list | tuple) else items
+        inner = (_refused(value, f"{key}[{name!r}]") for name, value in items)
+        kind = f"{type(tree).__module__}.{type(tree).__qualname__}"
+        return next(filter(None, inner), f"{key} has the type {kind}")
     return ""
 
 

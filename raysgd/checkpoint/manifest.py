@@ -4,7 +4,6 @@ A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the ma
 ``raysgd-manifest.json``. The comment of the archive, at the end of the file, is its seal:
 ``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in parts of 64 MiB; the last
 part has the rest. The digits are the SHA-256 of the SHA-256 hashes of the parts (32 bytes each).
-The seal of an older file, ``sha256=…``, is the SHA-256 of all bytes before it.
 
 After other content, such as a pickle, `seal` appends an archive that holds only the manifest.
 """
@@ -23,7 +22,7 @@ import platform
 import re
 import sys
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -33,9 +32,9 @@ from raysgd.errors import CheckpointError
 FORMAT = 1
 """Format version that raysgd writes. raysgd reads this version and older ones."""
 
-_LIBRARIES = ("raysgd", "torch", "keras", "ray")
+_LIBRARIES = ("raysgd", "ray", "torch", "tensorflow", "keras")
 _RECORD = "raysgd-manifest.json"
-_SEAL = re.compile(rb"raysgd-checkpoint (hashes|sha256)=([0-9a-f]{64})\n")
+_SEAL = re.compile(rb"raysgd-checkpoint hashes=([0-9a-f]{64})\n")
 _SEAL_SIZE = len("raysgd-checkpoint hashes=\n") + 64
 _PART = 1 << 26
 _CHUNK = 1 << 20
@@ -43,14 +42,13 @@ _NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that are installed."""
+    found = {"python": platform.python_version()}
     for library in _LIBRARIES:
-        try:
-            versions[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[library] = importlib.metadata.version(library)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,7 @@ class Manifest:
     """Describes a checkpoint."""
 
     format: int = FORMAT
-    versions: Mapping[str, str] = field(default_factory=_versions)
-    """Versions of Python and raysgd, and of torch, Keras, and Ray if they are installed."""
+    versions: Mapping[str, str] = field(default_factory=versions)
     world_size: int = 1
     epoch: int = 0
     global_step: int = 0
@@ -120,8 +117,8 @@ def seal(file: IO[bytes], manifest: Manifest, hashes: Sequence[bytes] = ()) -> N
     file.seek(0, 2)
     with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
         num_kept = archive.start_dir // _PART  # the manifest replaces the rest
-        folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
-        archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
+        folder = archive.namelist()[0].rpartition("/")[0] if is_zip else ""
+        archive.writestr(zipfile.ZipInfo(f"{folder or 'raysgd'}/{_RECORD}"), manifest.to_json())
         archive.comment = bytes(_SEAL_SIZE)
     digest = _digest(file, hashes[:num_kept])
     file.seek(-_SEAL_SIZE, 2)
@@ -143,10 +140,7 @@ def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
 
 def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
     start = number * _PART
-    return _hash(file, start, min(start + _PART, size))
-
-
-def _hash(file: IO[bytes], start: int, end: int) -> bytes:
+    end = min(start + _PART, size)
     found, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     while read := os.preadv(file.fileno(), [chunk[: end - start]], start):
         found.update(chunk[:read])
@@ -161,8 +155,9 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
     `whole`, check only the manifest. `shown` is the name in messages.
     """
     try:
-        found, digest = _digest_in(file)
-        if digest and whole and digest != found(file):
+        file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
+        digest = _SEAL.fullmatch(file.read())
+        if digest and whole and digest[1].decode() != _digest(file):
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None
@@ -196,13 +191,3 @@ def sealed_size(file: IO[bytes]) -> int:
     """Return the size of a file without the archive that `seal` appended."""
     with zipfile.ZipFile(file) as archive:
         return archive.infolist()[0].header_offset
-
-
-def _digest_in(file: IO[bytes]) -> tuple[Callable[[IO[bytes]], str], str | None]:
-    """Return the function that computes the digest of a file, and the digest in its seal."""
-    size = max(0, file.seek(0, 2) - _SEAL_SIZE)
-    file.seek(size)
-    if (match := _SEAL.fullmatch(file.read())) is None:
-        return _digest, None
-    is_of_parts = match[1] == b"hashes"
-    return _digest if is_of_parts else lambda file: _hash(file, 0, size).hex(), match[2].decode()

@@ -97,26 +97,33 @@ class CheckpointFolder:
         reasons = "".join(f"\n- {place}: {reason}" for place, reason in skipped)
         raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
 
-    def _surplus(self, newest: str | None) -> list[str]:
-        """Return the checkpoints to remove: neither `newest` nor among the best."""
-        ranked = [] if self._keep is None else self._ranked()[self._keep :]
-        return [name for name in ranked if name != newest]
+    def _tidy(self, newest: str | None) -> None:
+        """Remove all checkpoints but `newest` and the best ones. Only log errors."""
+        surplus = [] if self._keep is None else self._ranked()[self._keep :]
+        try:
+            for name in surplus:
+                if name != newest:
+                    self._folder.child(name).remove()
+                    del self._manifests[name]
+            for name in self._folder.file_names() if newest else ():
+                unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
+                if unfinished and self._pattern.fullmatch(unfinished[1]):
+                    self._folder.child(name).remove()
+        except CheckpointError as error:
+            logger.warning("Could not remove older checkpoints: %s", error)
 
     def _ranked(self) -> list[str]:
         """Return the names of the readable checkpoints, best first, then newest first."""
         known = (name for name, manifest in self._manifests.items() if manifest)
         return sorted(known, key=self._goodness, reverse=True)
 
-    def _goodness(self, name: str) -> Any:
-        """Return a sort key; larger is better."""
-        value = self._value_of(name)
-        is_rated = not math.isnan(value)
-        rating = (value if self._mode == "max" else -value) if is_rated else 0.0
-        return is_rated, rating, position_of(name)
-
-    def _value_of(self, name: str) -> float:
+    def _goodness(self, name: str) -> tuple[bool, float, tuple[int, ...]]:
+        """Return a sort key; larger is better. It begins with whether the checkpoint is rated."""
         manifest = self._manifests[name]
-        return manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
+        value = manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
+        if math.isnan(value):
+            return False, 0.0, position_of(name)
+        return True, value if self._mode == "max" else -value, position_of(name)
 
 
 class Restored(NamedTuple):
@@ -213,7 +220,7 @@ class CheckpointStore(CheckpointFolder):
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
         self._learn(self._names())
-        rated = [name for name in self._ranked() if not math.isnan(self._value_of(name))]
+        rated = [name for name in self._ranked() if self._goodness(name)[0]]
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
@@ -238,19 +245,6 @@ class CheckpointStore(CheckpointFolder):
                 f"{self._folder.shown} has checkpoints of job {manifest.job!r} ({name}), but this "
                 f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
             )
-
-    def _tidy(self, newest: str) -> None:
-        """Remove surplus checkpoints. Only log errors, because the new checkpoint is saved."""
-        try:
-            for name in self._surplus(newest):
-                self._folder.child(name).remove()
-                del self._manifests[name]
-            for name in self._folder.file_names():
-                unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
-                if unfinished and self._pattern.fullmatch(unfinished[1]):
-                    self._folder.child(name).remove()
-        except CheckpointError as error:
-            logger.warning("Saved %s, but could not remove older checkpoints: %s", newest, error)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from raysgd.cluster.worker import CarriedError
@@ -15,21 +15,11 @@ _ROOT_CAUSE_S = 0.5
 connection before Ray reports its death."""
 
 
-def start(
-    members: Sequence[WorkerHandle],
-    function: Callable[..., Any],
-    arguments: Sequence[Any] = (),
-    keywords: Mapping[str, Any] | None = None,
-) -> list[Any]:
-    """Start a function on workers. Return the Ray references."""
-    return [member.execute(function, *arguments, **(keywords or {})) for member in members]
-
-
 def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
     """Wait, and return whether all workers are idle or dead."""
     import ray
 
-    pending = start([member for member in members if member.alive], _nothing)
+    pending = [member.execute(_nothing) for member in members if member.alive]
     if pending:
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
     return not pending
@@ -40,7 +30,7 @@ def _nothing() -> None:
 
 
 def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[Any]:
-    """Wait for the functions that `start` started on these workers, and return the results.
+    """Wait for a function on each of these workers, and return the results.
 
     Raise the first failure, or the loss that caused it, while other workers are still busy.
     """

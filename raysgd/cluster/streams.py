@@ -273,10 +273,13 @@ class Inbox:
         """Return the value that a ticket stands for, or any other answer itself."""
         return self._received.pop(answer) if isinstance(answer, Ticket) else answer
 
+    def close(self) -> None:
+        self._listener.close()
+
     def __enter__(self) -> Inbox:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._listener.close()
+        self.close()
         if self._error is not None:
             raise self._error from None

@@ -1,6 +1,6 @@
 """The worker process: it hosts one runner and one backend, and reports failures.
 
-`worker_group.py` makes `Worker` a Ray actor. A worker in the driver's process needs no Ray.
+`actor_group.py` makes `Worker` a Ray actor. A worker in the driver's process needs no Ray.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from raysgd._internal.context import (
     OutOfMemoryError,
@@ -38,7 +38,7 @@ from raysgd.cluster.streams import (
     new_ticket,
     send,
 )
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
 
@@ -92,15 +92,6 @@ class Outcome:
         return error
 
 
-class Outgoing(NamedTuple):
-    """A snapshot that the driver fetches."""
-
-    ticket: Ticket
-    packed: Packed
-    state: dict[str, Any]
-    began: float
-
-
 class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
@@ -112,7 +103,6 @@ CONTROL_METHODS = (
     "progress",
     "pause_at",
     "snapshot",
-    "send_snapshot",
     "stacks",
 )
 """Methods that run in parallel with the work of a worker."""
@@ -135,7 +125,7 @@ class Worker:
         if hides_gpus:  # Ray hides GPUs only from processes that reserve some
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.runner: Runner | None = None
-        self._backend: Backend | None = None
+        self._backend: CollectiveBackend | None = None
         self._rank = 0
         self._remote = remote
         if remote:
@@ -145,7 +135,6 @@ class Worker:
         self._terminated = False
         if catches_sigterm:
             process.catch_sigterm(self._note_sigterm)
-        self._outgoing: Outgoing | None = None
         self._generation = 0
         self._generation_lock = threading.RLock()
         """Held while the worker handles a message to this generation, so that the next one cannot
@@ -282,35 +271,21 @@ class Worker:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
-    def snapshot(self, step: int | None, num_changes: int) -> Packed | Ticket | None:
-        """Return the newest snapshot, or a ticket for `send_snapshot` if it is large.
+    def snapshot(
+        self, step: int | None, num_changes: int, inbox: Address | None = None
+    ) -> Packed | Ticket | None:
+        """Return the newest snapshot and release it. A large one is sent to `inbox`.
 
-        Return None if it was sent, or is of another step or number of changes.
+        Return None if it was sent before, or is of another step or number of changes.
         """
         state = None if self.runner is None else self.runner.snapshot(num_changes)
         if state is None or (step is not None and state["global_step"] != step):
             return None
-        outgoing = Outgoing(new_ticket(), pack(state), state, time.monotonic())
-        self._outgoing = outgoing
-        if not is_small(outgoing.packed):
-            return outgoing.ticket
-        self._release_snapshot(outgoing)
-        return outgoing.packed
-
-    def send_snapshot(self, ticket: Ticket, inbox: Address) -> bool:
-        """Send a snapshot and release it. Return False if it was released before."""
-        outgoing = self._outgoing
-        if outgoing is None or outgoing.ticket != ticket:
-            return False
+        began = time.monotonic()
         try:  # asking for the snapshot shows that the driver still fetches it
-            send(outgoing.packed, ticket, inbox, on_part=self._hosted.snapshot)
+            return _sent_if_large(pack(state), inbox, self._hosted.snapshot)
         finally:
-            self._release_snapshot(outgoing)
-        return True
-
-    def _release_snapshot(self, outgoing: Outgoing) -> None:
-        self._outgoing = None
-        self._hosted.snapshot_sent(outgoing.state, time.monotonic() - outgoing.began)
+            self._hosted.snapshot_sent(state, time.monotonic() - began)
 
     def stacks(self) -> str:
         return stacks()
@@ -340,10 +315,7 @@ class Worker:
     def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
         if inbox is not None and isinstance(value, Content) and self._remote:
             return Outcome("ok", _sent(value, inbox), self._safe_progress())
-        payload = _packed(value) if self._remote else value
-        if inbox is not None and isinstance(payload, Packed) and not is_small(payload):
-            send(payload, ticket := new_ticket(), inbox)
-            payload = ticket
+        payload = _sent_if_large(_packed(value), inbox) if self._remote else value
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
@@ -416,6 +388,16 @@ def _packed(value: Any) -> Packed:
     except Exception as error:
         name_part = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
         raise TypeError(f"A worker cannot send {name_part()} to the driver: {error}") from error
+
+
+def _sent_if_large(
+    packed: Packed, inbox: Address | None, on_part: Callable[[], Any] = lambda: None
+) -> Packed | Ticket:
+    """Return a value, or a ticket for it after sending it to `inbox` because it is large."""
+    if inbox is None or is_small(packed):
+        return packed
+    send(packed, ticket := new_ticket(), inbox, on_part)
+    return ticket
 
 
 def _sent(content: Content, inbox: Address) -> Ticket | Packed:

@@ -315,10 +315,10 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
             "workers, or reduce what a worker needs: batches, loader processes, or its state "
             "(register(sharding=...))"
         )
-        return f"process {info.pid}: {said}" if info.pid else said
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
-    said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    else:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
+        said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
     return f"process {info.pid}: {said}" if info.pid else said
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from raysgd._internal.context import WorkerContext
 
 
-class Backend(ABC):
+class CollectiveBackend(ABC):
     """Connects the workers of one generation.
 
     The driver creates one object with ``Class(name, timeout_s)`` and pickles it to each worker. For

@@ -197,7 +197,7 @@ class GlooGroup(ProcessGroup):
         return self._running.num_begun
 
     def collective(self) -> int | None:
-        """See `Backend.collective`."""
+        """See `CollectiveBackend.collective`."""
         return self._running.oldest()
 
     def interrupt(self) -> None:

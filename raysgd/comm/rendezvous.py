@@ -16,7 +16,7 @@ import socket
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from raysgd.comm.connection import Address, Listener, connect, framed, read, receive, send
@@ -41,21 +41,13 @@ class StoreServer:
     async def _talk(self, connection: socket.socket) -> None:
         while True:
             operation, *arguments = json.loads(await receive(connection))
-            answer = self._do[operation](*arguments)
-            if asyncio.iscoroutine(answer):
-                answer = await answer
+            answer = await self._do[operation](*arguments)
             await send(connection, _packed(answer))
             await asyncio.sleep(0)  # let other tasks run: ready reads and writes do not yield
 
     @property
-    def _do(self) -> dict[str, Callable[..., Any]]:
-        values = self._values
-        return {
-            "get": self._get,
-            "set": self._set,
-            "append": lambda key, value: self._set([key], [values.get(key, "") + value]),
-            "add": self._add,
-        }
+    def _do(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+        return {"get": self._get, "set": self._set, "add": self._add}
 
     async def _get(self, keys: Sequence[str], timeout_s: float) -> list[str] | None:
         """Return the values when all keys are set, or None after a timeout."""
@@ -67,14 +59,14 @@ class StoreServer:
             return None
         return [self._values[key] for key in keys]
 
-    def _set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+    async def _set(self, keys: Sequence[str], values: Sequence[str]) -> None:
         for key, value in zip(keys, values, strict=True):
             self._values[key] = value
             self._there[key].set()
 
-    def _add(self, key: str, amount: int) -> int:
+    async def _add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, "0")) + amount
-        self._set([key], [str(total)])
+        await self._set([key], [str(total)])
         return total
 
 

@@ -10,15 +10,14 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from raysgd._internal.config import env_seconds
 from raysgd._internal.context import WorkerContext
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derived_key
 from raysgd.comm.gloo import Entry, GlooGroup
 from raysgd.comm.mesh import Mesh
@@ -28,8 +27,8 @@ from raysgd.comm.network import (
     endpoints,
     interface_of,
     interfaces,
-    is_single_node,
     listeners,
+    worker_address,
 )
 from raysgd.comm.rendezvous import StoreClient, StoreServer
 
@@ -64,7 +63,7 @@ class TorchStore(Store):
         self._client.interrupt()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self.multi_set([key], [value])
+        self._ask("set", [key], [_text(value)])
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -72,20 +71,11 @@ class TorchStore(Store):
     def add(self, key: str, value: int) -> int:
         return int(self._ask("add", key, value))
 
-    def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", key, _text(value))
-
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask("get", list(keys), 0) is not None
 
-    def has_extended_api(self) -> bool:
-        return True
-
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [value.encode("latin-1") for value in self._values(keys)]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._ask("set", list(keys), [_text(value) for value in values])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         self._values(keys, timeout)
@@ -115,16 +105,14 @@ def _text(value: str | bytes) -> str:
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
-@dataclass(frozen=True)
-class TorchRendezvous:
+class TorchRendezvous(NamedTuple):
     """Addresses of one generation's stores. Only NCCL uses the ``TCPStore``."""
 
     store: Address
-    single_node: bool
     tcp_store_port: int | None = None
 
 
-class TorchProcessGroup(Backend):
+class TorchProcessGroup(CollectiveBackend):
     """One torch.distributed process group per generation, over a new store on the driver."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -146,11 +134,11 @@ class TorchProcessGroup(Backend):
         self._links_at = math.inf  # no links within one host
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
-        single_node, host = is_single_node(addresses), driver_address(addresses)
         self.close()
+        host = driver_address(addresses)
         self._server = StoreServer(host)
         if self._name != "nccl":
-            return TorchRendezvous(self._server.address, single_node)
+            return TorchRendezvous(self._server.address)
         # By default, ``TCPStore`` listens on all interfaces.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -162,7 +150,7 @@ class TorchProcessGroup(Backend):
             timeout=self._timeout,
             master_listen_fd=listener.detach(),
         )
-        return TorchRendezvous(self._server.address, single_node, port)
+        return TorchRendezvous(self._server.address, port)
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
         """Create the default process group, and record which sockets belong to it."""
@@ -173,10 +161,10 @@ class TorchProcessGroup(Backend):
                 "the other trainer with use_local=True."
             )
         entry = self._entry = Entry()
+        driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(
-                LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
-            )
+            own = worker_address(driver_host, context.node_ip)
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own)
             self._set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
@@ -213,7 +201,7 @@ class TorchProcessGroup(Backend):
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
         opened = _exchange(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(own) for each in opened for own in each}
-        if rendezvous is not None and not rendezvous.single_node:
+        if driver_host != LOOPBACK:
             self._links_at = 0.0
 
     def interrupt(self) -> None:

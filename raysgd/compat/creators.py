@@ -24,16 +24,16 @@ def creator_class(
 class _Creators:
     _model_creator: Callable[..., Any]
     _data_creator: Callable[..., Any] | None = None
+    _serialize_data_creation = False
+    """Whether the ``data_creator`` runs on one worker of a node at a time."""
     register: Any
     register_data: Any
 
-    def _create_data(
-        self, config: dict[str, Any], lock: contextlib.AbstractContextManager[Any]
-    ) -> None:
-        """Register the result of the ``data_creator``, which runs under the lock."""
+    def _create_data(self, config: dict[str, Any]) -> None:
+        """Register the result of the ``data_creator``."""
         if self._data_creator is None:
             return
-        with lock:
+        with lock_of_node() if self._serialize_data_creation else contextlib.nullcontext():
             created = self._data_creator(config)
         loaders = created if isinstance(created, tuple | list) else (created,)
         if len(loaders) > 2:
@@ -78,8 +78,7 @@ class TorchCreators(_Creators):
             setattr(self, name, value)
             is_list = isinstance(value, list | tuple)
             setattr(self, name.removesuffix("s"), value[0] if is_list else value)
-        lock = lock_of_node() if self._serialize_data_creation else contextlib.nullcontext()
-        self._create_data(config, lock)
+        self._create_data(config)
 
 
 def _loss(creator: Any, config: dict[str, Any]) -> Any:
@@ -106,4 +105,4 @@ class KerasCreators(_Creators):
         self.model, self.optimizer, *_ = self.register(
             self._model_creator(config), class_weight=weights
         )
-        self._create_data(config, contextlib.nullcontext())
+        self._create_data(config)

@@ -10,10 +10,10 @@ from queue import Empty
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack, sendable
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss
 from raysgd.elastic.journal import Journal
 from raysgd.errors import CollectiveError, WorkerTimeoutError
@@ -47,9 +47,9 @@ class Attempt:
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
         self._clock = clock
-        self._pending = {future: member for member, future in futures.items()}
+        self.pending = dict(futures)
         self._done = clock.queue()
-        for future in self._pending:
+        for future in futures.values():
             future.add_done_callback(self._done.put)
         self.outcomes: dict[WorkerHandle, Outcome] = {}
         self.lost: dict[WorkerHandle, BaseException] = {}
@@ -60,12 +60,8 @@ class Attempt:
         """The error of a worker that may live, but whose outcome will never come."""
 
     @property
-    def pending(self) -> dict[WorkerHandle, Future[Outcome]]:
-        return {member: future for future, member in self._pending.items()}
-
-    @property
     def under_way(self) -> bool:
-        return bool(self._pending) and not self.failed
+        return bool(self.pending) and not self.failed
 
     @property
     def failed(self) -> bool:
@@ -84,10 +80,10 @@ class Attempt:
             done.append(self._done.get(timeout=max(0.0, timeout_s)))
             while True:
                 done.append(self._done.get_nowait())
-        for future in done:
-            member = self._pending.pop(future, None)
-            if member is None:
-                continue  # declared lost before
+        for member, future in list(self.pending.items()):
+            if future not in done:
+                continue
+            del self.pending[member]
             error = future.exception()
             if error is None:
                 outcome = self.outcomes[member] = future.result()
@@ -107,13 +103,13 @@ class Attempt:
         """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
         deadline = self._clock.monotonic() + timeout_s
         while (
-            self._pending and not is_reached() and (left := deadline - self._clock.monotonic()) > 0
+            self.pending and not is_reached() and (left := deadline - self._clock.monotonic()) > 0
         ):
             self.settle(left)
 
     def give_up(self, member: WorkerHandle, error: BaseException) -> None:
         """Declare a worker lost."""
-        self._pending = {f: m for f, m in self._pending.items() if m is not member}
+        self.pending.pop(member, None)
         self.lost[member] = error
 
     def find_cause(self, interrupt: Callable[[], None]) -> None:
@@ -146,7 +142,7 @@ class Commands:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: ActorGroup,
         journal: Journal,
         check_open: Callable[[], None],
         timeout_s: float,

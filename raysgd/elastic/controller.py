@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic import events, machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
@@ -44,15 +44,15 @@ class Controller:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: ActorGroup,
         runner: Runner,
-        backend: Backend | None,
+        backend: CollectiveBackend | None,
         hook: Callable[[], None] | None,
         timeout_s: float,
         elastic: ElasticConfig | None = None,
         can_join: bool = True,
     ) -> None:
-        self.state: State = machine.New()
+        self.state: State = machine.Broken()
         self._is_shut_down = False
         self._is_called = threading.Lock()
         self._pid = os.getpid()
@@ -174,7 +174,7 @@ class Controller:
             case Do.SURVEY:
                 return self._survey()
             case Do.AWAIT_WORKERS:
-                return forming.await_workers(self.state.budget.min_workers)
+                forming.await_workers(self.state.budget.min_workers)
             case Do.ASK_PROGRESS:
                 return forming.ask_progress()
             case Do.START_GROUP:
@@ -197,18 +197,12 @@ class Controller:
                 self._remove_lost(lost)
             case Do.RESTART:
                 forming.restart()
-            case Do.STOP_REPLACEMENTS:
+            case machine.DiscardWorkers(why):
+                if why:
+                    text = "All workers restart from the snapshot, or from setup() without one: %s."
+                    logger.warning(text, why)
                 self._scale_up.stop()
-            case Do.DISCARD_WORKERS:
                 context.discard_members()
-            case machine.GiveUpState(why):
-                logger.warning(
-                    "All workers restart from the snapshot, or from setup() without one: %s.", why
-                )
-                context.discard_members()
-            case machine.EndCall(error, member):
-                if member is not None:
-                    self.journal.record("user_error", [member], cause=repr(error))
             case machine.Fail(why, lost):
                 if lost:
                     self._scale_up.poll({})
@@ -303,10 +297,10 @@ class Controller:
         self._scale_up.resized()
 
     def _rescue_state(self) -> GroupEvent:
-        """Fetch the newest state of the remaining workers as the snapshot."""
+        """Fetch the newest state of the remaining workers as the snapshot, for a restart."""
         progress = self.snapshots.rescue(self._context.commands)
         self.journal.progress = progress or self.progress
-        return machine.StateRescued(can_restart=self.can_restart())
+        return machine.Surveyed(num_workers=0, can_restart=self.can_restart())
 
     # ---- methods for trainers
 

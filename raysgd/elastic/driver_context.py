@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from raysgd._internal.context import Progress
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.comm.backend import Backend
+from raysgd.comm.backend import CollectiveBackend
 from raysgd.elastic.call import Call
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
@@ -21,20 +20,17 @@ from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
 
 
-class Feature(Protocol):
-    """Observes the group, without waiting. `DriverContext` creates each feature."""
-
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Check the group. `progress` has the members that answer; it is empty before a call."""
-
-
 class DriverContext:
-    """The components of the driver that supervise one group, and the running call."""
+    """The components of the driver that supervise one group, and the running call.
+
+    The method ``poll`` of each of the `features` checks the group, without waiting. Its argument
+    has the progress of the members that answer. It is empty before a call.
+    """
 
     def __init__(
         self,
-        group: WorkerGroup,
-        backend: Backend | None,
+        group: ActorGroup,
+        backend: CollectiveBackend | None,
         elastic: ElasticConfig,
         policy: Policy,
         created: Sequence[Any],
@@ -50,8 +46,7 @@ class DriverContext:
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
         self.speed = SpeedMonitor(group, journal)
-        features = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
-        self.features: Sequence[Feature] = features
+        self.features = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.call = Call()
         """The running call. Only the controller sets it."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
-from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
@@ -24,7 +24,6 @@ from raysgd.elastic.machine import (
     ProgressKnown,
     StateLost,
     WorkersLost,
-    WorkersReady,
     too_few,
 )
 from raysgd.elastic.policies import assign_contexts, backoff_s, furthest
@@ -158,7 +157,7 @@ class GroupForming:
             self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
 
-    def await_workers(self, min_workers: int) -> GroupEvent:
+    def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         config, call = self._context.elastic, self._context.call
         num_members, starting = len(self._group.members), not self._group.members
@@ -175,7 +174,7 @@ class GroupForming:
                     raise self._journal.failure(call, str(error), cause=error)
                 raise error
             if self._scale_up.are_enough(min_workers):
-                return WorkersReady()
+                return
             now = self._clock.monotonic()
             is_short = num_members + self._scale_up.coming() < min_workers
             if is_short and now >= deadline and not self._group.drains.is_ray_silent:
@@ -198,10 +197,8 @@ class GroupForming:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
             return FormingFailed()
-        try:
-            progress = self._enter_together(joining)
-        except WorkerLostError as failure:
-            self._abort(joining, failure)
+        progress = self._enter_together(joining)
+        if progress is None:
             self._scale_up.set_up_alone()
             return FormingFailed()
         # All workers repeat the steps after the snapshot, also those of departed workers.
@@ -214,53 +211,60 @@ class GroupForming:
         self._record_start(step)
         return GroupFormed(progress=progress)
 
-    def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress:
-        """Form a group, and return its progress."""
+    def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress | None:
+        """Form a group, and return its progress. Return None if a worker was lost."""
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = self._next_contexts(members)
         self._number(members)
-        leader, progress = None, Progress()
+        leader: WorkerHandle | None = None
+        progress: Progress | None = Progress()
         if self._scale_up.together:
             for member, context in zip(members, contexts, strict=True):
                 joining[member].context, joining[member].phase = context, "set up"
             prepared = self._run("prepare", [(c,) for c in contexts], "get ready", members)
-            self._raise_failure(prepared)
-        else:
+            if self._has_lost(prepared, joining):
+                return None
+        else:  # the other workers get the snapshot from the leader
             leader = members[0]
-            progress = self._load_snapshot(
-                [leader]
-            )  # the other workers get the snapshot from the leader
-        self._raise_failure(self._enter(members, contexts, leader))
+            progress = self._load_snapshot([leader], joining)
+        if progress is None or self._has_lost(self._enter(members, contexts, leader), joining):
+            return None
         self._group.members[:] = members
         if self.on_start is not None:
             self.on_start()
-        return self._load_snapshot(members) if leader is None else progress
+        return self._load_snapshot(members, joining) if leader is None else progress
 
-    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Progress:
+    def _load_snapshot(
+        self, members: Sequence[WorkerHandle], joining: Mapping[WorkerHandle, Replacement]
+    ) -> Progress | None:
         if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
             return Progress()
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
         with offered(packed, [member.info.node_ip for member in members]) as offer:
             attempt = self._run("call", [(offer,)] * len(members), "load", members)
-        self._raise_failure(attempt)
+        if self._has_lost(attempt, joining):
+            return None
         return next(iter(attempt.outcomes.values())).progress
 
-    def _abort(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
-        """Discard the lost workers. The other workers stay if possible."""
+    def _has_lost(self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]) -> bool:
+        """Raise the error of an attempt. If workers are lost, discard them and keep the others."""
+        if attempt.failed and not attempt.lost:
+            raise attempt.error()
+        if not attempt.lost:
+            return False
         # Replace processes that `on_start` may have changed, or that can join only one group.
         are_used = bool(self._group.members) or not self._context.policy.rejoins
         self._group.members.clear()
-        _, lost = self._commands.reach(joining)
-        if not lost:
-            raise error
+        _, lost = self._commands.reach(joining.keys() - attempt.lost)
+        lost |= attempt.lost
         for member, replacement in joining.items():
             self._commands.busy.pop(member, None)
             if member in lost:
                 self._scale_up.fail(replacement, lost[member])
             elif are_used:
                 self._scale_up.drop(replacement)
-        # A late interruption of this generation must not reach later work.
-        self._next_generation()
+        self._next_generation()  # a late interruption of this one must not reach later work
+        return True
 
     def _record_start(self, step: int) -> None:
         if not (self._context.policy.joins and self._context.elastic.grow):
@@ -363,14 +367,3 @@ class GroupForming:
         if self._backend is not None:
             self._backend.close()  # wakes workers that still wait for each other
         self._commands.stop(attempt)
-
-    def _raise_failure(self, attempt: Attempt) -> None:
-        for member, error in attempt.lost.items():
-            rank = self._journal.ranks[member]
-            raise WorkerLostError(
-                f"Lost worker {rank} on {member.name} during the start: {cause_of(member, error)}",
-                rank=rank,
-                node_id=member.info.node_id,
-            ) from error
-        if attempt.failed:
-            raise attempt.error()

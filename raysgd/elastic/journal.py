@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.paths import without_secrets
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import Call
 from raysgd.elastic.events import Event, EventKind
@@ -31,7 +31,7 @@ _WARNINGS = {
 class Journal:
     """Tracks ranks, generation, and progress, and records events."""
 
-    def __init__(self, group: WorkerGroup, joins: bool) -> None:
+    def __init__(self, group: ActorGroup, joins: bool) -> None:
         self._group = group
         self._joins = joins
         self.ranks: dict[WorkerHandle, int] = {}
@@ -41,7 +41,8 @@ class Journal:
         """The newest known progress. Only the controller sets it, from the payload of events."""
         self._repaired: tuple[Any, ...] = ()
         self.events: list[Event] = []
-        self.on_event: Callable[[], None] | None = None
+        self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
+        """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:
         return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))
@@ -93,8 +94,8 @@ class Journal:
                 f", {event.seconds:.2f} s" if event.seconds else "",
                 f" {event.cause}." if event.cause else "",
             )
-        if self.on_event is not None:
-            self.on_event()
+        if (notify := self.on_event()) is not None:
+            notify()
 
     def record_repair(self, progress: Progress) -> None:
         """Record that workers took the state of the majority, unless it is recorded already."""

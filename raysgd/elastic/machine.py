@@ -53,10 +53,6 @@ class State:
     budget: CallBudget = field(default_factory=CallBudget)
 
 
-class New(State):
-    """No worker has started."""
-
-
 class Starting(State):
     """The started workers will become the group."""
 
@@ -118,10 +114,6 @@ class Surveyed(GroupEvent):
     can_restart: bool = True
 
 
-class WorkersReady(GroupEvent):
-    """Enough workers are ready."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProgressKnown(GroupEvent):
     """Every member has reported its progress."""
@@ -141,7 +133,7 @@ class FormingFailed(GroupEvent):
     """The workers could not form a process group, although no member is lost."""
 
     error: BaseException | None = None
-    """Why it failed. None if workers that are not members yet may be the cause."""
+    """Why it failed. None if the cause may be workers that are not members yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +141,6 @@ class StateLost(GroupEvent):
     """No worker has the state of the last step."""
 
     why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateRescued(GroupEvent):
-    """The snapshot is as new as the remaining workers allow."""
-
-    can_restart: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +166,8 @@ class CallFailed(GroupEvent):
     """The call has failed although all workers are alive."""
 
     error: BaseException | None = None
-    """None to repeat the call: the driver interrupted it, or smaller micro-batches can save
-    memory."""
-    member: WorkerHandle | None = None
-    """The worker whose user code raised the error."""
+    """What `Controller.run` raises. None to repeat the call: the driver interrupted it, or smaller
+    micro-batches can save memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +200,6 @@ class Do(Enum):
     RESCUE_STATE = "replace the snapshot with the state of the workers"
     RESTART = "stop the members, and begin a restart from the snapshot"
     COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
-    DISCARD_WORKERS = "stop all members"
-    STOP_REPLACEMENTS = "stop all replacement workers"
 
 
 @dataclass(frozen=True)
@@ -248,18 +229,10 @@ class RunCall:
 
 
 @dataclass(frozen=True)
-class GiveUpState:
-    """Stop all members, because none has a usable state."""
+class DiscardWorkers:
+    """Stop all members and replacement workers. Warn with `why` if none has a usable state."""
 
-    why: str
-
-
-@dataclass(frozen=True)
-class EndCall:
-    """End the call with an error, which `Controller.run` raises. Record it if `member` is given."""
-
-    error: BaseException
-    member: WorkerHandle | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -270,7 +243,7 @@ class Fail:
     lost: Losses = field(default_factory=dict)
 
 
-Action = Do | RemoveLost | FormGroup | RunCall | GiveUpState | EndCall | Fail
+Action = Do | RemoveLost | FormGroup | RunCall | DiscardWorkers | Fail
 Next = tuple[State, tuple[Action, ...]]
 
 
@@ -295,45 +268,37 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
         case Running(), Aborted(reached_workers=reached_workers):
             return (Broken(budget), (Do.ABANDON_CALL,)) if reached_workers else (Ready(budget), ())
         case Starting(), Aborted():
-            return Broken(budget), (Do.DISCARD_WORKERS, Do.STOP_REPLACEMENTS)
-        case New() | Ready() | Broken(), Aborted():
+            return Broken(budget), (DiscardWorkers(),)
+        case Ready() | Broken(), Aborted():
             return state, ()
-        case New() | Ready() | Broken(), StartRequested(min_workers=min_workers):
+        case Ready() | Broken(), StartRequested(min_workers=min_workers):
             return _restart(Starting(CallBudget(min_workers=min_workers)))
         case Ready() | Broken(), CallRequested(budget=budget):
             return replace(state, budget=budget), (Do.SURVEY,)
         case Ready() | Broken(), Surveyed():
             return _after_survey(state, event, policy)
-        case Starting(), WorkersReady():
-            return state, (Do.START_GROUP,)
         case Starting(), FormingFailed():
-            return state, (Do.AWAIT_WORKERS,)
-        case Starting(), GroupFormed():
+            return state, (Do.AWAIT_WORKERS, Do.START_GROUP)
+        case Starting() | Broken(), GroupFormed():
             return Ready(budget), (Do.SURVEY,) if budget.in_call else ()
-        case Ready() | Broken(), WorkersReady():
-            return state, (Do.SURVEY,)
         case Broken(), ProgressKnown():
             return _choose_members(state, event, policy)
-        case Broken(), GroupFormed():
-            return Ready(budget), (Do.SURVEY,)
         case Broken(num_failed_rejoins=number), FormingFailed(error=error):
             if error is None:
                 return state, (Do.SURVEY,)
             if number == _MAX_FAILED_REJOINS or not isinstance(error, CollectiveError):
-                return state, (EndCall(error),)
+                return state, ()
             return Broken(budget, number + 1), (Do.SURVEY,)
         case Broken(), StateLost(why=why):
             return _after_state_loss(state, why, policy)
-        case Broken(), StateRescued(can_restart=can_restart):
-            return _restart_from_snapshot(state, can_restart)
         case Broken() | Running(), WorkersLost(lost=lost):
             return _after_loss(_broken(state), lost, policy)
         case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
             # Only a new generation revokes an interruption.
             after = Broken(budget) if interrupted else Ready(budget)
             return after, () if is_complete else (Do.SURVEY,)
-        case Running(), CallFailed(error=error, member=member):
-            return Broken(budget), (Do.SURVEY if error is None else EndCall(error, member),)
+        case Running(), CallFailed(error=error):
+            return Broken(budget), (Do.SURVEY,) if error is None else ()
     raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")
 
 
@@ -342,7 +307,7 @@ def _broken(state: State) -> Broken:
 
 
 def _restart(state: State) -> Next:
-    return Starting(state.budget), (Do.RESTART, Do.AWAIT_WORKERS)
+    return Starting(state.budget), (Do.RESTART, Do.AWAIT_WORKERS, Do.START_GROUP)
 
 
 def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
@@ -357,7 +322,7 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
         return _restart_from_snapshot(state, event.can_restart)
     if event.num_workers + event.num_joining < budget.min_workers:
         if policy.may_grow:
-            return state, (Do.AWAIT_WORKERS,)
+            return state, (Do.AWAIT_WORKERS, Do.SURVEY)
         number = too_few(event.num_workers, budget.min_workers)
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
@@ -396,8 +361,8 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
     if not (policy.keeps_snapshots or state.budget.replaces_state):
-        return state, (Do.STOP_REPLACEMENTS, Fail(f"{why}, {_NO_SNAPSHOT}"))
-    return state, (Do.STOP_REPLACEMENTS, GiveUpState(why), Do.SURVEY)
+        return state, (Fail(f"{why}, {_NO_SNAPSHOT}"),)
+    return state, (DiscardWorkers(why), Do.SURVEY)
 
 
 def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
@@ -405,7 +370,7 @@ def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
     actions: list[Action] = [RemoveLost(lost)]
     if not policy.joins:
         actions += [Do.RESCUE_STATE] if policy.rescues_state else []
-        actions += [Do.DISCARD_WORKERS]
+        actions += [DiscardWorkers()]
     last: Action = Do.SURVEY
     if budget.has_begun:
         budget = replace(budget, num_losses=budget.num_losses + 1)

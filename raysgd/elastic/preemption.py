@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.departures import Notice
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
 
@@ -26,7 +26,7 @@ class PreemptionWatch:
     With `can_join`, replacement workers can take over from those that leave.
     """
 
-    def __init__(self, group: WorkerGroup, journal: Journal, can_join: bool) -> None:
+    def __init__(self, group: ActorGroup, journal: Journal, can_join: bool) -> None:
         self._group = group
         self._clock = group.clock
         self._journal = journal

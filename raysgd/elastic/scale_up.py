@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.context import Progress, WorkerContext
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
@@ -38,7 +38,7 @@ Phase = Literal["come up", "start", "set up", "join"]
 class Replacement:
     """A replacement worker, from its start until it can join the group."""
 
-    group: WorkerGroup
+    group: ActorGroup
     slot: Any
     rank: int
     size: int
@@ -143,7 +143,7 @@ class Replacement:
 class ScaleUp:
     """Starts a replacement worker for each vacant rank."""
 
-    group: WorkerGroup
+    group: ActorGroup
     config: ElasticConfig
     journal: Journal
     policy: Policy

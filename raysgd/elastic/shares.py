@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
@@ -23,7 +23,7 @@ _LASTS_S = 3.0
 class Shares:
     """Chooses the share of each member: equal, set by node, or proportional to measured speed."""
 
-    def __init__(self, group: WorkerGroup, config: ElasticConfig, journal: Journal) -> None:
+    def __init__(self, group: ActorGroup, config: ElasticConfig, journal: Journal) -> None:
         self._group, self._config, self._journal = group, config, journal
         self._speeds: dict[WorkerHandle, float] = {}
         """Newest speeds, in samples per second."""

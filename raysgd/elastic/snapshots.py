@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import Packed, pack
-from raysgd.cluster.streams import Inbox, StorageError, StoredState, Ticket, is_small
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.streams import Inbox, StorageError, StoredState, is_small
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
@@ -28,49 +27,24 @@ Read = Callable[[], Any]
 """Returns a stored state."""
 
 
-def fetch(member: WorkerHandle, step: int | None, num_changes: int) -> Future[Read | None]:
-    """Fetch the snapshot of a member, or None if it has none of this step and these changes."""
-    fetched: Future[Read | None] = Future()
-
-    def begin(answer: Future[Packed | Ticket | None]) -> None:
-        if (error := answer.exception()) is not None:
-            fetched.set_exception(error)
-        elif isinstance(snapshot := answer.result(), Ticket):
-            name = "raysgd-snapshot"
-            threading.Thread(target=receive, args=(snapshot,), name=name, daemon=True).start()
-        else:
-            # Copy the snapshot, because Ray's object store has the buffers.
-            fetched.set_result(None if snapshot is None else snapshot.copy().value)
-
-    def receive(ticket: Ticket) -> None:
-        try:
-            with Inbox([member.info.node_ip], StoredState) as inbox:
-                sent = member.control("send_snapshot", ticket, inbox.address).result()
-                fetched.set_result(inbox.take(ticket).value if sent else None)
-        except BaseException as error:
-            fetched.set_exception(error)
-
-    member.control("snapshot", step, num_changes).add_done_callback(begin)
-    return fetched
-
-
 class SnapshotKeeper:
     """Fetches snapshots during training, and keeps the newest one.
 
     The driver keeps the snapshot, because a worker's objects in the Ray store die with the worker.
     """
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: ActorGroup) -> None:
         self._group = group
         self._shards: Sequence[Read] = ()  # one for each rank if the state is sharded
         self._step = -1
-        self._coming: tuple[int, list[Future[Read | None]]] | None = None
+        self._coming: tuple[int, Inbox, list[Future[Any]]] | None = None  # requested snapshots
         self._has_warned = False
         self._num_changes = self._num_settled = 0
 
     def keep(self, *shards: Read, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
-        self._shards, self._step, self._coming = shards, step, None
+        self._shards, self._step = shards, step
+        self._forget()
 
     def store(self, *states: Mapping[str, Any], step: int = -1) -> None:
         """Keep copies of states, in files if they are large."""
@@ -81,7 +55,7 @@ class SnapshotKeeper:
         try:
             return packed.value if is_small(packed) else StoredState.of(packed).value
         except StorageError as error:
-            self._warn_of_disk([error])
+            self._warn_of_disk(error)
             return lambda: state  # stays in memory
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
@@ -95,16 +69,36 @@ class SnapshotKeeper:
         member, newest = next(iter(progress.items()))
         step = newest.snapshot
         if newest.num_changes != self._num_changes:
-            self._step, self._coming = -1, None  # fetch it even if it has the same step
+            self._step = -1  # fetch it even if it has the same step
+            self._forget()
             self._num_changes = newest.num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._coming is None and step > self._step:
             if not newest.is_sharded:
                 if member.remote:
-                    self._coming = (step, [fetch(member, None, newest.num_changes)])
+                    self._fetch({member: newest}, step, None)
             elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
-                self._coming = (step, [fetch(m, step, p.num_changes) for m, p in progress.items()])
+                self._fetch(progress, step, step)
+
+    def _fetch(
+        self, progress: Mapping[WorkerHandle, Progress], step: int, only: int | None
+    ) -> None:
+        """Request the snapshots of workers. With `only`, those of this step."""
+        try:
+            inbox = Inbox([member.info.node_ip for member in progress], StoredState)
+        except OSError as error:  # the driver's host has no network
+            logger.debug("A snapshot was not requested: %r", error)
+            return
+        self._coming = step, inbox, []
+        for member, each in progress.items():
+            answer = member.control("snapshot", only, each.num_changes, inbox.address)
+            self._coming[2].append(answer)
+
+    def _forget(self) -> None:
+        if self._coming is not None:
+            self._coming[1].close()
+        self._coming = None
 
     def settle(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot at the end of a call.
@@ -115,7 +109,7 @@ class SnapshotKeeper:
         before = self._num_settled
         self._num_settled = next((p.num_changes for p in progress.values()), before)
         if self._num_settled != before and self._coming is not None:
-            self._group.clock.wait(self._coming[1], _CHANGE_S)
+            self._group.clock.wait(self._coming[2], _CHANGE_S)
 
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
@@ -146,21 +140,24 @@ class SnapshotKeeper:
             ) from error
 
     def _receive(self) -> None:
-        if self._coming is None or not all(future.done() for future in self._coming[1]):
+        if self._coming is None or not all(answer.done() for answer in self._coming[2]):
             return
-        step, futures = self._coming
-        self._coming = None
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            self._warn_of_disk(errors)
-            return
-        shards = [read for future in futures if (read := future.result()) is not None]
-        if len(shards) == len(futures):
-            self._shards, self._step = shards, step
+        (step, inbox, answers), self._coming = self._coming, None
+        try:
+            with inbox:
+                shards = [inbox.take(answer.result()) for answer in answers]
+        except StorageError as error:
+            self._warn_of_disk(error)
+        except Exception as error:  # most likely, a worker was lost
+            logger.debug("A snapshot did not arrive: %r", error)
+        else:
+            if None not in shards:
+                # Copy what Ray carried, because its object store has the buffers.
+                copies = [each.copy() if isinstance(each, Packed) else each for each in shards]
+                self._shards, self._step = [each.value for each in copies], step
 
-    def _warn_of_disk(self, errors: Sequence[BaseException]) -> None:
-        error = next((each for each in errors if isinstance(each, StorageError)), None)
-        if error is not None and not self._has_warned:
+    def _warn_of_disk(self, error: StorageError) -> None:
+        if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "The driver cannot store a snapshot in %s: %s. If all workers are lost, training "

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, WAIT, Totals
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.ray_metrics import export
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause, speeds_of
@@ -52,7 +52,7 @@ class SpeedMonitor:
     The measurement begins again when the group changes, and when a phase becomes slow or recovers.
     """
 
-    group: WorkerGroup
+    group: ActorGroup
     journal: Journal
     _newest: dict[WorkerHandle, Totals] = field(default_factory=dict)
     _began: dict[WorkerHandle, Totals] = field(default_factory=dict)  # of the open window, by rank

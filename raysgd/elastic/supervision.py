@@ -124,21 +124,20 @@ class Supervision:
         """Return the event of a failed attempt, and decide whether to repeat the call."""
         member, outcome = attempt.first_error or (None, None)
         self._split = 0 if outcome is None else outcome.split
-        if outcome is not None and outcome.split:  # memory ran out
-            self._journal.record(
-                "split",
-                [member] if member else [],
-                cause=repr(outcome.value()),
-                step=None if progress is None else progress.global_step,
-                factor=outcome.split,
-            )
+        step = None if progress is None else progress.global_step
+        if member and outcome and outcome.split:  # memory ran out
+            cause = repr(outcome.value())
+            self._journal.record("split", [member], cause=cause, step=step, factor=outcome.split)
         if attempt.lost:
             return WorkersLost(lost=attempt.lost, progress=progress)
         is_stopped = attempt.interrupted_by_us and outcome is None
         can_repeat = call.has_batches or call.max_losses > 0
         if self._split or (is_stopped and can_repeat):
             return CallFailed(progress=progress)
-        return CallFailed(error=attempt.error(), member=member, progress=progress)
+        error = attempt.error()
+        if member is not None:
+            self._journal.record("user_error", [member], cause=repr(error), step=step)
+        return CallFailed(error=error, progress=progress)
 
     def _packed(self, call: Call, members: Sequence[WorkerHandle]) -> Any:
         request = call.request

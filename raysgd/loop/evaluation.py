@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from raysgd._internal.nested import check_rows, unchanged
+from raysgd._internal.nested import unchanged
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.operator_base import checked_result
@@ -110,7 +110,6 @@ class Evaluation:
             batches = self.batches = _Counted(source, source.batches(0, 0), self._signal)
             try:
                 for output in operator._predictions(batches):
-                    check_rows(output, batches.num_drawn)
                     predictions.append((next(positions), train_state.to_cpu(output)))
                 self._check_samples(source, batches)
             finally:

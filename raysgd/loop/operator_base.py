@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.nested import check_rows
 from raysgd.compat.ray_sgd import info_of_user
 from raysgd.data.source import BatchSource
 from raysgd.loop.step_iterator import StepIterator
@@ -131,7 +132,13 @@ class OperatorBase:
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch_idx, batch in enumerate(iterator):
             info = self._batch_info(None, batch_idx, self._train_state.epoch, iterator)
-            yield self._train_state.to_cpu(self.predict_batch(batch, info))
+            output = self.predict_batch(batch, info)
+            check_rows(output, info[NUM_SAMPLES], self._num_rows(batch))
+            yield self._train_state.to_cpu(output)
+
+    def _num_rows(self, batch: Any) -> int:
+        """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
+        return 0
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
@@ -233,22 +240,20 @@ def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]
 
 
 def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
-    """Create an operator, without calling ``setup``."""
+    """Create an operator, and run its ``setup``."""
     operator = operator_cls(*arguments)
     if "_config" not in vars(operator):
         raise TypeError(
             f"{operator_cls.__name__}.__init__ must take *args and call super().__init__(*args). "
             "Or remove it, and use setup(self, config), which runs on the worker."
         )
-    return operator
-
-
-def check_registered(operator: Any) -> None:
+    operator.setup(operator.config)
     if not operator._train_state.registered:
         raise RuntimeError(
-            f"{type(operator).__name__}.setup did not register anything. Call "
+            f"{operator_cls.__name__}.setup did not register anything. Call "
             "self.register(models=..., optimizers=...) in it."
         )
+    return operator
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:

@@ -21,7 +21,7 @@ from raysgd._internal.arguments import (
     set_fields,
 )
 from raysgd._internal.config import BATCH_SIZE, check_batch_size, rounded_config
-from raysgd.backends import Backend, create_backend
+from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import Packed, pack
 from raysgd.comm.horovod import check_horovod
@@ -117,7 +117,7 @@ class Options(ABC):
     def own_gpus(self) -> bool:
         """Return whether this process has GPUs."""
 
-    def transport(self) -> Backend:
+    def transport(self) -> CollectiveBackend:
         """Return the backend for several workers."""
         return create_backend(self.backend, self.timeout_s)
 

@@ -59,8 +59,8 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(expected["batching"])
         train_state.data.warn_of_stale_ranks()
 
-    def _worker_arguments(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
-        """Return the operator's class, the config of this worker, and the global batch size."""
+    def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
+        """Return the operator's class, the config of this worker, and arguments of `Settings`."""
         options = self._options
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
@@ -68,7 +68,8 @@ class OperatorRunner(Runner, ABC):
         size = options.num_workers if keeps else context.world_size  # defines a worker's share
         size = options.num_shards or size
         config = worker_config(given, size, copies=context.in_driver)
-        return operator_cls, config, given.get(BATCH_SIZE)
+        sizes = {"batch_share": config.get(BATCH_SIZE), "global_batch": given.get(BATCH_SIZE)}
+        return operator_cls, config, {"options": options, "context": context, **sizes}
 
     def _set_share(self, context: WorkerContext) -> int | None:
         given = self._train_state.settings.global_batch
@@ -308,7 +309,7 @@ class OperatorRunner(Runner, ABC):
             state, places = train_state.places_of(state, incoming.addresses)
             incoming.fill(places, before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
-        train_state.data.check_position(position.get("stream", {}))
+        train_state.data.readable("train").check_position(position.get("stream", {}))
         context = train_state.context
         generators = self.generators.checked(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:
@@ -348,7 +349,7 @@ class OperatorRunner(Runner, ABC):
 
 
 def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
-    now, then = state.data.global_batch, position.get("global_batch")
+    now, then = state.data.current.global_batch, position.get("global_batch")
     if None not in (now, then, state.settings.full_size) and now != then:
         state.settings.warn_once(
             "step size",

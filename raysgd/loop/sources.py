@@ -111,7 +111,7 @@ class DataSources(ABC):
             self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_share=False)
         self.trains_on = name
-        return self.readable(name)
+        return self.current
 
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
@@ -169,10 +169,9 @@ class DataSources(ABC):
             self._sources[name].set_batch_size(*batching[name])
 
     @property
-    def global_batch(self) -> int | None:
-        """Samples of a step of training, or None if raysgd does not partition by samples."""
-        source = self._sources.get(self.trains_on)
-        return None if source is None else source.global_batch
+    def current(self) -> BatchSource:
+        """The source that the operator trains on."""
+        return self.readable(self.trains_on)
 
     @property
     def knows_sizes(self) -> bool:
@@ -189,18 +188,6 @@ class DataSources(ABC):
     def release(self) -> None:
         for source in self._sources.values():
             source.close_workers()
-
-    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
-        source = self._sources.get(self.trains_on)
-        return {} if source is None else source.position(epoch, offset)
-
-    def check_position(self, position: Mapping[str, Any]) -> None:
-        if (source := self._sources.get("train")) is not None:
-            source.check_position(position)
-
-    def move_to(self, position: Mapping[str, Any]) -> None:
-        if (source := self._sources.get(self.trains_on)) is not None:
-            source.move_to(position)
 
     def describe(self) -> dict[str, str]:
         """Describe how the workers read each loader."""

@@ -53,27 +53,23 @@ def _count(name: str, value: Any) -> None:
         raise CheckpointError(f"The state's {name} must be a count, but it is {value!r}.")
 
 
-def _position(name: str, position: Any) -> None:
-    if not position:  # a state of RaySGD has only the epoch
-        return
-    try:
-        counts = {key: position.get(key) for key in ("epoch", "offset")}
-        optional = ("validation_offset", "seed", "split")
-        counts |= {key: position[key] for key in optional if key in position}
-        seeds = dict(position.get("loader_seeds", {}))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"The state's {name} cannot be loaded: {error!r}.") from error
-    for key, value in counts.items():
-        _count(f"{name}[{key!r}]", value)
-    for loader, seed in seeds.items():
-        _count(f"{name}['loader_seeds'][{loader!r}]", seed)
-    if counts.get("split") == 0:
-        raise CheckpointError(f"The state's {name}['split'] must be at least 1.")
-
-
 def _dict(name: str, value: Any) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointError(f"state[{name!r}] must be a dict, but it is {value!r}.")
+
+
+def _position(name: str, position: Any) -> None:
+    if not position:  # a state of RaySGD has only the epoch
+        return
+    _dict(name, position)
+    optional = [key for key in ("validation_offset", "seed", "split") if key in position]
+    for key in ("epoch", "offset", *optional):
+        _count(f"{name}[{key!r}]", position.get(key))
+    if position.get("split") == 0:
+        raise CheckpointError(f"The state's {name}['split'] must be at least 1.")
+    _dict("loader_seeds", seeds := position.get("loader_seeds", {}))
+    for loader, seed in seeds.items():
+        _count(f"{name}['loader_seeds'][{loader!r}]", seed)
 
 
 def _epoch(worker: _Worker) -> int:

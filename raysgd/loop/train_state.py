@@ -42,7 +42,7 @@ class TrainState(SavedState):
         # Global steps that user code set. Each key is the number of committed steps then.
         self.counted: dict[int, int] = {}
         self.seed = seed
-        self.transaction = self._new_transaction()
+        self.transaction = UpdateTransaction()
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
@@ -50,9 +50,6 @@ class TrainState(SavedState):
         """Modules with their modes before the first evaluation since training."""
         self.segment: Any = None
         """The `StepIterator` of the segment in progress, or None."""
-
-    def _new_transaction(self) -> UpdateTransaction:
-        return UpdateTransaction()
 
     @property
     def context(self) -> WorkerContext:
@@ -76,7 +73,7 @@ class TrainState(SavedState):
             "validation_offset": self.validation_offset,
             "seed": self.seed,
         }
-        if (global_batch := self.data.global_batch) is not None:
+        if (global_batch := self.data.current.global_batch) is not None:
             position["global_batch"] = global_batch
         if own := self.data.own_seeds():
             position["loader_seeds"] = own
@@ -84,7 +81,7 @@ class TrainState(SavedState):
             position["split"] = self.micro_batching.split
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
-        if stream := self.data.position(self.epoch, self.offset):
+        if stream := self.data.current.position(self.epoch, self.offset):
             position["stream"] = stream
         return position
 
@@ -95,7 +92,7 @@ class TrainState(SavedState):
         self.micro_batching.split = position.get("split", 1)
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
-        self.data.move_to(position.get("stream", {}))
+        self.data.current.move_to(position.get("stream", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.seed = seed

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.imports import load_triton_first
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,35 +34,23 @@ def run_operator(
     The arguments are the same as those of the trainer. `scheduler_step_freq` is required if
     ``setup`` registers schedulers.
     """
+    from raysgd._internal.context import WorkerContext
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 
+    arguments: Any = {"training_operator_cls": operator_cls, "config": config, "use_fp16": use_fp16}
     if isinstance(operator_cls, type) and issubclass(operator_cls, KerasOperator):
-        return _keras_operator(operator_cls, dict(config or {}), use_fp16)
-    from raysgd.torch.options import TorchOptions
-    from raysgd.torch.registered_state import OperatorSettings
-    from raysgd.torch.runner import build_operator
+        from raysgd.tf.options import TFOptions
+        from raysgd.tf.runner import TFRunner
 
-    options = TorchOptions(
-        scheduler_step_freq=scheduler_step_freq, use_fp16=use_fp16, amp_dtype=amp_dtype
-    )
-    operator = build_operator(operator_cls, dict(config or {}), OperatorSettings(options=options))
-    operator.on_world_change()
-    return operator
+        load_triton_first()
+        runner: Any = TFRunner(TFOptions(**arguments))
+    else:
+        from raysgd.torch.options import TorchOptions
+        from raysgd.torch.runner import TorchRunner
 
-
-def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | str) -> Any:
-    from raysgd._internal.imports import load_triton_first
-    from raysgd.comm.tensorflow import check_tensorflow
-
-    check_tensorflow("run_operator")
-    load_triton_first()
-    from raysgd._internal.context import WorkerContext
-    from raysgd.tf.communication import Communication
-    from raysgd.tf.options import TFOptions, TFSettings
-    from raysgd.tf.runner import build_operator
-
-    options = TFOptions(use_fp16=use_fp16)
-    settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
-    operator = build_operator(operator_cls, config, settings, Communication(), seed=0)
-    operator.on_world_change()
-    return operator
+        arguments |= {"scheduler_step_freq": scheduler_step_freq, "amp_dtype": amp_dtype}
+        runner = TorchRunner(TorchOptions(**arguments))
+    context = WorkerContext(in_driver=True)
+    runner.prepare(context)
+    runner.setup(context)
+    return runner.operator

@@ -33,6 +33,7 @@ def set_arrays(variables: Iterable[Any], arrays: Mapping[str, Any]) -> None:
 
 def portable(model: Any) -> dict[str, Any]:
     """Return the architecture and the weights of a model."""
+    objects = _own_objects(model)  # sets the names in the architecture
     try:
         architecture = keras.saving.serialize_keras_object(model)
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -43,18 +44,19 @@ def portable(model: Any) -> dict[str, Any]:
         ) from error
     return {
         "architecture": architecture,
-        "objects": _own_objects(model),
+        "objects": objects,
         "layers": layer_states(model),
         "weights": named_arrays(model.weights),
     }
 
 
 def _own_objects(model: Any) -> dict[str, Any]:
-    """Return the user's classes and functions in a model, by the names in the architecture.
+    """Return the user's classes and functions in a model, by unique names for the architecture.
 
     The decorators that register classes do not run on workers, so the driver needs the objects.
     """
-    objects, reachable, seen = {}, [model], set()
+    objects: dict[str, Any] = {}
+    reachable, seen = [model], set()
     for each in reachable:
         if id(each) in seen:
             continue
@@ -64,7 +66,10 @@ def _own_objects(model: Any) -> dict[str, Any]:
         module = getattr(kind, "__globals__", {"__name__": str(kind.__module__)})["__name__"]
         is_own = module.split(".")[0] not in ("builtins", "keras", "numpy", "tensorflow")
         if is_own and (hasattr(kind, "get_config") or isinstance(each, FunctionType)):
-            objects[keras.saving.get_registered_name(kind)] = kind
+            name = keras.saving.get_registered_name(kind)
+            if name == "<lambda>" or objects.get(name, kind) is not kind:
+                kind.__name__ = name = f"{name.strip('<>')}_{id(kind)}"
+            objects[name] = kind
         if isinstance(each, list | tuple | set | dict):
             reachable.extend(each.values() if isinstance(each, dict) else each)
         if kind is not each and (hasattr(kind, "get_config") or module.startswith("keras.")):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+
+_FILE = "file: "
+"""Prefix of the files of ``save_assets`` in a layer's state."""
 
 
 def layer_states(model: Any) -> dict[str, dict[str, Any]]:
@@ -21,7 +26,7 @@ def set_layer_states(model: Any, states: Mapping[str, Any]) -> None:
         if "bin_boundaries" in state:
             layer.bin_boundaries = state["bin_boundaries"]
         elif "vocabulary" not in state:
-            layer.load_own_variables(dict(state))
+            _load_own(layer, dict(state))
         elif "idf_weights" in state or state != _state_of(layer):  # no table can become empty
             layer.set_vocabulary(json.loads(state["vocabulary"]), state.get("idf_weights"))
 
@@ -38,7 +43,11 @@ def _special(model: Any) -> list[Any]:
     layers = model._flatten_layers()  # Keras has no public method that includes inner layers
     loaders = [(layer, type(layer).load_own_variables.__module__) for layer in layers]
     special = [
-        layer for layer, m in loaders if ".preprocessing." in m or not m.startswith("keras.")
+        layer
+        for layer, module in loaders
+        if ".preprocessing." in module
+        or not module.startswith("keras.")
+        or hasattr(layer, "load_assets")
     ]
     # The vocabulary of a TextVectorization is in its lookup layer.
     return [each for each in special if not isinstance(each, keras.layers.TextVectorization)]
@@ -54,4 +63,23 @@ def _state_of(layer: Any) -> dict[str, Any]:
             state["idf_weights"] = np.array(layer.idf_weights_const)[: layer.vocabulary_size()]
         return state
     layer.save_own_variables(state)
-    return {k: np.array(v.numpy() if hasattr(v, "numpy") else v) for k, v in state.items()}
+    state = {k: np.array(v.numpy() if hasattr(v, "numpy") else v) for k, v in state.items()}
+    if hasattr(layer, "save_assets"):
+        with tempfile.TemporaryDirectory() as folder:
+            layer.save_assets(folder)
+            for path in filter(Path.is_file, Path(folder).rglob("*")):
+                name = f"{_FILE}{path.relative_to(folder)}"
+                state[name] = np.fromfile(path, np.uint8)
+    return state
+
+
+def _load_own(layer: Any, state: dict[str, Any]) -> None:
+    files = {name: state.pop(name) for name in list(state) if name.startswith(_FILE)}
+    layer.load_own_variables(state)
+    if hasattr(layer, "load_assets"):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in files.items():
+                path = Path(folder, name.removeprefix(_FILE))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                np.asarray(content).tofile(path)
+            layer.load_assets(folder)

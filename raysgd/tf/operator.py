@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.nested import map_leaves
+from raysgd._internal.nested import check_rows, map_leaves
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 
@@ -91,7 +91,7 @@ class TrainingOperator(OperatorBase):
         self._check_own_steps("train_batch")
         self._check_criterion()
         parts = self._train_state.unpacked(batch, training=True)
-        loss, output, masks = self.minimize(self._loss_and_output, *parts)
+        loss, output, masks = self.minimize(self._forward, *parts, True)
         self._train_state.check_masks(masks)
         _, target, weights = parts
         return {
@@ -123,7 +123,7 @@ class TrainingOperator(OperatorBase):
         self._check_criterion()
         parts = self._train_state.unpacked(batch, training=False)
         with self.timers.record("eval_fwd"):
-            loss, output, masks = self.run(self._evaluated, *parts)
+            loss, output, masks = self.run(self._forward, *parts, False)
         batch_info["output"] = output = _masked(output, masks)
         _, target, weights = parts
         return {
@@ -140,8 +140,10 @@ class TrainingOperator(OperatorBase):
         import keras
 
         self._check_own_steps("predict_batch")
-        features, _, _ = self._train_state.unpacked(batch, training=False)
-        return keras.tree.lists_to_tuples(self.run(self._predicted, features))
+        parts = self._train_state.unpacked(batch, training=False)
+        output = keras.tree.lists_to_tuples(self.run(self._predicted, parts[0]))
+        check_rows(output, _length(parts))
+        return output
 
     # ---- methods for user code
 
@@ -281,12 +283,6 @@ class TrainingOperator(OperatorBase):
                 f"{type(self).__name__} has no criterion. Pass it to register(criterion=...), or "
                 "compile the model with a loss."
             )
-
-    def _loss_and_output(self, features: Any, target: Any, weights: Any) -> Any:
-        return self._forward(features, target, weights, training=True)
-
-    def _evaluated(self, features: Any, target: Any, weights: Any) -> Any:
-        return self._forward(features, target, weights, training=False)
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
         """Return the loss, the output, and the masks of the output, which graphs drop."""

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raysgd.backends import Backend, create_backend
+from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
 from raysgd.loop.options import Options
@@ -37,7 +37,7 @@ class TFOptions(Options):
 
         return bool(tf.config.list_physical_devices("GPU"))
 
-    def transport(self) -> Backend:
+    def transport(self) -> CollectiveBackend:
         if self.use_horovod:
             return HorovodBackend(self.backend, self.timeout_s, framework="tensorflow")
         if importlib.util.find_spec("torch") is None:

@@ -7,11 +7,10 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports, refuse_triton
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.loop.operator_base import check_registered, create_operator
+from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions, TFSettings
 
@@ -59,14 +58,9 @@ class TFRunner(OperatorRunner):
                 f"TensorFlow on worker {context.world_rank} ({context.node_ip}) finds no GPU. "
                 "Install TensorFlow with CUDA there, or pass use_gpu=False."
             )
-        operator_cls, config, global_batch = self._worker_arguments(context)
-        settings = TFSettings(
-            options=options,
-            context=context,
-            batch_share=config.get(BATCH_SIZE),
-            global_batch=global_batch,
-        )
+        operator_cls, config, arguments = self._worker_arguments(context)
         communication = communication_of(context, options.use_horovod)
+        settings = TFSettings(**arguments)
         operator = build_operator(operator_cls, config, settings, communication, options.seed)
         self.generators = KerasGenerators(operator)
         self.host(operator)
@@ -108,8 +102,6 @@ def build_operator(
     tf.random.set_seed(seed % 2**31)
     train_state = new_train_state(settings, communication, seed)
     operator = create_operator(operator_cls, config, train_state)
-    operator.setup(operator.config)
-    check_registered(operator)
     complete(train_state)
     return operator
 

@@ -197,6 +197,8 @@ def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
 
 def copy_leaf_to_arrays(leaf: Any) -> Any:
     """Return a copy of a leaf of a state. Tensors and variables become arrays."""
+    if hasattr(leaf, "numpy"):
+        return np.array(leaf.numpy())
     if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
-        return np.array(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+        return np.array(leaf)
     return deep_copied(leaf)

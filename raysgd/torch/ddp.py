@@ -64,6 +64,8 @@ class ReplicatedModel(DistributedDataParallel):
     """Versions of the gradients before that pass."""
     _has_pass = False
     """Whether a backward pass of this step has computed gradients."""
+    _had_pass = False
+    """The same for the previous step."""
     _first_pass = -1
     """ID of the first backward pass of the newest step with one."""
     _watches_parameters = False
@@ -252,32 +254,37 @@ def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
     """Prepare for the next step."""
     for model in models:
         if isinstance(model, ReplicatedModel):
-            model._awaits_pass, model._has_pass, model._averaged = False, False, {}
+            model._had_pass, model._has_pass = model._has_pass, False
+            model._awaits_pass, model._averaged = False, {}
 
 
-def check_skipped(models: Sequence[torch.nn.Module]) -> None:
-    """Raise an error if this worker has skipped a batch that other workers have trained.
+def check_skipped(models: Sequence[torch.nn.Module], has_updates: bool) -> None:
+    """Raise an error if this worker has skipped a model that other workers have trained.
 
-    Without it, the other workers would average their gradients with those of a later batch. Every
-    rank that has made no backward pass in the step must call this.
+    Without it, the other workers would average their gradients with those of a later pass. A model
+    counts as skipped if it had a backward pass in the previous step. Without a pass and without
+    updates, the first one counts. Every rank must call this at the end of a step.
     """
     replicas = [model for model in models if isinstance(model, ReplicatedModel)]
-    if not replicas or any(model._has_pass for model in replicas):
-        return
-    if any(parameter.grad is not None for model in replicas for parameter in model.parameters()):
+    replicas.sort(key=lambda model: model._first_pass)
+    skipped = [model for model in replicas if model._had_pass and not model._has_pass]
+    if not has_updates and not any(model._has_pass for model in replicas):
+        skipped = replicas[:1]
+    parameters = [parameter for model in skipped for parameter in model.parameters()]
+    if any(parameter.grad is not None for parameter in parameters):
         return  # user code accumulates gradients
-    model = min(replicas, key=lambda model: model._first_pass)
-    if not model._awaits_pass:  # a forward pass without the module, as for uneven inputs in PyTorch
-        model._pre_forward()  # type: ignore[no-untyped-call]
-        model._post_forward(())  # type: ignore[no-untyped-call]
-    model._complete(model._reduced)
-    if any(parameter.grad is not None for parameter in model._reduced):
-        raise RuntimeError(
-            "train_batch made no backward pass for this batch on this worker, but did so on other "
-            "workers. All workers must train on every batch. For a batch without a loss, call "
-            "self.backward(loss, num_samples=0) with any loss of the registered model. For others, "
-            "pass their number of samples."
-        )
+    for model in skipped:
+        if not model._awaits_pass:  # a forward pass without the module, as in PyTorch's Join
+            model._pre_forward()  # type: ignore[no-untyped-call]
+            model._post_forward(())  # type: ignore[no-untyped-call]
+        model._complete(model._reduced)
+        if any(parameter.grad is not None for parameter in model._reduced):
+            raise RuntimeError(
+                "train_batch made no backward pass for this batch on this worker, but did so on "
+                "other workers. All workers must train every model on every batch. For a batch "
+                "without a loss, call self.backward(loss, num_samples=0) with any loss of the "
+                "registered model. For others, pass their number of samples."
+            )
 
 
 def _may_hide_tensors(output: Any) -> bool:
@@ -364,6 +371,7 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
         model.__setstate__(kept)  # sets up a wrapper as after unpickling
     finally:
         _require_gradients(model.module, before)
+    vars(model).pop("_had_pass", None)  # the same on a replacement worker
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.

@@ -32,6 +32,7 @@ from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import has_ignored
 from raysgd.torch.orders import (
+    HUGE,
     IndexSampler,
     Order,
     SeededSamples,
@@ -119,7 +120,11 @@ class ShardedLoader(LoaderSource):
     @property
     def order_sampler(self) -> Any:
         """The loader's sampler, or the user's batch sampler."""
-        return _sampler_of(self.loader)
+        sampler = _sampler_of(self.loader)
+        if type(sampler) is DistributedSampler and len(sampler) > HUGE:  # it lists all indices
+            kind: Any = RandomSampler if sampler.shuffle else SequentialSampler
+            return kind(sampler.dataset)
+        return sampler
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]

@@ -38,6 +38,7 @@ from raysgd.torch.batches import (
     scores_in,
 )
 from raysgd.torch.ddp import plain
+from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.losses import ignored_index, is_sum, num_counted
 from raysgd.torch.operator_base import TorchOperatorBase
 from raysgd.torch.optimization import as_count
@@ -207,16 +208,22 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
 
-        Workers may have different numbers of batches, so do not call collectives in this method.
+        If `train_epoch` calls this method, training continues in the modes of before. Workers may
+        have different numbers of batches, so do not call collectives in this method.
         """
+        state = self._train_state
+        before = state.meters, [(module, module.training) for module in state.modules()]
         self.train_mode(False)
         meters = self._new_meters()
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
-                epoch = self._train_state.epoch
+                epoch = state.epoch
                 batch_info = self._batch_info(info, batch_idx, epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
+        if state.segment is not None:  # within an epoch of training
+            state.meters, state.modes = before
+            state.resume_modes()
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +271,9 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self.train_mode(False)
         yield from super()._predictions(iterator)
+
+    def _num_rows(self, batch: Any) -> int:
+        return num_rows(batch)
 
     # ---- registration, in setup
 

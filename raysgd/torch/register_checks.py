@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
 from raysgd._internal.arguments import check_int, checked_dict
+from raysgd._internal.nested import is_of_user
 from raysgd.data.source import own_split
 from raysgd.loop.operator_base import listed
 from raysgd.torch import ddp
@@ -312,14 +313,19 @@ def is_metric(module: torch.nn.Module) -> bool:
 
 
 def held_by(operator: Any) -> Iterator[tuple[str, Any]]:
-    """Iterate over the attributes of an operator, and over the items of small ones, with names."""
+    """Iterate over the attributes of an operator, with names.
+
+    Instead of a small container or an object of user code, yield its items or attributes.
+    """
     for name, value in vars(operator).items():
-        place = f"self.{name}"
-        if not isinstance(value, Mapping | list | tuple) or len(value) > _MOST_ITEMS:
-            yield place, value
-        else:
-            members = value.items() if isinstance(value, Mapping) else enumerate(value)
-            yield from ((f"{place}[{key!r}]", held) for key, held in members)
+        members: Iterable[tuple[str, Any]] = [("", value)]
+        if isinstance(value, Mapping | list | tuple):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            if len(value) <= _MOST_ITEMS:
+                members = ((f"[{key!r}]", held) for key, held in items)
+        elif hasattr(value, "__dict__") and is_of_user(value) and name != "_train_state":
+            members = ((f".{key}", held) for key, held in vars(value).items())
+        yield from ((f"self.{name}{key}", held) for key, held in members)
 
 
 def _looks_trained(held: Any, registered: Collection[int]) -> bool:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.cluster.streams import Incoming
-from raysgd.loop.operator_base import check_registered, create_operator
+from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.operator import TrainingOperator
@@ -63,17 +62,11 @@ class TorchRunner(OperatorRunner):
                 torch.cuda.set_device(context.gpu_index)
 
     def setup(self, context: WorkerContext) -> None:
-        options = self._options
-        operator_cls, config, global_batch = self._worker_arguments(context)
+        operator_cls, config, arguments = self._worker_arguments(context)
         if "tensorflow" in sys.modules:  # a module of the operator has imported it
             refuse_triton()
-        settings = OperatorSettings(
-            options=options,
-            context=context,
-            device=_device(bool(options.use_gpu), context),
-            batch_share=config.get(BATCH_SIZE),
-            global_batch=global_batch,
-        )
+        device = _device(bool(self._options.use_gpu), context)
+        settings = OperatorSettings(device=device, **arguments)
         self.host(build_operator(operator_cls, config, settings))
 
     def teardown(self) -> None:
@@ -111,9 +104,7 @@ def build_operator(
     operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
-    operator.setup(operator.config)
     adopt_wrappers(operator._train_state, vars(operator).values())
-    check_registered(operator)
     state = operator._train_state
     if settings.context.world_rank == 0:
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])

@@ -11,7 +11,6 @@ import torch
 
 from raysgd._internal.nested import loading
 from raysgd.loop.state_schema import check_parts
-from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.equal_bits import ShardedTransaction
@@ -37,16 +36,14 @@ class TorchTrainState(RegisteredState):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings)
         options = settings.options
+        if options.num_shards is not None:
+            self.transaction = ShardedTransaction()
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
         self.micro_batching: TorchMicroBatching = TorchMicroBatching(self)
         self.features = [self.micro_batching]
         self.optimization = Optimization(self, precision)
         self.schedules = Schedules(self, self.optimization.check_complete)
         self.averaging = Averaging(self)
-
-    def _new_transaction(self) -> UpdateTransaction:
-        is_sharded = self.settings.options.num_shards is not None
-        return ShardedTransaction() if is_sharded else UpdateTransaction()
 
     # ---- the other workers
 

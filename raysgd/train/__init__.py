@@ -1,21 +1,5 @@
 """Train with a function that you write completely. raysgd runs the function on workers.
 
-::
-
-    from raysgd import train
-    from raysgd.train import Trainer
-
-    def train_func(config):
-        for epoch in range(config["num_epochs"]):
-            ...
-            train.report(loss=loss)
-            train.save_checkpoint(epoch=epoch, model=model.state_dict())
-
-    trainer = Trainer("torch", num_workers=2)
-    trainer.start()
-    trainer.run(train_func, config={"num_epochs": 3})
-    trainer.shutdown()
-
 Importing this package imports neither Ray nor a framework.
 """
 
@@ -40,11 +24,12 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.framework import BackendConfig
+from raysgd.train.framework import Backend, BackendConfig
 from raysgd.train.result import Result
 from raysgd.train.trainer import Trainer, TrainingIterator
 
 __all__ = [
+    "Backend",
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",

@@ -12,14 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import MOST_WORKERS, is_deferred
+from raysgd._internal.arguments import MOST_WORKERS, checked_dict, is_deferred
 from raysgd._internal.paths import checked_path
 from raysgd.cluster.serialization import dumps, unpicklable_key
 
 logger = logging.getLogger(__name__)
-
-RESULTS = "~/ray_results"
-"""Parent folder of runs with a relative path, or without a path."""
 
 
 def checked_size(num_workers: Any) -> tuple[int, int]:
@@ -70,13 +67,9 @@ def worker_resources(
     use_gpu: bool, resources: Mapping[str, float] | None
 ) -> tuple[float, float, dict[str, float]]:
     """Return the CPUs, GPUs, and other resources of each worker."""
-    if not isinstance(resources, Mapping | None):
-        raise TypeError(
-            f"resources_per_worker={resources!r}: must be a dict, such as {{'CPU': 2}}."
-        )
+    others = checked_dict("ScalingConfig", "resources_per_worker", resources)
     if use_gpu not in (True, False):  # 1 and 0 as well
         raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
-    others = dict(resources or {})
     num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
     if bool(use_gpu) != (num_gpus > 0):
         raise ValueError(
@@ -98,7 +91,7 @@ def run_folder(
     """Return the absolute path of a folder. The default name is `kind` and the date."""
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     path = f"{kind}_{date}" if name is None else checked_path("logdir", name)
-    return Path(parent or RESULTS).expanduser().absolute() / path
+    return Path(parent or "~/ray_results").expanduser().absolute() / path
 
 
 def make_folder(wanted: Path) -> Path:

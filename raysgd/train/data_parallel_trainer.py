@@ -106,7 +106,7 @@ class DataParallelTrainer:
         executor.start()
         try:
             with callback_handler.run(folder, self.train_loop_config):
-                checkpoints = self.start_on(executor, folder, datasets=datasets)
+                checkpoints = self.start_on(executor, folder, dataset=datasets, name=folder.name)
                 while (results := executor.fetch_next_result()) is not None:
                     log.write(results[0])
                     callback_handler.handle(results)
@@ -121,32 +121,18 @@ class DataParallelTrainer:
         )
 
     def start_on(
-        self,
-        executor: BackendExecutor,
-        folder: Path | None,
-        *,
-        iteration: int = 0,
-        name: str = "",
-        checkpoint: Any = None,
-        datasets: Datasets | None = None,
+        self, executor: BackendExecutor, folder: Path | None, **others: Any
     ) -> RunCheckpoints:
-        """Start the function on a started executor, for `fit` and for trials of Ray Tune.
-
-        Training continues from checkpoints in `folder`, otherwise from `checkpoint`. `iteration` is
-        the number of earlier reports. A checkpoint in the folder overrides it. Without a folder,
-        `name` is the name of the run.
-        """
-        return executor.start_training(
-            bound_function(self.train_loop_per_worker, dict(self.train_loop_config)),
-            folder,
-            datasets or Datasets(self.datasets, self._is_split),
-            self.resume_from_checkpoint if checkpoint is None else checkpoint,
-            self.run_config.checkpoint_config,
-            metadata=self.metadata,
-            name=folder.name if folder is not None else name,
-            iteration=iteration,
-            resume=True,
-        )
+        """Start the function, with `others` as further arguments of `start_training`."""
+        function = bound_function(self.train_loop_per_worker, dict(self.train_loop_config))
+        arguments = {
+            "dataset": Datasets(self.datasets, self._is_split),
+            "checkpoint": self.resume_from_checkpoint,
+            "checkpoint_strategy": self.run_config.checkpoint_config,
+            "metadata": self.metadata,
+            **others,
+        }
+        return executor.start_training(function, folder, resume=True, **arguments)
 
     def callback_handler(self) -> CallbackHandler:
         return CallbackHandler(self.run_config.callbacks)
@@ -245,8 +231,14 @@ class DataParallelTrainer:
         ``run_config``, which receive the reports of all its workers.
         """
         functions = importlib.import_module("raysgd.tune.functions")
-        trainable: type[Any] = functions.trainer_trainable(self)
+        trainable: type[Any] = functions.function_trainable(type(self).__name__, self.for_trial)
         return trainable
+
+    def for_trial(self, config: Mapping[str, Any]) -> Self:
+        trainer = self.with_config(config.get("train_loop_config", {}))
+        if (scaling := config.get("scaling_config")) is not None:
+            trainer.scaling_config = checked_scaling(scaling)
+        return trainer
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import check_hook, check_int
+from raysgd.cluster import actor_group as core
 from raysgd.cluster import functions
-from raysgd.cluster import worker_group as core
 from raysgd.compat.ray_train import OldNames
 from raysgd.elastic.call import Call
-from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.config import ElasticConfig, checked_elastic
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
@@ -77,9 +77,7 @@ class BackendExecutor(OldNames):
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
         self._max_losses = math.inf if max_retries < 0 else max_retries
-        if not isinstance(elastic, ElasticConfig | None):
-            raise TypeError(f"elastic={elastic!r}: must be an ElasticConfig.")
-        elastic = elastic or ElasticConfig()
+        elastic = checked_elastic("BackendExecutor", elastic)
         if elastic.shares == "measured":
             raise ValueError(
                 'ElasticConfig(shares="measured") is for TorchTrainer: raysgd cannot time the '
@@ -101,7 +99,7 @@ class BackendExecutor(OldNames):
         if self.is_started:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         check_hook("start", initialization_hook)
-        group = core.WorkerGroup(self.options)
+        group = core.ActorGroup(self.options)
         self._workers = WorkerGroup.over(group)
         controller = Controller(
             group,
@@ -269,7 +267,7 @@ class BackendExecutor(OldNames):
         """End the current run, if any."""
         run, self._run = self._run, None
         if run is not None:
-            run.abort()
+            run.controller.stop(EndRunRequest())
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return the results by rank.

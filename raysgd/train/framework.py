@@ -6,7 +6,7 @@ import importlib
 import inspect
 from typing import Any
 
-from raysgd.backends import Backend as Transport
+from raysgd.backends import CollectiveBackend
 from raysgd.compat.ray_train import warn_of_old_methods
 from raysgd.errors import RaySGDError, WorkerLostError
 from raysgd.train.worker_group import WorkerGroup
@@ -71,8 +71,8 @@ class BackendConfig:
         """The class of the backend. A method that returns the class works as well."""
         return Backend
 
-    def transport(self, use_gpu: bool = False) -> Transport | None:
-        """Return the :class:`raysgd.backends.Backend` that connects the workers, or None.
+    def transport(self, use_gpu: bool = False) -> CollectiveBackend | None:
+        """Return the `CollectiveBackend` of `raysgd.backends` that connects the workers, or None.
 
         Runs on the driver. With a transport, raysgd wakes workers that wait for a failed worker.
         Return None if `on_start` sets up everything.

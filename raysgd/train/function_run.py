@@ -80,10 +80,6 @@ class FunctionRun:
                     return [decode(turn.metrics) for turn in turns]
         return None
 
-    def abort(self) -> None:
-        """Stop the function."""
-        self.controller.stop(EndRunRequest())
-
     def _keep_checkpoint(self, turns: list[Turn]) -> None:
         """Keep the checkpoint of worker 0, and add workers if there is room.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._internal.arguments import check_timeout
 from raysgd._internal.context import WorkerContext
-from raysgd.backends import Backend as Transport
+from raysgd.backends import CollectiveBackend
 from raysgd.comm.horovod import HorovodBackend, HorovodRendezvous, check_horovod
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
@@ -55,7 +55,7 @@ class HorovodConfig(BackendConfig):
             )
         check_timeout(type(self).__name__, self.timeout_s)
 
-    def transport(self, use_gpu: bool = False) -> Transport:
+    def transport(self, use_gpu: bool = False) -> CollectiveBackend:
         level = _LOG_LEVELS[max(0, min(int(self.verbose), len(_LOG_LEVELS) - 1))]
         variables = {"HOROVOD_LOG_LEVEL": level}
         if self.nics:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import re
@@ -15,11 +14,8 @@ import cloudpickle
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointFolder, position_of
-from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
-
-logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints(CheckpointFolder):
@@ -95,14 +91,6 @@ class RunCheckpoints(CheckpointFolder):
     def finish(self) -> None:
         """Remove the newest checkpoint unless it is one of the best."""
         self._tidy(None)
-
-    def _tidy(self, newest: str | None) -> None:
-        for name in self._surplus(newest):
-            del self._manifests[name]
-            try:
-                self._folder.child(name).remove()
-            except CheckpointError as error:
-                logger.warning("A checkpoint could not be removed: %s", error)
 
     @property
     def latest(self) -> dict[str, Any] | None:

@@ -95,7 +95,7 @@ class FunctionRunner(Runner):
             case EndRunRequest():
                 self.request_stop(True)
                 if self._session is not None:
-                    self._session.join()
+                    self._session.thread.join()
             case LoadRequest(state=state):
                 self._plan, self._session = state["plan"], None
             case _:
@@ -106,5 +106,5 @@ class FunctionRunner(Runner):
             if self._plan is None:
                 raise RuntimeError("This worker has no function to run.")
             self._session = Session(self._plan, self._context, ReportQueue(), here.shards)
-            self._session.start()
+            self._session.thread.start()
         return self._session

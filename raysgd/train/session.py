@@ -70,15 +70,7 @@ class Session:
         self._checkpoint = plan.checkpoint
         self._pid = os.getpid()
         self._reported_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
-
-    # ---- running the function
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
+        self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
 
     def _run(self) -> None:
         here.session = self

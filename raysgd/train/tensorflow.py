@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.arguments import check_timeout
-from raysgd.backends import Backend as Transport
+from raysgd.backends import CollectiveBackend
 from raysgd.comm.tensorflow import TensorflowBackend, check_tensorflow
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import BackendConfig
@@ -29,7 +29,7 @@ class TensorflowConfig(BackendConfig):
         check_tensorflow('backend="tensorflow"')
         check_timeout(type(self).__name__, self.timeout_s)
 
-    def transport(self, use_gpu: bool = False) -> Transport:
+    def transport(self, use_gpu: bool = False) -> CollectiveBackend:
         return TensorflowBackend("tensorflow", self.timeout_s)
 
 

@@ -181,7 +181,8 @@ class Trainer(OldNames):
         )
         trainer.datasets = dataset  # it may be a single dataset, without a name
         functions = importlib.import_module("raysgd.tune.functions")
-        trainable: type[Any] = functions.function_trainable(trainer)
+        name = getattr(train_func, "__name__", "train_func")
+        trainable: type[Any] = functions.function_trainable(name, trainer.with_config)
         return trainable
 
     # ---- results

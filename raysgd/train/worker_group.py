@@ -11,8 +11,8 @@ from typing import Any
 
 from raysgd._internal.arguments import check_number
 from raysgd._internal.config import env_seconds
-from raysgd.cluster import functions as tasks
-from raysgd.cluster import worker_group as core
+from raysgd.cluster import actor_group as core
+from raysgd.cluster.functions import results
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -47,11 +47,11 @@ class WorkerGroup:
         options = group_options(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
-        self._group = core.WorkerGroup(options)
+        self._group = core.ActorGroup(options)
         self.start()
 
     @classmethod
-    def over(cls, group: core.WorkerGroup) -> WorkerGroup:
+    def over(cls, group: core.ActorGroup) -> WorkerGroup:
         """Return a view of the workers that an executor supervises."""
         view = cls.__new__(cls)
         view._group = group
@@ -101,24 +101,24 @@ class WorkerGroup:
 
         Raise the exception of `func`, or WorkerLostError if a worker died.
         """
-        return tasks.results(self._members, self.execute_async(func, *args, **kwargs))
+        return results(self._members, self.execute_async(func, *args, **kwargs))
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Start `func` on every worker and return references for ``ray.get``, by rank."""
-        return tasks.start(self._members, func, args, kwargs)
+        return [member.execute(func, *args, **kwargs) for member in self._members]
 
     def execute_single(
         self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call `func` on one worker and return its result."""
         member = self._member(worker_index)
-        return tasks.results([member], tasks.start([member], func, args, kwargs))[0]
+        return results([member], [member.execute(func, *args, **kwargs)])[0]
 
     def execute_single_async(
         self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Start `func` on one worker and return a reference for ``ray.get``."""
-        return tasks.start([self._member(worker_index)], func, args, kwargs)[0]
+        return self._member(worker_index).execute(func, *args, **kwargs)
 
     @property
     def _members(self) -> list[WorkerHandle]:

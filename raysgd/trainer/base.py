@@ -20,7 +20,7 @@ from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList, checked_logdir, trainer_callbacks
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call
@@ -61,7 +61,7 @@ class OperatorTrainer(TrainerInfo):
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         self._options = options = options.decided()  # may start Ray
         self._controller = controller = Controller(
-            WorkerGroup(options.group(start_timeout_s)),
+            ActorGroup(options.group(start_timeout_s)),
             runner_cls(options),
             options.transport() if options.num_workers > 1 else None,
             initialization_hook,
@@ -75,14 +75,19 @@ class OperatorTrainer(TrainerInfo):
         self._state = self._state_cls(options, dispatcher, self._fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
-        controller.journal.on_event = _event_notifier(weakref.ref(self))
+        controller.journal.on_event = weakref.WeakMethod(self._tell_event)
         controller.start()
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
-            request = ApplyOperatorRequest(function=_keeps_global_batch)
+            function = operator.attrgetter("_train_state.data.keeps_global_batch")
+            request = ApplyOperatorRequest(function=function)
             call = Call(request=request, rank=0, max_losses=3, any_size=True)
             self._keeps_batch = bool(dispatcher.make(call)[0])
+
+    def _tell_event(self) -> None:
+        self._dispatcher.warn_of_replay()
+        self._callback_list.tell_events(self)
 
     # ---- training
 
@@ -357,7 +362,9 @@ class OperatorTrainer(TrainerInfo):
 
     def describe_data(self) -> dict[str, str]:
         """Return how the workers read each registered loader, and where a resumed run begins."""
-        description: dict[str, str] = self.apply_all_operators(_describe_data)[0]
+        description: dict[str, str] = self.apply_all_operators(
+            operator.methodcaller("describe_data")
+        )[0]
         return description
 
     def drain(
@@ -485,26 +492,6 @@ def known_arguments(trainer_cls: type[OperatorTrainer]) -> list[str]:
     return [name for kind in kinds for name in inspect.signature(kind).parameters]
 
 
-def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:
-    """Return a function that passes events to callbacks without keeping the trainer alive."""
-
-    def notify() -> None:
-        if (alive := trainer()) is not None:
-            alive._dispatcher.warn_of_replay()
-            alive._callback_list.tell_events(alive)
-
-    return notify
-
-
-def _describe_data(operator: Any) -> Any:
-    return operator.describe_data()
-
-
 def _check_callable(method: str, function: Any) -> None:
     if not callable(function):
         raise TypeError(f"{method}({function!r}): must be a function.")
-
-
-def _keeps_global_batch(operator: Any) -> bool:
-    keeps: bool = operator._train_state.data.keeps_global_batch
-    return keeps

@@ -11,36 +11,26 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import cloudpickle
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.configs import checked_scaling
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
-
-_NOTHING = pickle.dumps(None)
+from raysgd.train.run_checkpoints import RunCheckpoints
 
 
 class FunctionTrainable(Trainable):
-    """A trial that runs a training function. `trainer_trainable` sets `trainer`."""
+    """A trial that runs a training function."""
 
-    trainer: ClassVar[DataParallelTrainer]
-
-    @classmethod
-    def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
-        """Return the trainer with the config of a trial."""
-        trainer = cls.trainer.with_config(config.get("train_loop_config", {}))
-        if (scaling := config.get("scaling_config")) is not None:
-            trainer.scaling_config = checked_scaling(scaling)
-        return trainer
+    trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
+    """Returns the trainer for the config of a trial. `function_trainable` sets it."""
 
     # ---- methods that Tune calls
 
@@ -55,7 +45,7 @@ class FunctionTrainable(Trainable):
         """Start the workers. The first `step` starts the function, because Tune may load first."""
         self._own = self.trial_trainer(config)
         self._own.setup()
-        self._start: Any = None
+        self._start: dict[str, Any] | None = None
         self._reported = 0
         self._last: dict[str, Any] = {}
         self._start_workers()
@@ -79,13 +69,9 @@ class FunctionTrainable(Trainable):
         self._handler = self._own.callback_handler()
         folder = Path(self.logdir or "")
         self._callbacks.enter_context(self._handler.run(folder, self._own.train_loop_config))
-        self._checkpoints = self._own.start_on(
-            self._executor,
-            None,
-            iteration=self._reported,
-            name=self.trial_name or "",
-            checkpoint=self._start,
-        )
+        others: dict[str, Any] = {} if self._start is None else {"checkpoint": self._start}
+        others |= {"iteration": self._reported, "name": self.trial_name or ""}
+        self._checkpoints = self._own.start_on(self._executor, None, **others)
         return self._checkpoints
 
     def _step(self, checkpoints: RunCheckpoints) -> dict[str, Any]:
@@ -106,16 +92,15 @@ class FunctionTrainable(Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         blob = None if self._checkpoints is None else self._checkpoints.blob
-        if blob is None:
-            blob = packed_checkpoint(self._start)
         manifest = Manifest(global_step=self._reported)
-        write_pickle(blob or _NOTHING, Path(checkpoint_dir) / TUNE_CHECKPOINT_FILE_NAME, manifest)
+        path = Path(checkpoint_dir, TUNE_CHECKPOINT_FILE_NAME)
+        write_pickle(blob or cloudpickle.dumps(self._start), path, manifest)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Make the next step start the function from the output of `save_checkpoint`."""
         blob, manifest = read_pickle(Path(checkpoint, TUNE_CHECKPOINT_FILE_NAME))
         self._reported = 0 if manifest is None else manifest.global_step
-        self._start = None if blob == _NOTHING else Checkpoint(blob=blob)
+        self._start = pickle.loads(blob)
         if self._checkpoints is not None:  # the trial takes over the state of another
             self.cleanup()
             self._start_workers()
@@ -132,21 +117,8 @@ class FunctionTrainable(Trainable):
             self._executor.shutdown(graceful_termination=False)
 
 
-def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
-    """Create the Trainable class of a trainer."""
+def function_trainable(
+    name: str, trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
+) -> type[FunctionTrainable]:
     # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
-    return type(type(trainer).__name__, (FunctionTrainable,), {"trainer": trainer})
-
-
-class _OldStyleTrainable(FunctionTrainable):
-    """A trial whose config is the function's config."""
-
-    @classmethod
-    def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
-        return cls.trainer.with_config(config)
-
-
-def function_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
-    """Create the Trainable class of a function, for `Trainer.to_tune_trainable`."""
-    name = getattr(trainer.train_loop_per_worker, "__name__", "train_func")
-    return type(name, (_OldStyleTrainable,), {"trainer": trainer})
+    return type(name, (FunctionTrainable,), {"trial_trainer": staticmethod(trial_trainer)})

@@ -14,7 +14,7 @@ SURFACE = {
         CreatorOperator ElasticConfig EqualBits Guard TFTrainer TorchTrainer TrainingOperator
         __version__
     """,
-    "raysgd.backends": "Backend WorkerContext backend_names create_backend",
+    "raysgd.backends": "CollectiveBackend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
         Callback CheckpointCallback CsvLogger DeviceStats EMA EarlyStopping EpochLines History
         JsonlLogger LastCall LearningRateLogger LoggerCallback MLflowLogger ModelSummary
@@ -51,7 +51,7 @@ SURFACE = {
     "raysgd.torch.training_operator": "CreatorOperator TrainingOperator",
     "raysgd.torch.operator": "CreatorOperator TrainingOperator",
     "raysgd.train": """
-        BackendConfig Checkpoint CheckpointConfig CheckpointStrategy DataParallelTrainer
+        Backend BackendConfig Checkpoint CheckpointConfig CheckpointStrategy DataParallelTrainer
         FailureConfig Result RunConfig ScalingConfig TrainContext Trainer TrainingCallback
         TrainingIterator get_checkpoint get_context get_dataset_shard load_checkpoint local_rank
         report save_checkpoint world_rank world_size

@@ -20,7 +20,7 @@ ray.init(address=cluster.address, log_to_driver=False)
 
 from raysgd import ElasticConfig
 from raysgd._internal.context import Progress
-from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.placement import reserve
 from raysgd.elastic.call import Call
@@ -41,7 +41,7 @@ class Places:
 
 
 options = GroupOptions(num_workers=4, num_cpus=0.5, num_gpus=1)
-controller = Controller(WorkerGroup(options), Places(), None, None, 60)
+controller = Controller(ActorGroup(options), Places(), None, None, 60)
 controller.start()
 print(json.dumps([o.value() for o in controller.run(Call())]), flush=True)
 controller.shutdown()

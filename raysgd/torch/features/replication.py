@@ -79,8 +79,7 @@ class Replication(StepFeature):
         return ddp.no_forward_sync(self._state.models)
 
     def before_commit(self, tx: UpdateTransaction) -> None:
-        if not tx.has_updates:
-            ddp.check_skipped(self._state.models)
+        ddp.check_skipped(self._state.models, tx.has_updates)
 
     def commit(self, tx: UpdateTransaction) -> None:
         ddp.forget_gradients(self._state.models)

@@ -69,10 +69,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
             loaders = self._load(config, unused)
             module.configure_model()
             optimizers, schedulers = self._configured()
-            given: dict[str, Any] = {"models": module, "optimizers": optimizers[0]}
-            if schedulers:
-                given["schedulers"] = schedulers
-            self.model, self.optimizer, *_ = self.register(**given)
+            self.model, self.optimizer, *_ = self.register(
+                models=module, optimizers=optimizers[0], schedulers=schedulers or None
+            )
             self.schedulers = schedulers
             self._surroundings.lr_scheduler_configs = [
                 SimpleNamespace(scheduler=each) for each in schedulers
@@ -337,8 +336,7 @@ class _Surroundings:
 
     @property
     def max_epochs(self) -> int:
-        found: int = self._operator.config["max_epochs"]
-        return found
+        return int(self._operator.config["max_epochs"])
 
     @property
     def current_epoch(self) -> int:

@@ -12,8 +12,7 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
-from raysgd.callbacks.services import MLflowRun
-from raysgd.callbacks.tensorboard import add_scalars, summary_writer_cls
+from raysgd.callbacks.services import MLflowRun, add_scalars, summary_writer_cls
 from raysgd.callbacks.values import json_dict, numbers_in
 from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback

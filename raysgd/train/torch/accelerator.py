@@ -108,7 +108,8 @@ def prepare_model(
     if move_to_device:
         model = model.to(device)
     if accelerator.amp:
-        model.forward = _Autocast(accelerator.precision, model.forward)
+        forward = functools.partial(_in_autocast, accelerator.precision, model.forward)
+        model.forward = functools.update_wrapper(forward, model.forward)
     if not wrap_ddp or world_size() <= 1:
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -212,17 +213,11 @@ def enable_reproducibility(seed: int = 0) -> None:
     _extras()[_SEED] = seed
 
 
-class _Autocast:
-    """The forward pass of a model in mixed precision, with float32 outputs."""
-
-    def __init__(self, precision: Precision, forward: Callable[..., Any]) -> None:
-        self._precision = precision
-        self._forward = forward
-        functools.update_wrapper(self, forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._precision.autocast():
-            return map_leaves(self._forward(*args, **kwargs), _float32)
+def _in_autocast(
+    precision: Precision, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with precision.autocast():
+        return map_leaves(forward(*args, **kwargs), _float32)
 
 
 def _float32(value: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from raysgd._internal.arguments import check_choice, check_timeout
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
-from raysgd.backends import Backend as Transport
+from raysgd.backends import CollectiveBackend
 from raysgd.comm.torch import TorchProcessGroup, TorchRendezvous
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
@@ -42,7 +42,7 @@ class TorchConfig(BackendConfig):
         check_choice("TorchConfig", "init_method", self.init_method, ("env", "tcp"))
         check_timeout(type(self).__name__, self.timeout_s)
 
-    def transport(self, use_gpu: bool = False) -> Transport:
+    def transport(self, use_gpu: bool = False) -> CollectiveBackend:
         name = self.backend or ("nccl" if use_gpu else "gloo")
         return TrainProcessGroup(name, self.timeout_s, self.init_method == "env")
 

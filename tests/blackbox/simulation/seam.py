@@ -10,11 +10,11 @@ from typing import Any
 import ray.exceptions
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Outcome, WorkerInfo
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.data.partition import MicroBatch
 from raysgd.elastic.call import Call
@@ -251,7 +251,7 @@ class SimMember(WorkerHandle):
         self._world = world
         self.slot = slot
         self.home = WorkerInfo(
-            node_id=f"node{slot.index // 2}", node_ip=f"10.0.0.{slot.index // 2}", pid=slot.index
+            node_id=f"node{slot.index // 2}", node_ip="127.0.0.1", pid=slot.index
         )
         self.dead = None
         self.queue = []
@@ -381,7 +381,7 @@ class SimMember(WorkerHandle):
         self.pause = step
         return self.step
 
-    def _snapshot(self, step, num_changes):
+    def _snapshot(self, step, num_changes, inbox):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step
@@ -572,7 +572,7 @@ class SimMember(WorkerHandle):
         self.end("ok")
 
 
-class SimGroup(WorkerGroup):
+class SimGroup(ActorGroup):
     """The real worker group, with simulated room and workers."""
 
     def __init__(self, world, options):

@@ -30,7 +30,7 @@ FLAGS = [
 
 
 def run(time=100.0, step=0):
-    return {"kind": "run", "time": time, "version": "1", "global_step": step, "num_workers": 2}
+    return {"kind": "run", "time": time, "global_step": step, "num_workers": 2}
 
 
 def call(end, seconds, step, kind="train", epoch=1, **metrics):
@@ -100,8 +100,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def tile(text, key):
-    return html.unescape(re.search(rf'<b id="{re.escape(key)}">(.*?)</b>', text)[1])
+def figure(text, name):
+    return html.unescape(re.search(rf"<td>{name}</td><td>(.*?)</td>", text)[1])
 
 
 def test_the_page_loads_nothing_and_escapes_its_data(folder):
@@ -113,21 +113,21 @@ def test_the_page_loads_nothing_and_escapes_its_data(folder):
 
 
 def check_numbers(text):
-    assert tile(text, "lost-workers") == "1"
-    assert tile(text, "duration") == "0:01:02"
-    assert (tile(text, "epoch"), tile(text, "global-step")) == ("3", "30")
-    assert tile(text, "train_loss") == "0.3333"
-    assert tile(text, "shares") == "1.5/0.5"
+    assert figure(text, "lost workers") == "1"
+    assert figure(text, "duration") == "0:01:02"
+    assert (figure(text, "epochs"), figure(text, "steps")) == ("3", "30")
+    assert figure(text, "last train_loss") == "0.3333"
+    assert figure(text, "shares of the workers") == "1.5/0.5"
     # 45 s in calls, minus the stop from 130 to 133
-    assert tile(text, "goodput") == f"{100 * 42 / 62:.1f} %"
-    assert tile(text, "val_accuracy") == "0.9"
+    assert figure(text, "goodput") == f"{100 * 42 / 62:.1f} %"
+    assert figure(text, "last val_accuracy") == "0.9"
 
 
 def test_report_has_config_versions_and_best_values(tmp_path):
     told = {
         "operator": "Digits",
         "device": "CPU",
-        "versions": {"torch": "2.9"},
+        "versions": {"raysgd": "1", "torch": "2.9"},
         "config": {"lr": 0.125},
     }
     losses = (0.5, 0.1234567, 0.25)
@@ -138,10 +138,11 @@ def test_report_has_config_versions_and_best_values(tmp_path):
     write(tmp_path, [{**run(), **told}, call(109, 5, 10, train_loss=1.25), *validations])
     text = make_report(tmp_path).read_text()
     assert f"<title>Digits: {tmp_path.name}</title>" in text
-    assert "2 workers, CPU · raysgd 1 · torch 2.9" in text
+    assert "raysgd 1, torch 2.9" in text
+    assert "<td>workers</td><td>2</td><td>at the start, with CPU</td>" in text
     assert "<td>lr</td><td>0.125</td>" in text
-    assert "validation loss, last; best 0.1235, epoch 2" in text
-    assert tile(text, "train_loss") == "1.25"
+    assert "<td>last val_loss</td><td>0.25</td><td>best 0.1235, in epoch 2</td>" in text
+    assert figure(text, "last train_loss") == "1.25"
 
 
 def test_incomplete_lines_are_skipped(tmp_path, caplog):
@@ -211,7 +212,7 @@ def test_the_time_between_two_runs_is_not_a_stop(tmp_path):
 
 def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
     write(tmp_path, [run()])
-    assert tile(make_report(tmp_path).read_text(), "lost-workers") == "0"
+    assert figure(make_report(tmp_path).read_text(), "lost workers") == "0"
 
 
 def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
@@ -219,7 +220,7 @@ def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
     values |= {"profile/mean_fwd_s": 1.0, "profile/mean_grad_s": 2.0, "lr-0": 0.1, "lr-1": 0.2}
     write(tmp_path, [run(), call(120, 10, 5, **values)])
     text = make_report(tmp_path).read_text()
-    titles = re.findall(r"<section><h2>(.*?)</h2>", text)
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
     assert titles == ["f1", "profile", "lr"]
 
 
@@ -230,18 +231,10 @@ def test_phases_of_the_steps_are_stacked_over_time(tmp_path):
         record["speed"]["forward_s"] = [0.002, 0.004 + number]
     write(tmp_path, [run(), *calls, call(140, 5, 12)])
     text = make_report(tmp_path).read_text()
-    (drawing,) = re.findall(r"Milliseconds per step</h2>(.*?)</section>", text, flags=re.DOTALL)
+    drawing = text.partition("Milliseconds per step</h2>")[2]
     assert re.findall(r'"name":"(.*?)"', drawing) == ["forward"], "other phases took no time"
     assert '"stackgroup"' in drawing
     assert '"x":[2.0,12.0,20.0,30.0],"y":[3.0,3.0,503.0,503.0]' in drawing
-
-
-@pytest.mark.parametrize(("value", "low", "high"), [(1.0, 0.95, 1.05), (0.0, -0.05, 0.05)])
-def test_a_constant_metric_has_a_narrow_axis(tmp_path, value, low, high):
-    calls = [call(110 + n, 1, 10 * n, kind="validate", epoch=n, val_accuracy=value) for n in (1, 2)]
-    write(tmp_path, [run(), *calls])
-    (axis,) = re.findall(r'"yaxis":\{[^}]*"range":\[(.*?)\]', make_report(tmp_path).read_text())
-    assert [float(end) for end in axis.split(",")] == [low, high]
 
 
 def test_a_run_with_a_logdir_ends_with_a_report(tmp_path):
@@ -250,7 +243,10 @@ def test_a_run_with_a_logdir_ends_with_a_report(tmp_path):
     ) as trainer:
         trainer.train()
         metrics = trainer.validate()
-    assert tile((tmp_path / "report.html").read_text(), "val_loss") == f"{metrics['val_loss']:.4g}"
+    assert (
+        figure((tmp_path / "report.html").read_text(), "last val_loss")
+        == f"{metrics['val_loss']:.4g}"
+    )
 
 
 def test_run_without_plotly_succeeds_with_a_warning(tmp_path, monkeypatch, caplog):

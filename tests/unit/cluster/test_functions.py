@@ -62,7 +62,7 @@ def failure(error):
 
 
 def outcome(*members):
-    return tasks.results(members, tasks.start(members, print))
+    return tasks.results(members, [member.execute(print) for member in members])
 
 
 def test_exception_of_a_function_keeps_its_type():

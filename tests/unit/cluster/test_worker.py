@@ -17,7 +17,7 @@ import pytest
 import raysgd
 from raysgd._internal import tracebacks
 from raysgd._internal.context import PausedError, Progress, WorkerContext
-from raysgd.backends import Backend
+from raysgd.backends import CollectiveBackend
 from raysgd.cluster.serialization import Packed, pack
 from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.errors import RemoteError, RemoteTraceback
@@ -71,7 +71,7 @@ class FakeRunner:
         return function()
 
 
-class FakeBackend(Backend):
+class FakeBackend(CollectiveBackend):
     def __init__(self):
         self.calls = []
 

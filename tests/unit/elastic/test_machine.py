@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.context import Progress
 from raysgd.elastic import machine
-from raysgd.elastic.machine import Broken, CallBudget, Closed, Do, New, Ready, Running, Starting
+from raysgd.elastic.machine import Broken, CallBudget, Closed, Do, Ready, Running, Starting
 from raysgd.elastic.policies import Policy
 from raysgd.errors import CollectiveError
 
@@ -49,7 +49,6 @@ progress_known = st.builds(
     can_restart=booleans,
 )
 lost, formed = st.just(machine.WorkersLost(lost=LOST)), st.just(machine.GroupFormed())
-ready = st.just(machine.WorkersReady())
 state_lost = st.just(machine.StateLost(why="no shares"))
 errors = st.sampled_from([None, BROKEN_LINK, ValueError("a mistake of the user")])
 failed = st.builds(machine.FormingFailed, error=errors)
@@ -58,12 +57,11 @@ stopped = st.builds(machine.CallFailed, error=errors)
 calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
 starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
 aborted = st.builds(machine.Aborted, reached_workers=booleans)
-rescued = st.builds(machine.StateRescued, can_restart=booleans)
+rescued = st.builds(machine.Surveyed, num_workers=st.just(0), can_restart=booleans)
 stops = st.just(machine.StopRequested())
 ends = st.just(machine.ShutDown())
 RESULTS = {
     Do.SURVEY: surveyed,
-    Do.AWAIT_WORKERS: ready,
     Do.ASK_PROGRESS: progress_known | lost | failed,
     Do.START_GROUP: formed | failed,
     Do.RESCUE_STATE: rescued,
@@ -78,7 +76,7 @@ def key(action):
 
 
 STATES = [
-    *(New(), Starting(), Starting(BUDGETS[0]), Ready(), Running(), Broken()),
+    *(Starting(), Starting(BUDGETS[0]), Ready(), Running(), Broken(), Broken(BUDGETS[0])),
     *(Broken(num_failed_rejoins=2), Ready(CallBudget(min_workers=4))),
 ]
 SAMPLES = [
@@ -92,8 +90,7 @@ SAMPLES = [
     *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
     *(machine.ProgressKnown(by_rank=[p], can_restart=True) for p in STEPS),
     *(machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
-    *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost(lost=LOST)),
-    *(machine.StateRescued(can_restart=each) for each in (True, False)),
+    *(machine.GroupFormed(), machine.WorkersLost(lost=LOST)),
     machine.StateLost(why="no shares"),
     *(machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
     *(machine.CallFailed(error=each) for each in (None, BROKEN_LINK)),
@@ -129,7 +126,7 @@ def test_the_table_of_the_architecture_page_has_the_transitions():
 @st.composite
 def lives(draw):
     """Draw the start and some calls of a group, as (state, event, next state, actions)."""
-    policy, state, event = draw(st.sampled_from(POLICIES)), New(), draw(starts)
+    policy, state, event = draw(st.sampled_from(POLICIES)), Broken(), draw(starts)
     steps = []
     for _ in range(draw(st.integers(1, 60))):
         after, actions = machine.transition(state, event, policy)
@@ -216,16 +213,15 @@ def test_the_third_failure_to_form_a_live_group_is_an_error():
     for _ in range(2):
         state, actions = machine.transition(state, event, POLICIES[0])
         assert actions == (Do.SURVEY,)
-    assert machine.transition(state, event, POLICIES[0])[1] == (machine.EndCall(BROKEN_LINK),)
+    assert machine.transition(state, event, POLICIES[0])[1] == ()
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p.keeps_snapshots])
 def test_a_lost_state_stops_members_and_replacements(policy):
     state, actions = machine.transition(Broken(), machine.StateLost(why="no shards"), policy)
-    stop = (Do.STOP_REPLACEMENTS, machine.GiveUpState("no shards"))
-    assert (state, actions) == (Broken(), (*stop, Do.SURVEY))
+    assert (state, actions) == (Broken(), (machine.DiscardWorkers("no shards"), Do.SURVEY))
 
 
 def test_an_event_that_cannot_happen_is_an_error():
-    with pytest.raises(ValueError, match="cannot happen in the state New"):
-        machine.transition(New(), machine.GroupFormed(), POLICIES[0])
+    with pytest.raises(ValueError, match="cannot happen in the state Ready"):
+        machine.transition(Ready(), machine.GroupFormed(), POLICIES[0])

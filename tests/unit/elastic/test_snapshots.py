@@ -25,11 +25,13 @@ from tests.unit.recorder import Recorder
 class FakeMember:
     """A worker that sends its snapshot when the test says so."""
 
+    info = WorkerInfo(node_id="", node_ip="127.0.0.1")
+
     def __init__(self, remote=True):
         self.remote = remote
         self.asked = []
 
-    def control(self, method, step, num_changes):
+    def control(self, method, step, num_changes, inbox):
         assert method == "snapshot"
         self.asked.append(Future())
         return self.asked[-1]
@@ -123,8 +125,6 @@ def test_a_loaded_state_replaces_snapshots_even_those_being_fetched(keeper):
 
 class LargeMember(FakeMember):
     """A real worker, whose runner has one large snapshot."""
-
-    info = WorkerInfo(node_id="", node_ip="127.0.0.1")
 
     def __init__(self, state):
         super().__init__()

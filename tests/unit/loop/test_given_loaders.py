@@ -149,6 +149,19 @@ def test_a_prediction_in_rows_of_other_things_is_refused(make_trainer):
         make_trainer(TimeMajor).predict(DataLoader(DATA, batch_size=4))
 
 
+def test_rows_of_ready_made_batches_are_those_of_their_tensors(make_trainer):
+    class Swapped(Recorder):
+        def predict_batch(self, batch, batch_info):
+            output = batch[0].transpose(0, 1)
+            return list(output) if batch[0].shape[2] == 1 else output
+
+    trainer = make_trainer(Swapped)
+    with pytest.raises(ValueError, match=r"shape \(5, 8, 2\) for a batch of 8 samples"):
+        trainer.predict(DataLoader([(torch.ones(8, 5, 2), torch.ones(8))], batch_size=None))
+    time_major = DataLoader([(torch.ones(8, 5, 1), torch.ones(8, 5))], batch_size=None)
+    assert len(trainer.predict(time_major)) == 5
+
+
 def test_a_prediction_without_a_row_for_each_sample_is_refused(make_trainer):
     class Mean(Recorder):
         def predict_batch(self, batch, batch_info):

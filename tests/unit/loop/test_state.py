@@ -393,7 +393,7 @@ def test_a_wrong_place_in_the_data_is_named(key):
 
 
 def test_data_must_be_a_dict_with_a_place():
-    with pytest.raises(CheckpointError, match="data cannot be loaded"):
+    with pytest.raises(CheckpointError, match=r"state\['data'\] must be a dict"):
         check_state({"epoch": 0, "data": [1]})
     with pytest.raises(CheckpointError, match=r"data\['offset'\] must be a count.*None"):
         check_state({"epoch": 0, "data": {"epoch": 0}})

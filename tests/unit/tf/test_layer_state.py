@@ -1,5 +1,7 @@
 """Models travel with what their layers keep in addition to variables, and with the user's code."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,25 @@ class Keeps(keras.Layer):
         self.mean = float(store["mean"])
 
 
+class KeepsFile(keras.Layer):
+    """Saves and loads files with a number that is not a variable."""
+
+    mean = 0.0
+
+    def adapt(self, data):
+        self.mean = float(np.mean(data))
+
+    def call(self, inputs):
+        return inputs - self.mean
+
+    def save_assets(self, dir_path):
+        (Path(dir_path) / "inner").mkdir()
+        (Path(dir_path) / "inner" / "mean.txt").write_text(repr(self.mean))
+
+    def load_assets(self, dir_path):
+        self.mean = float((Path(dir_path) / "inner" / "mean.txt").read_text())
+
+
 PADDED = {"max_tokens": 12, "pad_to_max_tokens": True}
 LAYERS = {
     "normalization": (L.Normalization, NUMBERS),
@@ -47,6 +68,7 @@ LAYERS = {
     "text": (lambda: L.TextVectorization(output_sequence_length=3), TEXTS),
     "tf-idf": (lambda: L.TextVectorization(output_mode="tf_idf", **PADDED), TEXTS),
     "own state": (Keeps, NUMBERS),
+    "own files": (KeepsFile, NUMBERS),
 }
 
 
@@ -155,3 +177,18 @@ def test_a_model_travels_with_the_classes_and_functions_of_its_script():
     data = (NUMBERS, TARGETS)
     np.testing.assert_array_equal(found(NUMBERS), model(NUMBERS))
     assert found.evaluate(*data, verbose=0) == model.evaluate(*data, verbose=0)
+
+
+def scaled(factor):
+    def scale(values):
+        return values * factor
+
+    return scale
+
+
+def test_functions_of_equal_names_stay_apart():
+    offset = 3.0
+    layers = [L.Dense(3, scaled(2.0)), L.Dense(3, scaled(-3.0)), L.Lambda(lambda x: x + offset)]
+    model = keras.Sequential([keras.Input((3,)), *layers, L.Dense(1, lambda x: tf.nn.relu(x))])
+    found = assembled(pack(portable(model)).value())
+    np.testing.assert_array_equal(found(NUMBERS), model(NUMBERS))

@@ -154,6 +154,41 @@ def test_predict_returns_an_array_for_each_output(outputs):
             trainer.predict(Batches())
 
 
+class OwnOutputs(keras.Model):
+    """Returns ragged rows, or puts the time before the samples."""
+
+    def __init__(self, ragged):
+        super().__init__()
+        self.ragged = ragged
+
+    def call(self, inputs):
+        if self.ragged:
+            return tf.ragged.boolean_mask(inputs, inputs > 0.5)
+        return tf.stack([inputs, inputs, inputs])
+
+
+class RegistersOutputs(TrainingOperator):
+    def setup(self, config):
+        model = OwnOutputs(config["ragged"])
+        self.register_data(train_loader=digits()[1])
+        self.register(model, "sgd", "mse")
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rows_of_predictions_are_samples(ragged):
+    images = digits()[1][0][:70]
+    config = {"ragged": ragged}
+    with TFTrainer(
+        training_operator_cls=RegistersOutputs, config=config, use_local=True
+    ) as trainer:
+        if not ragged:
+            with pytest.raises(ValueError, match=r"shape \(3, 32, 64\) for a batch of 32 samples"):
+                trainer.predict(images)
+            return
+        found = trainer.predict(images)
+        assert [row.tolist() for row in found] == [row[row > 0.5].tolist() for row in images]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -37,6 +37,7 @@ class Case:
     """Name of a function of the model."""
     raw: bool = False
     """Whether the step calls ``loss.backward()`` and ``optimizer.step()``."""
+    num_models: int = 1
 
 
 class Heads(torch.nn.Module):
@@ -378,6 +379,31 @@ def all_skip_first(t, x, y):
     skips(t, x, y, at=0, ranks=(0, 1), after=lambda t, x: t.model(x))
 
 
+def in_turn(t, x, y, at=None, skipped=None):
+    """Train several models. One worker may skip a model in one batch."""
+    t.count = getattr(t, "count", -1) + 1
+    for number, (model, optimizer) in enumerate(zip(t.models, t.optimizers, strict=True)):
+        if (t.count, number) != (at, skipped) or getattr(t, "world_rank", 0) == 0:
+            t.backward(mse(model(x, "first"), y))
+            t.optimizer_step(optimizer)
+
+
+def skips_first_model(t, x, y):
+    in_turn(t, x, y, at=1, skipped=0)
+
+
+def skips_second_model(t, x, y):
+    in_turn(t, x, y, at=1, skipped=1)
+
+
+def second_model_rarely(t, x, y):
+    """Train the second model in every other batch, on all workers."""
+    t.count = getattr(t, "count", -1) + 1
+    for model, optimizer in list(zip(t.models, t.optimizers, strict=True))[: 1 + t.count % 2]:
+        t.backward(mse(model(x, "sum"), y))
+        t.optimizer_step(optimizer)
+
+
 def freeze_body(model):
     model.body.requires_grad_(False)
 
@@ -407,13 +433,15 @@ def changed(model, how):
 class Trains(TrainingOperator):
     def setup(self, config):
         self.case = case = config["case"]
-        model = changed(Heads(), case.before)
-        self.model, self.optimizer = self.register(
-            models=model, optimizers=globals()[case.optimizer](model), **case.register
+        models = [changed(Heads(), case.before) for _ in range(case.num_models)]
+        self.models, self.optimizers = self.register(
+            models=models, optimizers=list(map(globals()[case.optimizer], models)), **case.register
         )
+        self.model, self.optimizer = self.models[0], self.optimizers[0]
         batch = BATCH // case.register.get("gradient_accumulation_steps", 1)
         self.register_data(train_loader=DataLoader(TensorDataset(*data()), batch_size=batch))
-        changed(self.model, case.after)
+        for model in self.models:
+            changed(model, case.after)
 
     def train_batch(self, batch, batch_info):
         globals()[self.case.step](self, *batch)
@@ -445,35 +473,42 @@ def run(case, rank):
     )
     runner = TorchRunner(options)
     runner.setup(WorkerContext(world_rank=rank, world_size=NUM_WORKERS, distributed=True))
-    before = parameters(runner.operator.model)
+    before = parameters(runner.operator.models)
     try:
         runner.handle(TrainRequest(call=0, until_epoch=1, until_step=case.num_steps))
     except RuntimeError as error:
-        return str(error), torch.equal(before, parameters(runner.operator.model))
-    found = parameters(runner.operator.model)
+        return str(error), torch.equal(before, parameters(runner.operator.models))
+    found = parameters(runner.operator.models)
     runner.teardown()
     return found
 
 
-def parameters(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+def parameters(models):
+    return torch.cat([p.detach().reshape(-1) for model in models for p in model.parameters()])
 
 
 def expected(case):
     """Return the parameters of plain PyTorch in one process with the global batch."""
-    model = changed(changed(Heads(), case.before), case.after)
-    optimizer = globals()[case.optimizer](model)
+    models = [changed(changed(Heads(), case.before), case.after) for _ in range(case.num_models)]
+    optimizers = list(map(globals()[case.optimizer], models))
 
     def backward(loss, retain_graph=False):
         loss.backward(retain_graph=retain_graph)
 
     def step(optimizer):
         if norm := case.register.get("max_grad_norm"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+            torch.nn.utils.clip_grad_norm_(models[0].parameters(), norm)
         optimizer.step()
         optimizer.zero_grad()
 
-    t = SimpleNamespace(model=model, optimizer=optimizer, backward=backward, optimizer_step=step)
+    t = SimpleNamespace(
+        models=models,
+        model=models[0],
+        optimizers=optimizers,
+        optimizer=optimizers[0],
+        backward=backward,
+        optimizer_step=step,
+    )
     for batch in zip(*(each.split(BATCH * NUM_WORKERS) for each in data()), strict=True):
         globals()[case.step](t, *batch)
-    return parameters(model)
+    return parameters(models)

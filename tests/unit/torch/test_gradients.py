@@ -57,6 +57,7 @@ def workers():
         Case("heads_by_data", {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}),
         Case("all_skip"),
         Case("all_skip_first"),
+        Case("second_model_rarely", num_models=2),
         Case("one_head"),
         Case("one_head", raw=True),
         Case("one_head", {"gradient_accumulation_steps": 2}),
@@ -90,6 +91,12 @@ def test_batch_that_one_worker_skips_is_an_error_in_that_step(workers, step, at)
     _, (message, is_unchanged) = workers(Case(step, num_steps=at))
     assert "self.backward(loss, num_samples=0)" in message
     assert is_unchanged == (at == 1)
+
+
+@pytest.mark.parametrize("step", ["skips_first_model", "skips_second_model"])
+def test_model_that_one_worker_skips_is_an_error_in_that_step(workers, step):
+    _, (message, _) = workers(Case(step, num_models=2, num_steps=2))
+    assert "self.backward(loss, num_samples=0)" in message
 
 
 @pytest.mark.parametrize("step", ["task_by_task", "surgery", "own_gradients", "without_sync"])

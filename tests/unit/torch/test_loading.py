@@ -273,16 +273,23 @@ class Huge(Dataset):
         return index
 
 
-@pytest.mark.parametrize("size", [2**31, sys.maxsize])
-@pytest.mark.parametrize("kind", ["order", "shuffle", "replacement", "batches"])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        *itertools.product(["order", "shuffle", "replacement", "batches"], [2**31, sys.maxsize]),
+        ("distributed", 2**31),  # which PyTorch rounds to float64
+    ],
+)
 def test_huge_data_sets_start_immediately(kind, size):
     data = Huge(size)
     shuffled = RandomSampler(data, replacement=kind == "replacement")
     loader = {
         "order": lambda: DataLoader(data, 4),
         "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(shuffled, 4, False)),
+        "distributed": lambda: DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0)),
     }.get(kind, lambda: DataLoader(data, 4, sampler=shuffled))
     ranks = [wrap(loader(), world_size=2, rank=rank) for rank in range(2)]
+    assert ranks[0].order_digest(1) is None
     found = [next(source.batches(1, size - 9)).tolist() for source in ranks]
     assert len(ranks[0]) == ranks[0].steps_left(0) == -(-size // 8)
     found = list(itertools.chain(*found))

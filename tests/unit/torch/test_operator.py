@@ -28,17 +28,24 @@ class Small(TrainingOperator):
 # ---- what new workers lack
 
 
+class Shadow:
+    def __init__(self, model):
+        self.copy = copy.deepcopy(model).requires_grad_(False)
+
+
 class Teaching(Small):
     def setup(self, config):
         super().setup({})
         self.teacher = copy.deepcopy(self.model).requires_grad_(False)
         self.fixed = torch.nn.Linear(2, 2)
         self.average = {"bias": torch.zeros(2)}
+        self.shadow = Shadow(self.model)
         self.newest, self.alpha = None, 1.0
         self.keeps = config["keeps"]
 
     def train_batch(self, batch, batch_info):
         self.teacher[0].weight.mul_(0.9)
+        self.shadow.copy[0].bias.mul_(0.9)
         self.average["bias"] = self.average["bias"] + 1
         self.newest = torch.zeros(1)
         return super().train_batch(batch, batch_info)
@@ -59,7 +66,9 @@ def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, 
         for _ in range(2):
             trainer.train()
     warnings = [r.message for r in caplog.records if "train_batch changed" in r.message]
-    expected = "changed self.teacher.0.weight, self.average['bias']. Checkpoints and workers"
+    expected = (
+        "changed self.teacher.0.weight, self.average['bias'], self.shadow.copy.0.bias. Checkpoints"
+    )
     assert len(warnings) == (not keeps)
     assert keeps or expected in warnings[0]
 

@@ -20,7 +20,6 @@ from raysgd.train import (
 from raysgd.train import trainer as trainer_module
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks import PrintCallback
-from raysgd.tune.functions import trainer_trainable
 
 
 @pytest.fixture
@@ -112,7 +111,7 @@ WRONG_KINDS = [
     ({"metadata": "by me"}, r"metadata='by me'\): must be a dict"),
     (
         {"run_config": RunConfig(failure_config=FailureConfig(elastic={"max_s": 1}))},
-        "elastic={'max_s': 1}: must be an ElasticConfig",
+        r"elastic={'max_s': 1}\): must be an ElasticConfig",
     ),
 ]
 
@@ -197,7 +196,8 @@ def test_the_config_of_an_old_style_trial_is_that_of_the_function(trainer):
 
 
 def test_the_elastic_config_reaches_trials_and_fit(trainer):
-    assert trainer.to_tune_trainable(lambda: 1).trainer.executor()._elastic.max_attempts == 7
+    trial = trainer.to_tune_trainable(lambda: 1)
+    assert trial.trial_trainer({}).executor()._elastic.max_attempts == 7
     failure = FailureConfig(max_failures=2, elastic=ElasticConfig(max_attempts=7))
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=failure))
     assert trainer.executor()._elastic.max_attempts == 7
@@ -220,7 +220,7 @@ def test_a_trial_calls_setup_before_it_starts_workers():
         def start(self):
             calls.append("start")
 
-    trial = object.__new__(trainer_trainable(Prepared(lambda config: 1)))
+    trial = object.__new__(Prepared(lambda config: 1).as_trainable())
     calls.clear()  # the constructor calls executor() to check the arguments
     trial.setup({"train_loop_config": {"a": 1}})
     assert calls == [("setup", {"a": 1}), "executor", "start"]

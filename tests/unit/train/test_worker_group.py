@@ -6,7 +6,7 @@ import cloudpickle
 import pytest
 import ray
 
-from raysgd.cluster import worker_group as core
+from raysgd.cluster import actor_group as core
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import InlineHandle
@@ -44,7 +44,7 @@ class Near(InlineHandle):
         return Done(self.actor.remote(function, *args, **kwargs))
 
 
-class Group(core.WorkerGroup):
+class Group(core.ActorGroup):
     def discard(self, member):
         self.members.remove(member)
 

@@ -330,6 +330,24 @@ def test_evaluation_does_not_leave_the_models_of_an_own_loop_in_eval_mode(make_t
     assert trainer.get_local_operator().modes == [[True, True, False]] * 3
 
 
+class Evaluates(OwnLoop):
+    def train_epoch(self, iterator, info, **given):
+        self.train_mode(True)
+        self.model[1].eval()
+        for batch in iterator:
+            found = super().validate(iter([batch]))
+            assert found["batch_count"] == 1
+            self.modes.append([module.training for module in self.model])
+            self.train_batch(batch, {"batch_idx": 0, "global_step": 0})
+        return {"num_samples": 1}
+
+
+def test_validation_within_an_epoch_restores_the_modes(make_trainer):
+    trainer = make_trainer(Evaluates)
+    trainer.train(num_steps=2)
+    assert trainer.get_local_operator().modes == [[True, False, True]] * 2
+
+
 def test_a_callback_may_ask_to_stop(make_trainer):
     trainer = make_trainer(callbacks=[Stopping(2)])
     history = trainer.fit(5)

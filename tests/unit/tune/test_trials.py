@@ -13,7 +13,6 @@ from raysgd.callbacks import Callback
 from raysgd.train.configs import ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.tune import BaseTorchTrainable
-from raysgd.tune.functions import trainer_trainable
 from raysgd.utils import BATCH_SIZE
 from tests.operators import Classifier
 from tests.unit.conftest import SMALL
@@ -147,7 +146,7 @@ def test_the_process_of_a_trial_reserves_only_what_its_own_worker_needs(argument
 
 def test_a_trial_of_a_function_has_room_for_the_largest_group():
     scaling = ScalingConfig(num_workers=(1, 3))
-    cls = trainer_trainable(DataParallelTrainer(print, scaling_config=scaling))
+    cls = DataParallelTrainer(print, scaling_config=scaling).as_trainable()
     assert bundles(cls) == [WORKER] * 4  # one for the process of the trial
 
 

@@ -28,7 +28,7 @@ _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
 
 
-class WorkerGroup:
+class ActorGroup:
     """The members in rank order, and their resources in the cluster."""
 
     def __init__(self, options: GroupOptions, clock: Clock | None = None) -> None:

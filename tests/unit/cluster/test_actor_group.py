@@ -8,10 +8,10 @@ import ray.exceptions
 import ray.util.client
 from ray.util.client.api import _ClientAPI
 
-from raysgd.cluster import worker_group as group_module
+from raysgd.cluster import actor_group as group_module
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from tests.unit.cluster.clock import ManualClock
 
@@ -41,7 +41,7 @@ def test_ray_client_accepts_the_actor_class(monkeypatch):
 
 
 def test_an_inline_group_needs_no_ray():
-    group = WorkerGroup(GroupOptions(num_workers=1, use_local=True))
+    group = ActorGroup(GroupOptions(num_workers=1, use_local=True))
     group.reserve(timeout_s=5)
     (slot,) = group.vacant_slots()
     assert slot.is_ready
@@ -150,7 +150,7 @@ def start(monkeypatch):
     def start(num_workers, room, owned=True, num_gpus=0):
         reservation = FakeReservation(room, owned)
         options = GroupOptions(num_workers=num_workers, num_gpus=num_gpus)
-        group = WorkerGroup(options, clock=ManualClock())
+        group = ActorGroup(options, clock=ManualClock())
         group._reserve = lambda *wanted: reservation
         group.start(timeout_s=5)
         group.reservation_of_test = reservation
@@ -226,7 +226,7 @@ def test_room_on_a_draining_node_is_replaced(start):
 
 
 def test_the_worker_in_the_drivers_process_needs_no_reservation():
-    group, asked = WorkerGroup(GroupOptions(num_workers=3, min_workers=2, use_local=True)), []
+    group, asked = ActorGroup(GroupOptions(num_workers=3, min_workers=2, use_local=True)), []
     group._reserve = lambda *wanted: asked.append(wanted) or FakeReservation(1)
     group.reserve(timeout_s=5)
     assert asked == [(2, 1, 5)]
