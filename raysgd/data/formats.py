@@ -39,6 +39,10 @@ _NUM_BLOCKS = 32  # of a remote file in memory
 _NUM_TRIES = 4
 _NUM_OPEN = 16
 _BAD_CONTENT = EOFError, ValueError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error
+_PERMANENT = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, ImportError, RuntimeError, TypeError),
+    *_BAD_CONTENT,
+)
 
 
 class RecordError(ValueError):
@@ -151,7 +155,7 @@ class Records(ABC):
     # ---- formats
 
     @abstractmethod
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]: ...
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]: ...
 
     @abstractmethod
     def _count(self, index: Any) -> int: ...
@@ -165,8 +169,7 @@ class Records(ABC):
     def _load_index(self, number: int) -> Any:
         path = self._cached(number, f"{type(self).__name__}.npy")
         if not path.exists():
-            with self._naming(number), _retried(lambda: self._open(number)) as file:
-                index = self._build_index(file)
+            index = self._build_index(number)
             _write(path, lambda target: np.save(target, index))
         return np.load(path, mmap_mode="r") if path.stat().st_size > 2**16 else np.load(path)
 
@@ -226,20 +229,24 @@ class Records(ABC):
         def attempt() -> T:
             try:
                 return read(self._file(number))
-            except OSError:
-                self._files.pop(number, None)
+            except Exception:
+                if number in self._files:
+                    self._files.pop(number).close()
                 raise
 
         with self._naming(number):
             return _retried(attempt)
 
-    def _bytes(self, number: int, start: int, stop: int) -> bytes:
+    def _read_at(self, number: int, start: int, size: int) -> bytes:
         def read(file: Any) -> bytes:
             file.seek(start)
-            data: bytes = file.read(stop - start)
+            data: bytes = file.read(size)
             return data
 
-        data = self._with_file(number, read)
+        return self._with_file(number, read)
+
+    def _bytes(self, number: int, start: int, stop: int) -> bytes:
+        data = self._read_at(number, start, stop - start)
         if len(data) < stop - start:
             raise RuntimeError(f"{self.paths[number]} has become shorter. Start again with it.")
         return data
@@ -274,9 +281,9 @@ class Text(_Spans):
     unit = "line"
     keeps_blank = True
 
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
         starts, offset, rest = [], 0, b""
-        while data := file.read(_BLOCK_BYTES):
+        while data := self._read_at(number, offset + len(rest), _BLOCK_BYTES):
             data = rest + data
             size = data.rfind(b"\n") + 1
             starts.append(self._starts(data[:size]) + offset)
@@ -317,8 +324,12 @@ class Tar(_Spans):
 
     unit = "sample"
 
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
+        return self._with_file(number, self._index_of)
+
+    def _index_of(self, file: Any) -> np.ndarray[Any, Any]:
         starts, key, end = [], None, 0
+        file.seek(0)
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 end = member.offset_data + -(-member.size // 512) * 512
@@ -387,13 +398,13 @@ def _stamp(fs: Any, path: str) -> str:
 
 
 def _retried(function: Callable[[], T]) -> T:
-    """Call a function again if it fails, unless the file is missing or broken."""
+    """Call a function again after errors of the network, which can have any class."""
     for attempt in itertools.count(1):
         try:
             return function()
-        except (FileNotFoundError, PermissionError, IsADirectoryError, gzip.BadGzipFile):
+        except _PERMANENT:
             raise
-        except (OSError, TimeoutError):
+        except Exception:
             if attempt == _NUM_TRIES:
                 raise
             time.sleep(0.1 * 4**attempt)

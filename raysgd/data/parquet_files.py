@@ -21,8 +21,8 @@ class Parquet(Records):
         sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
         self.block = int(max(sizes, default=1))
 
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
-        metadata = _pyarrow().ParquetFile(file).metadata
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
+        metadata = self._with_file(number, lambda file: _pyarrow().ParquetFile(file).metadata)
         sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
         return np.array([0, *itertools.accumulate(sizes)], np.int64)
 
