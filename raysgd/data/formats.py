@@ -399,16 +399,14 @@ def _stamp(fs: Any, path: str) -> str:
 
 def _retried(function: Callable[[], T]) -> T:
     """Call a function again after errors of the network, which can have any class."""
-    for attempt in itertools.count(1):
+    for attempt in range(1, _NUM_TRIES):
         try:
             return function()
         except _PERMANENT:
             raise
         except Exception:
-            if attempt == _NUM_TRIES:
-                raise
             time.sleep(0.1 * 4**attempt)
-    raise AssertionError
+    return function()
 
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
