@@ -118,8 +118,9 @@ class Records(ABC):
         self.close()
 
     def __del__(self) -> None:
-        for file in getattr(self, "_files", {}).values():
-            file.close()
+        with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
+            for file in self._files.values():
+                file.close()
 
     def close(self) -> None:
         """Close the files. The next read opens them, and finds out whether they have changed."""
