@@ -48,7 +48,7 @@ from raysgd._internal.nested import unchanged
 from raysgd.compat.ray_sgd import epoch_arguments
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.evaluation import Evaluation, no_batch
+from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
@@ -240,7 +240,7 @@ class Loop:
             else:
                 go_on = self._least
         elif source.step_digest() is not None and train_state.context.world_size > 1:
-            go_on = partial(self._check_samples, source)
+            go_on = partial(check_samples, source, train_state)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         on_commit = None
@@ -278,18 +278,6 @@ class Loop:
         smallest = self.train_state.minimum(number * context.world_size + context.world_rank)
         least, self._shortest = divmod(int(smallest), context.world_size)
         return least
-
-    def _check_samples(self, source: BatchSource, has_batch: int) -> int:
-        """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
-        train_state, digest = self.train_state, source.step_digest() or 0
-        if train_state.minimum(digest) != -train_state.minimum(-digest):
-            raise RuntimeError(
-                f"The workers read different samples from {source.describe()}. Every worker must "
-                "read the same stream, and raysgd selects its part. Seed its shuffles equally on "
-                "all workers. If it selects the samples of its worker itself, pass "
-                "add_dist_sampler=False to the trainer, or give it an attribute num_replicas."
-            )
-        return has_batch
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""

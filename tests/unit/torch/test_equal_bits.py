@@ -14,8 +14,9 @@ from raysgd._internal.context import WorkerContext
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
-from raysgd.torch.loading import SeededSamples, ShardedLoader
+from raysgd.torch.loading import ShardedLoader
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.orders import SeededSamples
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import assert_names, run_ranks, running_ranks
 from tests.unit.torch.bits import CASES, Augmented, Trains, digest, make_runner, merged
