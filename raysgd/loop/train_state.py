@@ -153,6 +153,10 @@ class TrainState(SavedState):
 
     # ---- the other workers
 
+    def num_rows(self, batch: Any) -> int:
+        """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
+        return 0
+
     @abstractmethod
     def minimum(self, value: int) -> int:
         """Return the smallest `value` of all ranks. Every rank must call it."""
