@@ -52,6 +52,7 @@ class ReplicaGuard(StepFeature):
         self._repairs = guard.on_difference == "repair"
         self._on_gpu = state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
+        self._equal_at = 0
         self._batch: Any = None  # of the step before a cross-check
         self.enter()
         if guard.crosscheck_every and self._contents.renormalized:
@@ -71,7 +72,7 @@ class ReplicaGuard(StepFeature):
         self._is_due = self._is_new = True
         self._is_active = self._in_call = False
         self._pending: Any = None
-        self._steps = self._compared_at = self._complete_at = self._equal_at = 0
+        self._steps = self._compared_at = self._complete_at = 0
         self._next = 1
 
     def receive(self, leader: int) -> Callable[[], None]:
@@ -83,7 +84,7 @@ class ReplicaGuard(StepFeature):
         self._problem, self._is_due = "", True
 
     def after_apply(self) -> None:
-        self._is_due = True
+        self._is_due = self._is_new = True
 
     # ---- calls and steps
 

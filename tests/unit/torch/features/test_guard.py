@@ -103,6 +103,7 @@ def test_difference_that_a_short_call_leaves_is_an_error_before_the_state_leaves
             "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)",
             3,
         ),
+        (Case("sets_dropout"), "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)", 3),
         (Case("evaluates", "in a step", guard=Guard(every=1)), "modes of models[0]", 4),
     ],
     ids=str,
@@ -110,6 +111,7 @@ def test_difference_that_a_short_call_leaves_is_an_error_before_the_state_leaves
 def test_worker_that_joins_with_a_difference_is_an_error(workers, case, named, step):
     for result in workers(case):
         assert named in result["problem"]
+        assert "They were equal after step 0" not in result["problem"]
         assert result["step"] == step
 
 
