@@ -7,8 +7,8 @@
 # Seen: It keeps the variable of the node. CUDA code in it uses a GPU that Ray gave to the other
 #   actor.
 # Output:
-#   num_gpus=2: Ray assigns ['0', '1'], CUDA_VISIBLE_DEVICES is '0,1'
-#   num_gpus=0: Ray assigns [], CUDA_VISIBLE_DEVICES is '0,1'
+#   num_gpus=2: Ray assigns ['0', '1'], CUDA_VISIBLE_DEVICES is 0,1
+#   num_gpus=0: Ray assigns [], CUDA_VISIBLE_DEVICES is 0,1
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -37,13 +37,14 @@ ray.init("local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver
 @ray.remote
 class Actor:
     def devices(self):
-        return ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        return sorted(ray.get_gpu_ids()), ",".join(sorted(visible.split(",")))  # in any order
 
 
 actors = {gpus: Actor.options(num_gpus=gpus).remote() for gpus in (2, 0)}
 seen = {gpus: ray.get(actor.devices.remote()) for gpus, actor in actors.items()}
 for gpus, (ids, visible) in seen.items():
-    print(f"num_gpus={gpus}: Ray assigns {ids}, CUDA_VISIBLE_DEVICES is {visible!r}")
+    print(f"num_gpus={gpus}: Ray assigns {ids}, CUDA_VISIBLE_DEVICES is {visible}")
 if seen != {2: (["0", "1"], "0,1"), 0: ([], "0,1")}:
     sys.exit("The behavior has changed.")
 PYTHON
