@@ -20,6 +20,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from raysgd._internal.nested import map_leaves
+
 __all__ = [
     "BATCH_COUNT",
     "NUM_SAMPLES",
@@ -261,9 +263,10 @@ class AverageMeterCollection:
         """Store the arguments of `update` until `settle` applies them."""
         self._pending.append((metrics, n, is_batch))
 
-    def settle(self) -> None:
-        """Apply the stored updates."""
-        pending, self._pending = self._pending, []
+    def settle(self, share: Callable[[list[Any]], list[Any]] | None = None) -> None:
+        """Apply the stored updates. `share` returns the updates of all workers, given numbers."""
+        pending = self._pending if share is None else share(map_leaves(self._pending, _plain))
+        self._pending = []
         for each in pending:
             self.update(*each)
 

@@ -101,25 +101,32 @@ def make_trainer(case, num_workers):
     )
 
 
-def hash_of(trainer):
+def hash_of(trainer, trained):
+    """Return a hash of the state, and of the metrics of all calls."""
     state, metrics = trainer.state_dict(), trainer.validate()
     kept = {name: metrics[name] for name in ("val_loss", "val_accuracy", "num_samples")}
-    names = ("models", "optimizers", "schedulers", "scaler")
-    return digest([state.get(name) for name in names] + [kept])[:12]
+    names = ("models", "optimizers", "schedulers", "amp_native")
+    return digest([state.get(name) for name in names] + [kept, trained])[:12]
 
 
-def undisturbed(case):
+def steps_of(draw):
+    """Return the numbers of steps after which calls end."""
+    num_steps = 20 * NUM_EPOCHS
+    return [*sorted(draw.sample(range(2, num_steps), 2)), num_steps]
+
+
+def undisturbed(case, seed):
+    stops = steps_of(random.Random(seed))
     with make_trainer(case, 1) as trainer:
-        for _ in range(NUM_EPOCHS):
-            trainer.train()
-        return hash_of(trainer)
+        sizes = [stop - start for start, stop in zip([0, *stops], stops, strict=False)]
+        return hash_of(trainer, [trainer.train(num_steps=size) for size in sizes])
 
 
 def disturbed(case, seed):
     """Train with random kills, and resume twice on another number of workers, within epochs."""
-    draw, num_steps = random.Random(seed), 20 * NUM_EPOCHS
-    stops = [*sorted(draw.sample(range(2, num_steps), 2)), num_steps]
-    started, num_killed, sizes = 0, 0, []
+    draw = random.Random(seed)
+    stops = steps_of(draw)
+    started, num_killed, sizes, trained = 0, 0, [], []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt"
         for stop in stops:
@@ -130,12 +137,12 @@ def disturbed(case, seed):
                 steps = sorted(draw.sample(range(started, stop), min(2, stop - started)))
                 faults = [chaos.Fault(draw.randrange(sizes[-1]), step) for step in steps]
                 with chaos.Chaos(trainer, faults) as injected:
-                    trainer.train(num_steps=stop - started, max_retries=10)
+                    trained.append(trainer.train(num_steps=stop - started, max_retries=10))
                 num_killed += len(injected.injected)
                 started = stop
                 trainer.save(path)
-                if stop == num_steps:
-                    return hash_of(trainer), num_killed, sizes
+                if stop == stops[-1]:
+                    return hash_of(trainer, trained), num_killed, sizes
     raise AssertionError
 
 
@@ -163,8 +170,8 @@ def main():
     if args.seeds:
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     for name in args.killed if args.seeds else ():
-        expected = undisturbed(MODELS[name])
         for seed in range(args.seeds):
+            expected = undisturbed(MODELS[name], seed)
             found, num_killed, sizes = disturbed(MODELS[name], seed)
             failed |= found != expected
             outcome = "equal" if found == expected else f"differs: {found}"

@@ -3,7 +3,8 @@
     python -m tests.why_slow                      # all causes and a healthy run, three times each
     python -m tests.why_slow --only cpu --runs 1
 
-Run it on an idle machine. The cause *link* needs root and iproute2. It takes about twelve minutes.
+Run it on an idle machine. The cause *link* needs root and iproute2. The case *change* makes the
+loader slow for some time, and compares the events. All cases take about fifteen minutes.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import fsspec
 import ray
@@ -34,20 +37,21 @@ SENTENCES = {
     "link": r".* waits for gradients since .*, because worker \d on 10\.123\.0\.4 sends ",
     "disk": r"\d+ % of the time goes into checkpoints and snapshots since",
     "printing": r"\d+ % of the step is code outside of forward, backward, and optimizer on all",
+    "change": r"slow: data takes \d{2,}\.\d ms per step, and usually \d\.\d ms; recovered: data",
 }
 
 
 class Samples(Dataset):
-    """Random samples, each of which takes `sleep_s`."""
+    """Random samples, each of which takes `sleep_s`, or only while the file `switch` exists."""
 
-    def __init__(self, sleep_s):
-        self.sleep_s = sleep_s
+    def __init__(self, sleep_s, switch):
+        self.sleep_s, self.switch = sleep_s, switch
 
     def __len__(self):
         return 20_000
 
     def __getitem__(self, index):
-        if self.sleep_s:
+        if self.sleep_s and (self.switch is None or self.switch.exists()):
             time.sleep(self.sleep_s)
         generator = torch.Generator().manual_seed(index)
         features = torch.randn(64, generator=generator)
@@ -73,8 +77,8 @@ class Planted(TrainingOperator):
             optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
             criterion=torch.nn.MSELoss(),
         )
-        slow_loader = self.cause == "loader" or (self.cause == "one loader" and is_slow)
-        samples = Samples(0.002 if slow_loader else 0.0)
+        slow_loader = self.cause in ("loader", "change") or (self.cause == "one loader" and is_slow)
+        samples = Samples(0.002 if slow_loader else 0.0, config["switch"])
         self.register_data(train_loader=DataLoader(samples, batch_size=32))
         if self.cause == "cpu":
             core = self.world_rank % os.cpu_count()
@@ -113,21 +117,34 @@ class SlowDisk(MemoryFileSystem):
         return super()._open(path, mode, **options)
 
 
-def train(cause, num_workers):
-    """Train with a planted cause, and return the report."""
+def train(cause, num_workers, switch=None):
+    """Train with a planted cause, and return the report, or the events of a change."""
     fsspec.register_implementation("slow", SlowDisk)
     callbacks = [CheckpointCallback("slow://checkpoints", every=25)] if cause == "disk" else []
     with TorchTrainer(
         training_operator_cls=Planted,
         num_workers=num_workers,
-        config={"cause": cause},
+        config={"cause": cause, "switch": switch},
         callbacks=callbacks,
     ) as trainer:
         trainer.train(num_steps=20)
-        ends = time.time() + TRAIN_S
-        while time.time() < ends:
-            trainer.train(num_steps=20)
-        return trainer.speed()
+        if switch is None:
+            train_until(trainer, TRAIN_S)
+            return trainer.speed()
+        train_until(trainer, 40.0)
+        switch.touch()
+        train_until(trainer, 40.0, "slow")
+        switch.unlink()
+        train_until(trainer, 40.0, "recovered")
+        events = [each for each in trainer.events if each.kind in ("slow", "recovered")]
+        return f"{trainer.speed()}\n" + "; ".join(f"{e.kind}: {e.cause}" for e in events)
+
+
+def train_until(trainer, seconds, event=None):
+    """Train for some seconds, or until there is an event."""
+    ends = time.time() + seconds
+    while time.time() < ends and event not in [each.kind for each in trainer.events]:
+        trainer.train(num_steps=20)
 
 
 def on_hosts(cause):
@@ -151,7 +168,9 @@ def here(cause):
         ray.init(_node_ip_address=os.environ["RAY_ADDRESS"].split(":")[0], log_to_driver=False)
     else:
         ray.init("local", num_cpus=NUM_WORKERS, include_dashboard=False, log_to_driver=False)
-    print(train(cause, 3 if cause == "link" else NUM_WORKERS))
+    with tempfile.TemporaryDirectory() as folder:
+        switch = Path(folder) / "slow" if cause == "change" else None
+        print(train(cause, 3 if cause == "link" else NUM_WORKERS, switch))
 
 
 def main():

@@ -67,7 +67,7 @@ def check_number(where: str, name: str, value: Any) -> None:
     if not is_number(value):
         raise TypeError(f"{where}({name}={value!r}): must be a number.")
     if not 0 <= value < math.inf:
-        raise ValueError(f"{where}({name}={value!r}): must be at least 0.")
+        raise ValueError(f"{where}({name}={value!r}): must be at least 0, and finite.")
 
 
 def check_timeout(where: str, seconds: Any, name: str = "timeout_s") -> None:

@@ -13,10 +13,10 @@ from raysgd.callbacks.averaging import SWA as SWA
 from raysgd.callbacks.base import Callback as Callback
 from raysgd.callbacks.base import History as History
 from raysgd.callbacks.base import LastCall as LastCall
+from raysgd.callbacks.base import LoggerCallback as LoggerCallback
 from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
 from raysgd.callbacks.file_loggers import CsvLogger as CsvLogger
 from raysgd.callbacks.file_loggers import JsonlLogger as JsonlLogger
-from raysgd.callbacks.logger import LoggerCallback as LoggerCallback
 from raysgd.callbacks.measuring import DeviceStats as DeviceStats
 from raysgd.callbacks.measuring import LearningRateLogger as LearningRateLogger
 from raysgd.callbacks.measuring import ModelSummary as ModelSummary

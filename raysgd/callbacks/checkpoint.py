@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
 from raysgd._internal.arguments import check_flags, checked_mode
-from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.logger import logdir_of
+from raysgd.callbacks.base import Callback, Trainer, logdir_of
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import CheckpointStore
 from raysgd.checkpoint.location import Location

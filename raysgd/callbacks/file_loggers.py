@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.files import replacing
-from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, end_line, logdir_of
+from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, end_line, logdir_of
 from raysgd.callbacks.values import json_dict, jsonable, scalars, shown_config
 from raysgd.checkpoint.manifest import versions
 from raysgd.elastic.events import Event

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import check_int
-from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.logger import logdir_of
+from raysgd.callbacks.base import Callback, Trainer, logdir_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from raysgd._internal.imports import import_extra
-from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, logdir_of, named_metrics
+from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of, named_metrics
 from raysgd.callbacks.values import json_dict, scalars, shown_config
 from raysgd.elastic.events import Event
 

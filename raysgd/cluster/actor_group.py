@@ -44,8 +44,8 @@ class ActorGroup:
         self._ending = threading.RLock()
         self._is_wanted = True
 
-    def reserve(self, timeout_s: float) -> None:
-        """Reserve resources. Raise if ``min_workers`` have none after `timeout_s`."""
+    def reserve(self) -> None:
+        """Reserve resources. Raise if ``min_workers`` have none after ``start_timeout_s``."""
         options = self.options
         self._is_wanted = True
         if options.use_local:
@@ -53,7 +53,7 @@ class ActorGroup:
         if not options.inline:
             num_local = int(options.use_local)
             self._reservation = self._reserve(
-                options.num_workers - num_local, max(1, options.min_workers - num_local), timeout_s
+                options.num_workers - num_local, max(1, options.min_workers - num_local)
             )
 
     def watch_hosts(self, driver_grace_s: float, stops_calls: bool) -> None:
@@ -69,15 +69,13 @@ class ActorGroup:
         watches = [member.watch for member in self.members]
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
-    def start(self, timeout_s: float) -> None:
+    def start(self) -> None:
         """Reserve resources, start the workers, and wait until each has reported its location."""
-        self.reserve(timeout_s)
-        # Store the members before they run, so that a failed start leaves no process behind.
-        self.members = [self.new_member(slot) for slot in self.vacant_slots(request=False)]
-        self._find_places(self.members, max(timeout_s, COME_UP_S))
+        self.reserve()
+        self.add(len(self.vacant_slots(request=False)))
         self.members = self.in_order(self.members)
 
-    def _reserve(self, num_workers: int, min_workers: int, timeout_s: float) -> Any:
+    def _reserve(self, num_workers: int, min_workers: int) -> Any:
         """Reserve resources for workers. Simulated clusters override this method."""
         from raysgd.cluster import placement, ray_session
 
@@ -87,7 +85,7 @@ class ActorGroup:
             self.options.bundle,
             num_workers=num_workers,
             min_workers=min_workers,
-            timeout_s=timeout_s,
+            timeout_s=self.options.start_timeout_s,
             strategy=self.options.strategy,
             is_wanted=lambda: self._is_wanted,
         )
@@ -96,7 +94,7 @@ class ActorGroup:
         """Append workers, and wait until they run. On an error, add no worker."""
         slots = self.vacant_slots(request=False)[:num_workers]
         if missing := num_workers - len(slots):
-            more = self._reserve(missing, missing, self.options.start_timeout_s)
+            more = self._reserve(missing, missing)
             if self._reservation is None:  # another thread has ended the group
                 more.release()
                 raise RuntimeError("The workers are shut down.")
@@ -104,14 +102,15 @@ class ActorGroup:
             slots += more.slots
         members = [self.new_member(slot) for slot in slots]
         try:
-            self._find_places(members, max(self.options.start_timeout_s, COME_UP_S))
+            self._find_places(members)
         except BaseException:
             for member in members:
                 self.discard(member)
             raise
         self.members += members
 
-    def _find_places(self, members: Sequence[WorkerHandle], timeout_s: float) -> None:
+    def _find_places(self, members: Sequence[WorkerHandle]) -> None:
+        timeout_s = max(self.options.start_timeout_s, COME_UP_S)
         places = [member.control("info") for member in members]
         if missing := self.clock.wait(places, timeout_s):
             ranks = [rank for rank, place in enumerate(places) if place in missing]

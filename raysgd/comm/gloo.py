@@ -243,9 +243,8 @@ class _Running:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waits: dict[int, Callable[[BaseException], None]] = {}
-        self._collectives: dict[int, int] = {}
+        self._active: dict[int, int] = {}  # numbers of the collectives, and -1 of transfers
         self._num_collectives = 0
-        self._count = 0
         self.num_begun = 0
         self._interrupted = False
 
@@ -254,23 +253,20 @@ class _Running:
             if self._interrupted:
                 raise _interruption()
             self._waits[key] = end
-            self._count += 1
             self.num_begun += 1
-            if is_collective:
-                self._num_collectives += 1
-                self._collectives[key] = self._num_collectives
+            self._num_collectives += is_collective
+            self._active[key] = self._num_collectives if is_collective else -1
 
     def finish(self, key: int) -> bool:
         """Record the end of an operation. Return False if an interruption has ended its future."""
         with self._changed:
-            self._count -= 1
-            self._collectives.pop(key, None)
+            self._active.pop(key, None)
             self._changed.notify_all()
             return self._waits.pop(key, None) is not None
 
     def oldest(self) -> int | None:
         with self._changed:
-            return min(self._collectives.values(), default=None)
+            return min((number for number in self._active.values() if number > 0), default=None)
 
     def interrupt(self) -> None:
         with self._changed:
@@ -282,11 +278,11 @@ class _Running:
 
     def ended(self) -> bool:
         with self._changed:
-            return self._count == 0
+            return not self._active
 
     def wait_for_end(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._count == 0)
+            self._changed.wait_for(lambda: not self._active)
 
 
 class _Operation(Work):

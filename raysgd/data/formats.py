@@ -1,4 +1,4 @@
-"""Numbered records of files: JSON lines, text, tar archives, and Parquet.
+"""Numbered records of files: JSON lines, text, and tar archives.
 
 An index of each file is built once and kept in a cache folder, so that any record can be read
 without the records before it. Compressed files are decompressed once into that folder.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import gzip
 import hashlib
 import io
 import itertools
 import json
+import lzma
 import os
 import shutil
 import tarfile
@@ -30,21 +32,24 @@ import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.utils import infer_compression
 
-from raysgd._internal.imports import import_extra
-
 T = TypeVar("T")
 
 _BLOCK_BYTES = 4 * 2**20
 _NUM_BLOCKS = 32  # of a remote file in memory
 _NUM_TRIES = 4
 _NUM_OPEN = 16
+_BAD_CONTENT = EOFError, ValueError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error
+_PERMANENT = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, ImportError, RuntimeError, TypeError),
+    *_BAD_CONTENT,
+)
 
 
 class RecordError(ValueError):
     """A record or a file that cannot be decoded."""
 
 
-class Broken:
+class BrokenRecord:
     """What replaces a broken record until a caller skips it, or raises its error."""
 
     def __init__(self, error: RecordError) -> None:
@@ -65,6 +70,7 @@ class Records(ABC):
     """
 
     block = 1  # records that are decoded together
+    unit = "record"  # for messages
 
     def __init__(
         self,
@@ -92,7 +98,7 @@ class Records(ABC):
         self._storage_options = storage_options
         self.kept_rows = 0
         """Number of decoded records to keep in memory."""
-        self._forget()
+        self.close()
         self._indexes = [self._load_index(number) for number in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]
         self._ends = list(itertools.accumulate(counts))
@@ -100,19 +106,24 @@ class Records(ABC):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
+    def __repr__(self) -> str:
+        return f"{len(self.paths)} files with {len(self)} records"
+
     def __getstate__(self) -> dict[str, Any]:
         held = ("_files", "_pid", "_tables")
         return {key: value for key, value in vars(self).items() if key not in held}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._forget()
+        self.close()
 
     def __del__(self) -> None:
-        for file in getattr(self, "_files", {}).values():
-            file.close()
+        with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
+            for file in self._files.values():
+                file.close()
 
-    def _forget(self) -> None:
+    def close(self) -> None:
+        """Close the files. The next read opens them, and finds out whether they have changed."""
         self.__del__()
         # Forked processes share the positions of open files.
         self._pid = os.getpid()
@@ -126,31 +137,26 @@ class Records(ABC):
         return [zlib.crc32(f"{name} {stamp}".encode()) for name, stamp in pairs]
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the records with these numbers. A broken one is a `Broken`."""
+        """Return the records with these numbers, or a `BrokenRecord`."""
         if self._pid != os.getpid():
-            self._forget()
+            self.close()
         found: list[Any] = [None] * len(numbers)
         order = sorted(range(len(numbers)), key=numbers.__getitem__)
         by_file = itertools.groupby(order, lambda i: bisect.bisect_right(self._ends, numbers[i]))
         for file, group in by_file:
             start = self._ends[file - 1] if file else 0
+            if "://" not in self.paths[file]:  # remote files are checked when they are opened
+                self._check_stamp(file, _stamp(None, self.paths[file]))
             places = list(group)
             records = self._read(file, [numbers[i] - start for i in places])
             for place, record in zip(places, records, strict=True):
                 found[place] = record
         return found
 
-    def broken(self, file: int, number: int, error: Exception) -> Broken:
-        text = f"{self.paths[file]}, {self._place(number)}: {error}"
-        return Broken(RecordError(text))
-
-    def _place(self, number: int) -> str:
-        return f"record {number}"
-
     # ---- formats
 
     @abstractmethod
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]: ...
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]: ...
 
     @abstractmethod
     def _count(self, index: Any) -> int: ...
@@ -164,11 +170,7 @@ class Records(ABC):
     def _load_index(self, number: int) -> Any:
         path = self._cached(number, f"{type(self).__name__}.npy")
         if not path.exists():
-            with _retried(lambda: self._open(number)) as file:
-                try:
-                    index = self._build_index(file)
-                except (tarfile.TarError, ValueError) as error:
-                    raise RecordError(f"{self.paths[number]}: {error}") from error
+            index = self._build_index(number)
             _write(path, lambda target: np.save(target, index))
         return np.load(path, mmap_mode="r") if path.stat().st_size > 2**16 else np.load(path)
 
@@ -176,20 +178,36 @@ class Records(ABC):
         key = hashlib.sha256(f"{self.paths[number]} {self._stamps[number]}".encode()).hexdigest()
         return self._cache / f"{key[:24]}.{kind}"
 
+    @contextlib.contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Name the file in errors about its content."""
+        try:
+            yield
+        except Exception as error:
+            # pyarrow and bz2 raise an OSError without a number for wrong content.
+            is_bare = type(error) is OSError and error.errno is None
+            if isinstance(error, RecordError) or not (is_bare or isinstance(error, _BAD_CONTENT)):
+                raise
+            raise RecordError(f"{self.paths[number]}: {error}") from error
+
+    def _check_stamp(self, number: int, stamp: str) -> None:
+        if stamp != self._stamps[number]:
+            raise RuntimeError(
+                f"{self.paths[number]} changed while it was read. Its size and version are "
+                f"{stamp}, and were {self._stamps[number]}. Start again with the new file."
+            )
+
     def _open(self, number: int) -> Any:
         """Open the uncompressed content of a file."""
         path = self.paths[number]
         fs, name = url_to_fs(path, **self._storage_options)
-        if (stamp := _stamp(fs, name)) != self._stamps[number]:
-            raise RuntimeError(
-                f"{path} changed while it was read: {stamp}, and {self._stamps[number]} before. "
-                "Start again with the new file."
-            )
-        compression = infer_compression(path)
+        self._check_stamp(number, _stamp(fs, name))
+        compression = _compression(path)
         if compression is not None:
             target = self._cached(number, "raw")
             if not target.exists():
-                with fsspec.open(path, compression="infer", **self._storage_options) as source:
+                options = {"compression": compression, **self._storage_options}
+                with fsspec.open(path, **options) as source:
                     _write(target, lambda file: shutil.copyfileobj(source, file, 2**20))
             return open(target, "rb")
         if not is_remote(fs):
@@ -212,19 +230,24 @@ class Records(ABC):
         def attempt() -> T:
             try:
                 return read(self._file(number))
-            except OSError:
-                self._files.pop(number, None)
+            except Exception:
+                if number in self._files:
+                    self._files.pop(number).close()
                 raise
 
-        return _retried(attempt)
+        with self._naming(number):
+            return _retried(attempt)
 
-    def _bytes(self, number: int, start: int, stop: int) -> bytes:
+    def _read_at(self, number: int, start: int, size: int) -> bytes:
         def read(file: Any) -> bytes:
             file.seek(start)
-            data: bytes = file.read(stop - start)
+            data: bytes = file.read(size)
             return data
 
-        data = self._with_file(number, read)
+        return self._with_file(number, read)
+
+    def _bytes(self, number: int, start: int, stop: int) -> bytes:
+        data = self._read_at(number, start, stop - start)
         if len(data) < stop - start:
             raise RuntimeError(f"{self.paths[number]} has become shorter. Start again with it.")
         return data
@@ -245,7 +268,8 @@ class _Spans(Records):
                 try:
                     found.append(self._decode(data[low - starts[0] : high - starts[0]]))
                 except Exception as error:
-                    found.append(self.broken(file, number, error))
+                    text = f"{self.paths[file]}, {self.unit} {number + 1}: {error}"
+                    found.append(BrokenRecord(RecordError(text)))
         return found
 
     @abstractmethod
@@ -255,20 +279,28 @@ class _Spans(Records):
 class Text(_Spans):
     """Lines of text, without their line ends."""
 
+    unit = "line"
     keeps_blank = True
 
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
-        starts, offset, ends_line = [np.zeros(1, np.int64)], 0, True
-        while data := file.read(_BLOCK_BYTES):
-            found = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + offset + 1
-            starts.append(found.astype(np.int64))
-            offset, ends_line = offset + len(data), data.endswith(b"\n")
-        index = np.concatenate(starts if ends_line else [*starts, np.array([offset])])
-        if not self.keeps_blank:
-            lengths = np.diff(index, append=index[-1:] + 2)
-            lengths[-2:-1] += not ends_line  # a last line without its end can have one character
-            index = index[lengths > 1]
-        return index
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
+        starts, offset, rest = [], 0, b""
+        while data := self._read_at(number, offset + len(rest), _BLOCK_BYTES):
+            data = rest + data
+            size = data.rfind(b"\n") + 1
+            starts.append(self._starts(data[:size]) + offset)
+            offset, rest = offset + size, data[size:]
+        if rest:
+            starts.append(self._starts(rest + b"\n") + offset)
+        return np.concatenate([*starts, np.array([offset + len(rest)])])
+
+    def _starts(self, lines: bytes) -> np.ndarray[Any, Any]:
+        values = np.frombuffer(lines, np.uint8)
+        ends = np.flatnonzero(values == ord("\n")) + 1
+        starts = np.concatenate([ends[:1] * 0, ends[:-1]])
+        if self.keeps_blank:
+            return starts
+        maybe = np.flatnonzero(values[starts] <= ord(" ")).tolist()
+        return np.delete(starts, [n for n in maybe if not lines[starts[n] : ends[n]].strip()])
 
     def _decode(self, data: bytes) -> Any:
         return data.decode().rstrip("\r\n")
@@ -277,10 +309,8 @@ class Text(_Spans):
 class JsonLines(Text):
     """One JSON value per line. Blank lines do not count."""
 
+    unit = "non-blank line"
     keeps_blank = False
-
-    def _place(self, number: int) -> str:
-        return f"JSON line {number + 1}, without blank lines"
 
     def _decode(self, data: bytes) -> Any:
         return json.loads(data)
@@ -293,8 +323,14 @@ class Tar(_Spans):
     of the names, as in WebDataset.
     """
 
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
+    unit = "sample"
+
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
+        return self._with_file(number, self._index_of)
+
+    def _index_of(self, file: Any) -> np.ndarray[Any, Any]:
         starts, key, end = [], None, 0
+        file.seek(0)
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 end = member.offset_data + -(-member.size // 512) * 512
@@ -313,57 +349,6 @@ class Tar(_Spans):
             sample["__key__"], name = _stem(path)
             sample[name] = content
         return sample
-
-
-class Parquet(Records):
-    """Rows of Parquet files, as dicts. Row groups are decoded as a whole."""
-
-    def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
-        self._columns = None if columns is None else list(columns)
-        super().__init__(paths, **options)
-        sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
-        self.block = int(max(sizes, default=1))
-
-    def _build_index(self, file: Any) -> np.ndarray[Any, Any]:
-        metadata = _pyarrow().ParquetFile(file).metadata
-        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
-        return np.array([0, *itertools.accumulate(sizes)], np.int64)
-
-    def _count(self, index: Any) -> int:
-        return int(index[-1])
-
-    def _read(self, file: int, numbers: list[int]) -> list[Any]:
-        index, found = self._indexes[file], []
-        groups = np.searchsorted(index, numbers, side="right") - 1
-        pairs = zip(groups.tolist(), numbers, strict=True)
-        for group, members in itertools.groupby(pairs, lambda pair: pair[0]):
-            rows = [number - int(index[group]) for _, number in members]
-            table = self._table(file, group)
-            is_run = rows[-1] - rows[0] == len(rows) - 1
-            part = table.slice(rows[0], len(rows)) if is_run else table.take(rows)
-            found += part.to_pylist()
-        return found
-
-    def _row_group(self, opened: Any, group: int) -> Any:
-        file = _pyarrow().ParquetFile(opened)
-        names = file.schema_arrow.names
-        if missing := set(self._columns or ()) - set(names):
-            raise ValueError(
-                f"parquet(columns={self._columns!r}): a file has no {sorted(missing)}. Its columns "
-                f"are {names}."
-            )
-        return file.read_row_group(group, columns=self._columns, use_threads=False)
-
-    def _table(self, file: int, group: int) -> Any:
-        key = file, group
-        if key not in self._tables:
-            held = list(self._tables.values())
-            while held and sum(map(len, held)) > self.kept_rows:
-                self._tables.popitem(last=False)
-                held.pop(0)
-            self._tables[key] = self._with_file(file, lambda opened: self._row_group(opened, group))
-        self._tables.move_to_end(key)
-        return self._tables[key]
 
 
 def _members(data: bytes) -> list[tuple[str, bytes]]:
@@ -387,34 +372,42 @@ def _members(data: bytes) -> list[tuple[str, bytes]]:
     return found
 
 
-def _pyarrow() -> Any:
-    return import_extra("parquet()", "pyarrow.parquet", "data")
-
-
 def is_remote(fs: Any) -> bool:
     return "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
+def _compression(path: str) -> str | None:
+    """Return the fsspec name of the compression of a file."""
+    if path.endswith(".tgz"):
+        return "gzip"
+    name: str | None = infer_compression(path)
+    for ending, package in ((".zst", "zstandard"), (".lz4", "lz4")):
+        if name is None and path.endswith(ending):
+            raise ValueError(f"to read {ending} files, install {package}")
+    return name
+
+
 def _stamp(fs: Any, path: str) -> str:
     """Return the size and the ETag or modification time of a file."""
+    if fs is None or not is_remote(fs):
+        status = os.stat(path)
+        return f"{status.st_size} {status.st_mtime}"
     info = fs.info(path)
-    versions = (info.get(key) for key in ("ETag", "etag", "mtime", "LastModified", "created"))
-    version = next((each for each in versions if each is not None), "")
+    names = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
+    version = next((info[name] for name in names if info.get(name) is not None), "")
     return f"{info['size']} {version}"
 
 
 def _retried(function: Callable[[], T]) -> T:
-    """Call a function again if it fails, unless the file is missing."""
-    for attempt in itertools.count(1):
+    """Call a function again after errors of the network, which can have any class."""
+    for attempt in range(1, _NUM_TRIES):
         try:
             return function()
-        except (FileNotFoundError, PermissionError, IsADirectoryError):
+        except _PERMANENT:
             raise
-        except (OSError, TimeoutError):
-            if attempt == _NUM_TRIES:
-                raise
+        except Exception:
             time.sleep(0.1 * 4**attempt)
-    raise AssertionError
+    return function()
 
 
 def _write(path: Path, write: Callable[[Any], Any]) -> None:
@@ -460,11 +453,3 @@ def tar(paths: Any, **options: Any) -> Records:
     `Records` describes the arguments.
     """
     return Tar(paths, **options)
-
-
-def parquet(paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> Records:
-    """Return the rows of Parquet files as dicts, with all `columns` by default.
-
-    `Records` describes the other arguments.
-    """
-    return Parquet(paths, columns=columns, **options)

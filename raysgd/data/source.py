@@ -264,3 +264,43 @@ class PartitionedSource(BatchSource):
         shard = self.shard
         size = shard.full_size or shard.world_size
         return f"{shard.total} samples, batch size {shard.batch_size} on each of {size} workers"
+
+
+class LoaderSource(PartitionedSource):
+    """A DataLoader of `total` items, in batches of `size`. None: each item is a batch.
+
+    `full_size`, the number of workers of the full group, makes the global batch size constant. If
+    `size` is `batch_share`, the global batch size is `global_batch`.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        total: int,
+        size: int | None,
+        drop_last: bool,
+        *,
+        training: bool,
+        world_size: int,
+        rank: int,
+        batch_share: int | None = None,
+        full_size: int | None = None,
+        global_batch: int | None = None,
+        num_shards: int | None = None,
+    ) -> None:
+        # The loader uses config[BATCH_SIZE], which is a share of the global batch.
+        follows_share = size is not None and size == batch_share
+        full_size = None if size is None else full_size  # a ready batch cannot grow
+        if follows_share and full_size is not None and global_batch is not None:
+            size = global_batch // full_size
+        shard = EpochPartition(
+            total,
+            1 if size is None else size,
+            world_size,
+            rank,
+            drop_last=drop_last,
+            even=training,
+            full_size=full_size,
+            num_shards=num_shards,
+        )
+        super().__init__(loader, shard, follows_share, global_batch if training else None)

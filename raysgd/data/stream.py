@@ -7,6 +7,7 @@ alone, so any worker reads any sample without the samples before it.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.data.formats import Broken, Records
+from raysgd._internal.arguments import check_flags, check_int, is_number
+from raysgd.data.formats import BrokenRecord, Records
 from raysgd.errors import CheckpointError
 
 Key = tuple[int, int]
@@ -138,15 +140,14 @@ class Stream(NumberedSamples):
                 f"Stream({records!r}): must be the result of jsonl(), parquet(), tar(), or text() "
                 "of raysgd.data. raysgd also partitions other iterables. Register them directly."
             )
-        for name, value, least in (("shuffle", shuffle, 0), ("group", group, 1), ("seed", seed, 0)):
-            if value is not None and (isinstance(value, bool) or value < least):
-                raise ValueError(f"Stream({name}={value!r}): must be at least {least}.")
+        check_flags("Stream", skip_broken=skip_broken)
         self._records, self._transform, self._augment = records, transform, augment
-        self._window, self._seed = int(shuffle), seed
-        self._group = 1 if group is None else group
+        self._window = check_int("Stream", "shuffle", shuffle, 0)
+        self._seed = check_int("Stream", "seed", seed, 0)
+        self._group = 1 if group is None else check_int("Stream", "group", group, 1)
         self._is_list, self._skips = group is not None, skip_broken
-        self.shuffles = shuffle > 1
-        self.num_skipped = 0
+        self.shuffles = self._window > 1
+        self.num_skipped = self._epoch_read = 0
         # Parts of the files that follow each other. Larger ones would mix less, and smaller ones
         # would decode the same row group more often.
         self._chunk = max(1, self._window // _CHUNKS_PER_WINDOW, records.block)
@@ -156,7 +157,7 @@ class Stream(NumberedSamples):
         return len(self._records)
 
     def __repr__(self) -> str:
-        return f"Stream of {len(self._records.paths)} files with {len(self._records)} records"
+        return f"Stream of {self._records!r}"
 
     @property
     def paths(self) -> list[str]:
@@ -175,13 +176,16 @@ class Stream(NumberedSamples):
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         found = []
         for number, record in zip(numbers, self._read(epoch, numbers), strict=True):
-            if isinstance(record, Broken):
+            if isinstance(record, BrokenRecord):
                 raise record.error
             sample = record if self._transform is None else self._transform(record)
             found.append(self._augmented(sample, epoch, number))
         return found
 
     def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
+        if epoch != self._epoch_read:
+            self._epoch_read = epoch
+            self._records.close()
         return self._records.read([self._record_of(epoch, number) for number in numbers])
 
     def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
@@ -240,7 +244,7 @@ class GroupedStream(Stream):
         first = group * self._group
         records = []
         for record in self._read(epoch, range(first, min(first + self._group, len(self._records)))):
-            if not isinstance(record, Broken):
+            if not isinstance(record, BrokenRecord):
                 records.append(record)
             elif self._skips:
                 self.num_skipped += 1
@@ -349,9 +353,13 @@ def mix(streams: Sequence[Stream], weights: Sequence[float], *, seed: int = 0) -
     >>> len(mix([readme, readme], [0.8, 0.2])) == 2 * len(readme)
     True
     """
-    given = f"mix(weights={list(weights)!r})"
-    if len(streams) != len(weights) or not streams or min(weights) <= 0:
-        raise ValueError(f"{given}: must be {len(streams)} positive numbers, one per stream.")
+    seed = check_int("mix", "seed", seed, 0)
+    are_positive = all(is_number(each) and 0 < each < math.inf for each in weights)
+    if len(streams) != len(weights) or not streams or not are_positive:
+        raise ValueError(
+            f"mix(weights={list(weights)!r}): must be {len(streams)} positive numbers, one per "
+            "stream."
+        )
     for stream in streams:
         if not isinstance(stream, Stream) or isinstance(stream, GroupedStream):
             raise TypeError(

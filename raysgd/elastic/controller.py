@@ -90,7 +90,7 @@ class Controller:
         """Start the workers and set them up. If that fails, stop them."""
         try:
             with self._supervised():
-                self._group.reserve(self._group.options.start_timeout_s)
+                self._group.reserve()
                 self._react(machine.StartRequested(min_workers=self.min_workers))
         except BaseException:
             self.shutdown(force=True)
@@ -99,7 +99,7 @@ class Controller:
     def shutdown(self, force: bool = False) -> None:
         busy = isinstance(self.state, machine.Running | machine.Starting | machine.Broken)
         self._is_shut_down = True
-        self.state, _ = transition(self.state, machine.ShutDown(), self.policy)
+        self.state = machine.Closed()
         self._release(force or busy)
 
     def _release(self, force: bool) -> None:

@@ -74,7 +74,7 @@ class Broken(State):
 
 
 class Closed(State):
-    """The workers are shut down."""
+    """The workers are shut down. `Controller.shutdown` sets this final state."""
 
 
 # ---- events
@@ -181,10 +181,6 @@ class StopRequested(GroupEvent):
     """`stop` was called: work outside of calls ends."""
 
 
-class ShutDown(GroupEvent):
-    """`shutdown` was called."""
-
-
 # ---- actions
 
 
@@ -261,8 +257,6 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
     match state, event:
         case Closed(), _:
             return state, ()
-        case _, ShutDown():
-            return Closed(budget), ()
         case _, StopRequested():
             return _broken(state), ()
         case Running(), Aborted(reached_workers=reached_workers):

@@ -171,7 +171,7 @@ class SpeedMonitor:
         if seconds < _LASTS_S:
             return
         is_known = sum(window.seconds for window in before[3:]) >= 2 * _LASTS_S
-        if is_known and (slow := _slow_phase(before, recent)):
+        if is_known and (slow := _slow_phase(before[:: 1 + len(before) // 64], recent)):
             self._record("slow", recent, *slow)
             self._slow.setdefault(*slow)
         for phase, usual in list(self._slow.items()):

@@ -65,6 +65,7 @@ class Evaluation:
                 source.close_workers()
                 raise
             metrics = checked_result(operator.validate, metrics)
+            self._check_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
             metrics = weighted(metrics, batches.count or not batches.exhausted)
             self._progress.results.append((train_state.global_step, metrics))
@@ -110,10 +111,18 @@ class Evaluation:
             try:
                 for output in operator._predictions(batches):
                     predictions.append((next(positions), train_state.to_cpu(output)))
+                self._check_samples(source, batches)
             finally:
                 self.batches = None
                 source.close_workers()
         return predictions
+
+    def _check_samples(self, source: BatchSource, batches: _Counted) -> None:
+        """Compare the samples of a stream, if every worker has read all of its batches."""
+        train_state = self._train_state
+        is_shared = source.step_digest() is not None and train_state.context.world_size > 1
+        if is_shared and train_state.minimum(int(batches.exhausted)):
+            check_samples(source, train_state)
 
     def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.
@@ -137,6 +146,19 @@ class Evaluation:
             metrics = self.validate(trial)
         source.close_workers()
         return metrics
+
+
+def check_samples(source: BatchSource, train_state: TrainState, has_batch: int = 1) -> int:
+    """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
+    digest = source.step_digest() or 0
+    if train_state.minimum(digest) != -train_state.minimum(-digest):
+        raise RuntimeError(
+            f"The workers read different samples from {source.describe()}. Every worker must "
+            "read the same stream, and raysgd selects its part. Seed its shuffles equally on "
+            "all workers. If it selects the samples of its worker itself, pass "
+            "add_dist_sampler=False to the trainer, or give it an attribute num_replicas."
+        )
+    return has_batch
 
 
 class _Counted:

@@ -96,6 +96,9 @@ class StepFeature:
 
     # ---- state
 
+    def before_export(self) -> None:
+        """Handle a request for the state or the models of rank 0. All ranks call this together."""
+
     def user_settings(self) -> Any:
         """Return the values that user code may change between steps, for comparison."""
 

@@ -48,7 +48,7 @@ from raysgd._internal.nested import unchanged
 from raysgd.compat.ray_sgd import epoch_arguments
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.evaluation import Evaluation, no_batch
+from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
@@ -96,7 +96,7 @@ class Loop:
     # ---- state
 
     def state_for(self, receiver: Receiver) -> dict[str, Any]:
-        return state_for(receiver, self.operator, vars(self.progress.state))
+        return state_for(receiver, self.operator, self.progress.saved())
 
     def snapshot_state(self) -> dict[str, Any]:
         return self.state_for("snapshot")
@@ -134,7 +134,7 @@ class Loop:
                     raise PausedError
                 return None
             if train_state.global_step <= request.start_step:
-                self.progress.results = []
+                self.progress.clear()
                 left = request.start_step - train_state.global_step or left
             elif logged is not None and train_state.global_step < logged:
                 left = logged - train_state.global_step  # replayed steps have their own segment
@@ -158,13 +158,13 @@ class Loop:
         With `since`, merge only the segments from that step on, and add learning rates and the
         metrics of features.
         """
-        if self.progress.state.number != call or not self.progress.results:
+        progress = self.progress
+        segments = progress.results if since is None else progress.segments
+        if progress.state.number != call or not segments:
             return None
         if since is None:
-            return self.progress.result()
-        merged = merge_segments(
-            [metrics for start, metrics in self.progress.results if start >= since]
-        )
+            return progress.result(is_leaving=True)
+        merged = merge_segments([metrics for start, metrics in segments if start >= since])
         merged |= learning_rates(self.train_state.optimizers)
         for feature in self.train_state.features:
             merged |= feature.step_metrics()
@@ -213,7 +213,7 @@ class Loop:
         metrics = checked_result(operator.train_epoch, metrics)
         if segment.num_batches or not segment.drawn_from:
             num_batches = max(1, segment.num_batches)
-            self.progress.results.append((started_at, weighted(metrics, num_batches)))
+            self.progress.add(started_at, weighted(metrics, num_batches))
         if not segment.drawn_from:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
@@ -240,7 +240,7 @@ class Loop:
             else:
                 go_on = self._least
         elif source.step_digest() is not None and train_state.context.world_size > 1:
-            go_on = partial(self._check_samples, source)
+            go_on = partial(check_samples, source, train_state)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         on_commit = None
@@ -279,18 +279,6 @@ class Loop:
         least, self._shortest = divmod(int(smallest), context.world_size)
         return least
 
-    def _check_samples(self, source: BatchSource, has_batch: int) -> int:
-        """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
-        train_state, digest = self.train_state, source.step_digest() or 0
-        if train_state.minimum(digest) != -train_state.minimum(-digest):
-            raise RuntimeError(
-                f"The workers read different samples from {source.describe()}. Every worker must "
-                "read the same stream, and raysgd selects its part. Seed its shuffles equally on "
-                "all workers. If it selects the samples of its worker itself, pass "
-                "add_dist_sampler=False to the trainer, or give it an attribute num_replicas."
-            )
-        return has_batch
-
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""
         again = segment.fail()
@@ -301,7 +289,7 @@ class Loop:
         else:
             self._batches = itertools.chain(again, self._batches or ())
         if self.train_state.meters is not None:
-            self.progress.results.append((segment.start_step, self.train_state.meters.summary()))
+            self.progress.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.segment = None
 
     def _check_empty_segment(

@@ -7,7 +7,7 @@ from typing import Any
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.settings import Settings
+from raysgd.loop.options import Settings
 from raysgd.loop.step import UpdateTransaction
 
 

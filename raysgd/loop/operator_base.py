@@ -133,12 +133,8 @@ class OperatorBase:
         for batch_idx, batch in enumerate(iterator):
             info = self._batch_info(None, batch_idx, self._train_state.epoch, iterator)
             output = self.predict_batch(batch, info)
-            check_rows(output, info[NUM_SAMPLES], self._num_rows(batch))
+            check_rows(output, info[NUM_SAMPLES], self._train_state.num_rows(batch))
             yield self._train_state.to_cpu(output)
-
-    def _num_rows(self, batch: Any) -> int:
-        """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
-        return 0
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
@@ -181,7 +177,7 @@ class OperatorBase:
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
         if tx.is_last:
-            meters.settle()
+            meters.settle(self._train_state.share_metrics)
 
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""

@@ -1,4 +1,4 @@
-"""The arguments of operator trainers."""
+"""The arguments of operator trainers, and the settings of a worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from raysgd._internal.arguments import (
@@ -21,6 +21,7 @@ from raysgd._internal.arguments import (
     set_fields,
 )
 from raysgd._internal.config import BATCH_SIZE, check_batch_size, rounded_config
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import Packed, pack
@@ -186,6 +187,43 @@ class Options(ABC):
             use_local=self.use_local,
             start_timeout_s=start_timeout_s,
         )
+
+
+@dataclass
+class Settings:
+    """The trainer's arguments, and the rank and resources of this worker."""
+
+    options: Options
+    context: WorkerContext = field(default_factory=WorkerContext)
+    batch_share: int | None = None  # ``config[BATCH_SIZE]`` of the operator
+    global_batch: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
+    _warned: set[str] = field(default_factory=set, repr=False)
+
+    @property
+    def full_size(self) -> int | None:
+        """Number of workers in the full group if smaller groups keep its batch size, else None."""
+        if self.options.num_shards is not None:
+            return self.options.num_shards
+        keeps = self.options.elastic.global_batch == "keep"
+        return self.options.num_workers if keeps else None
+
+    @property
+    def placing(self) -> dict[str, Any]:
+        """Arguments with which a source partitions data for the group."""
+        full_size, num_shards = self.full_size, self.options.num_shards
+        return {
+            "world_size": self.context.world_size,
+            "rank": self.context.world_rank,
+            "full_size": full_size,
+            "global_batch": None if full_size is None else self.global_batch,
+            **({} if num_shards is None else {"num_shards": num_shards}),
+        }
+
+    def warn_once(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:
+        """Log a warning, once for each `key`, on rank 0 or `anywhere`."""
+        if (anywhere or self.context.world_rank == 0) and key not in self._warned:
+            self._warned.add(key)
+            logger.warning(message, *values)
 
 
 def _gpus_in_cluster() -> float:

@@ -158,13 +158,15 @@ class OperatorRunner(Runner, ABC):
             total = evaluation.total
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
+        is_shared = segment is not None and train_state.share_metrics is not None
+        num_copies = train_state.context.world_size if is_shared else 1
         return Progress(
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0 or (segment is not None and segment.num_batches > 0),
             global_step=train_state.global_step,
             num_batches=done,
             total_batches=total,
-            num_samples=0 if meters is None else int(meters.num_samples),
+            num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             step_s=0.0 if segment is None else segment.step_s,
             samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
@@ -223,6 +225,8 @@ class OperatorRunner(Runner, ABC):
                 case call.LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.RngStateRequest():
+                    for feature in self._train_state.features:
+                        feature.before_export()
                     return self.generators.state()
                 case requests.ModelsRequest():
                     return self.models()

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.data import Dataset
 from raysgd.data.source import BatchSource, own_split
-from raysgd.loop.settings import Settings
+from raysgd.loop.options import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,11 @@ class DataSources(ABC):
 
     def _wrapped(self, argument: str, loader: Any, training: bool) -> BatchSource:
         # Map-style data sets without __iter__ are iterable through __getitem__.
+        if hasattr(loader, "iter_torch_batches"):
+            raise TypeError(
+                f"{argument}: a {type(loader).__name__} of Ray Data has no batches. Pass its "
+                "iter_torch_batches(batch_size=...)."
+            )
         is_read = isinstance(loader, Iterable) or inspect.isgeneratorfunction(loader)
         if not is_read and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{argument} must be iterable, but it is {loader!r}.")
@@ -49,16 +54,15 @@ class DataSources(ABC):
                 "Register the generator function, or a list."
             )
         if inspect.isgeneratorfunction(loader):
-            loader = _Calls(loader)
+            loader = GeneratorFunction(loader)
         source = self.wrap(loader, training=training)
         if source.reads_everything and self._settings.options.num_workers > 1:
             self._settings.warn_once(
                 argument,
-                "%s: every worker reads all of this stream, %s, and trains on its part. To read "
-                "each sample on one worker only, use a data set that can be indexed, or "
-                "raysgd.data.Stream for files.",
+                "%s: %s. To read each sample on one worker only, use a data set that can be "
+                "indexed, or raysgd.data.Stream for files.",
                 argument,
-                type(getattr(loader, "dataset", loader)).__name__,
+                source.describe_reading(),
             )
         if not source.partitioned_by and self._settings.options.num_workers > 1:
             self._settings.warn_once(
@@ -204,7 +208,7 @@ class DataSources(ABC):
             source.reshard(context.world_size, context.world_rank, share)
 
 
-class _Calls:
+class GeneratorFunction:
     """An iterable that calls a generator function in each epoch."""
 
     def __init__(self, function: Callable[[], Iterator[Any]]) -> None:
@@ -212,6 +216,9 @@ class _Calls:
 
     def __iter__(self) -> Iterator[Any]:
         return self._function()
+
+    def __repr__(self) -> str:
+        return f"the generator function {self._function.__name__}"
 
 
 def _no_batches(name: str) -> Iterator[Any]:

@@ -13,8 +13,8 @@ from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import ShardedFeature, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
+from raysgd.loop.options import Settings
 from raysgd.loop.saved_state import SavedState
-from raysgd.loop.settings import Settings
 from raysgd.loop.sources import DataSources
 from raysgd.loop.step import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection
@@ -46,6 +46,8 @@ class TrainState(SavedState):
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
+        self.share_metrics: Callable[[list[Any]], list[Any]] | None = None
+        """Returns the metrics of an update from all workers, if each worker keeps all of them."""
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
         self.segment: Any = None
@@ -150,6 +152,10 @@ class TrainState(SavedState):
         yield
 
     # ---- the other workers
+
+    def num_rows(self, batch: Any) -> int:
+        """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
+        return 0
 
     @abstractmethod
     def minimum(self, value: int) -> int:

@@ -53,7 +53,7 @@ def without_means(criterion: Any) -> list[str]:
             losses.append(f"{name}(reduction={loss.reduction!r})")
         elif getattr(loss, "ignore_class", None) is not None:
             losses.append(f"{name}(ignore_class={loss.ignore_class!r})")
-        elif name.lower() in ("dice", "tversky"):  # ratios of sums over the batch
+        elif name.lower() in ("dice", "tversky", "circle"):  # the samples of a batch interact
             losses.append(name)
     return losses
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
-from raysgd.loop.options import Options
-from raysgd.loop.settings import Settings
+from raysgd.loop.options import Options, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,9 @@ from raysgd.tf.options import TFSettings
 from raysgd.tf.train_state import KerasTrainState
 
 
-def new_train_state(
-    settings: TFSettings, communication: Communication, seed: int
-) -> KerasTrainState:
+def new_train_state(settings: TFSettings, communication: Communication) -> KerasTrainState:
     """Return a train state with the features of its steps."""
-    state = KerasTrainState(settings, communication, seed)
+    state = KerasTrainState(settings, communication)
     optimization = KerasOptimization(state)
     state.update = optimization.update
     state.features = [KerasReplication(state), optimization, state.micro_batching, Averages(state)]

@@ -61,7 +61,7 @@ class TFRunner(OperatorRunner):
         operator_cls, config, arguments = self._worker_arguments(context)
         communication = communication_of(context, options.use_horovod)
         settings = TFSettings(**arguments)
-        operator = build_operator(operator_cls, config, settings, communication, options.seed)
+        operator = build_operator(operator_cls, config, settings, communication)
         self.generators = KerasGenerators(operator)
         self.host(operator)
 
@@ -86,7 +86,6 @@ def build_operator(
     config: Mapping[str, Any],
     settings: TFSettings,
     communication: Communication,
-    seed: int,
 ) -> Any:
     """Create an operator and run its ``setup``."""
     import keras
@@ -99,8 +98,8 @@ def build_operator(
     if policy is not None:
         keras.mixed_precision.set_global_policy(policy)
     # With this seed, data sets without a seed of their own shuffle equally on all workers.
-    tf.random.set_seed(seed % 2**31)
-    train_state = new_train_state(settings, communication, seed)
+    tf.random.set_seed(settings.options.seed % 2**31)
+    train_state = new_train_state(settings, communication)
     operator = create_operator(operator_cls, config, train_state)
     complete(train_state)
     return operator

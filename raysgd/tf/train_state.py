@@ -28,9 +28,9 @@ class KerasTrainState(TrainState):
     settings: TFSettings
     data: KerasSources
 
-    def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
-        super().__init__(settings, seed)
-        self.data = KerasSources(settings, seed)
+    def __init__(self, settings: TFSettings, communication: Communication) -> None:
+        super().__init__(settings, settings.options.seed)
+        self.data = KerasSources(settings, self.seed)
         self.communication = communication
         self.engine = Engine()
         self.criterion: Any = None

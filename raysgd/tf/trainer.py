@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
@@ -140,10 +141,12 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
         """Train for one epoch, or for the rest of it. See :meth:`raysgd.TorchTrainer.train`.
 
         With creator functions, train ``fit_config["epochs"]`` epochs of
-        ``fit_config["steps_per_epoch"]`` steps, and return the metrics of the last epoch.
+        ``fit_config["steps_per_epoch"]`` steps, and return the metrics of the last epoch. The
+        epochs of ``fit(num_epochs)`` are those of the data.
         """
         arguments = (profile, reduce_results, max_retries, info)
-        if self._plan is None or num_steps is not None:
+        counts_epochs = self._fit_loop.num_epochs not in (None, sys.maxsize)
+        if self._plan is None or num_steps is not None or counts_epochs:
             return super().train(num_steps, *arguments)
         steps, result = self._plan["steps_per_epoch"], None
         for _ in range(self._plan["epochs"] or 1):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from raysgd._internal import step_timing
+from raysgd.errors import ReplicasDifferError
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.state import version_of
 
@@ -246,8 +248,21 @@ def average(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module])
                 model._complete(model._reduced)
             averaged |= model._averaged
             model._averaged = {p: g for p, g in averaged.items() if p not in stepped}
-    if any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
+    if not any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
+        return
+    try:
         average_gradients(list(stepped))
+        return
+    except RuntimeError as error:
+        # The other workers are in another collective, because they have no changes.
+        if not averaged or "must call the same collectives" not in str(error):
+            raise
+    rank = dist.get_rank()  # outside of the handler, because the error has another cause
+    raise ReplicasDifferError(
+        f"Worker {rank} changed gradients after the workers had averaged them, and other workers "
+        "did not. Change them on all workers, or clip them with register(max_grad_norm=...).",
+        ranks=[rank],
+    )
 
 
 def forget_gradients(models: Sequence[torch.nn.Module]) -> None:

@@ -25,13 +25,24 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
+from raysgd.data.formats import Records
 from raysgd.data.partition import EpochPartition
-from raysgd.data.source import BatchSource, PartitionedSource, own_split
+from raysgd.data.source import BatchSource, LoaderSource, own_split
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import has_ignored
-from raysgd.torch.orders import HUGE, Order, drawn_order, is_plain_shuffle, picked, seed_all
+from raysgd.torch.orders import (
+    HUGE,
+    IndexSampler,
+    Order,
+    SeededSamples,
+    drawn_order,
+    is_plain_shuffle,
+    picked,
+    seed_all,
+)
 from raysgd.torch.stream_loading import StreamSource
+from raysgd.torch.stream_reading import changed
 
 _MISSING = object()
 
@@ -82,48 +93,17 @@ class TorchSources(DataSources):
         )
 
 
-class ShardedLoader(PartitionedSource):
+class ShardedLoader(LoaderSource):
     """A map-style DataLoader, partitioned across the workers.
 
     The loader's sampler, the seed, and the epoch determine the order of an epoch, so workers know
-    it without communication. If `full_size`, the number of workers of the full group, is set, the
-    global batch size is constant. If the loader's batch size is `batch_share`, the global batch
-    size is `global_batch`.
+    it without communication.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        training: bool,
-        world_size: int,
-        rank: int,
-        seed: int,
-        batch_share: int | None = None,
-        full_size: int | None = None,
-        global_batch: int | None = None,
-        num_shards: int | None = None,
-    ) -> None:
-        # Without a batch size, each item is a ready batch and cannot grow. The same holds for the
-        # batches of a user's batch sampler.
-        size = 1 if loader.batch_size is None else loader.batch_size
-        full_size = None if loader.batch_size is None else full_size
-        # The loader uses config[BATCH_SIZE], which is a share of the global batch.
-        follows_share = batch_share is not None and loader.batch_size == batch_share
-        if follows_share and full_size is not None and global_batch is not None:
-            size = global_batch // full_size
+    def __init__(self, loader: DataLoader[Any], *, seed: int, **placing: Any) -> None:
+        total, size = len(_sampler_of(loader)), loader.batch_size
+        super().__init__(loader, total, size, bool(loader.drop_last), **placing)
         self._deals_batches = makes_own_batches(loader)
-        shard = EpochPartition(
-            len(_sampler_of(loader)),
-            size,
-            world_size,
-            rank,
-            drop_last=bool(loader.drop_last),
-            even=training,
-            full_size=full_size,
-            num_shards=num_shards,
-        )
-        super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
         # An item of a `raysgd.data.Dataset` can have several rows.
         self.knows_sizes = loader.batch_size is not None and loader.collate_fn != _join_samples
@@ -215,7 +195,7 @@ class ShardedLoader(PartitionedSource):
         """Return a copy of the user's loader that draws from a sampler of raysgd."""
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-            made = changed(self.loader, **{name: _Indices(flat=self.loader.batch_size is None)})
+            made = changed(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
             if self._shard.num_shards is not None:
                 made = changed(made, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
@@ -318,58 +298,6 @@ class ShardedLoader(PartitionedSource):
         return f"{sizes}, {_content_of(self.loader.dataset)}"
 
 
-class _Indices:
-    """A sampler of this worker's part of an epoch, which `begin` sets."""
-
-    def __init__(self, flat: bool) -> None:
-        self._flat = flat
-
-    def begin(
-        self, order: Order, spans: Iterator[tuple[int, int]], seeds: tuple[int, int] | None = None
-    ) -> None:
-        """Begin an epoch. If `seeds` are given, they and the position precede each index."""
-        self._order, self._spans, self._seeds = order, spans, seeds
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = (self._batch(*span) for span in self._spans)
-        return itertools.chain.from_iterable(batches) if self._flat else batches
-
-    def _batch(self, start: int, stop: int) -> Any:
-        keys = picked(self._order, start, stop)
-        if self._seeds is None:
-            return keys
-        return [((*self._seeds, start + number), key) for number, key in enumerate(keys)]
-
-
-class SeededSamples(Dataset[Any]):
-    """A data set whose random numbers follow from the seed, the epoch, and the position in it.
-
-    Its indices are pairs of these seeds and the index, because loader processes have copies of this
-    object. Attributes are those of the user's data set.
-    """
-
-    __getitems__ = None  # PyTorch would call the method of the user's data set
-
-    def __init__(self, data: Any) -> None:
-        vars(self)["_data"] = data
-
-    def __getitem__(self, key: tuple[tuple[int, ...], Any]) -> Any:
-        seeds, index = key
-        seed_all(hash(seeds))
-        return self._data[index]
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_data":  # the attribute is missing while unpickling
-            raise AttributeError(name)
-        return getattr(self._data, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._data, name, value)
-
-
 def _check_shards(name: str, source: BatchSource) -> None:
     is_split = isinstance(source, ShardedLoader) and source.loader.batch_size is not None
     if not is_split or source.loader.collate_fn is _join_samples:
@@ -383,20 +311,21 @@ def _check_shards(name: str, source: BatchSource) -> None:
 def wrap_loader(
     loader: Any,
     *,
-    training: bool,
     shard: bool,
-    world_size: int,
-    rank: int,
-    seed: int,
     order_batch: int | None = None,
-    **sizes: int | None,
+    **placing: Any,
 ) -> BatchSource:
     """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
 
     `shard` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler are
     partitioned even if `shard` is False. `order_batch` is the argument of `StreamSource`, and
-    `sizes` are arguments of both sources.
+    `placing` has the seed and the arguments of `LoaderSource`.
     """
+    if isinstance(records := getattr(loader, "dataset", loader), Records):
+        raise TypeError(
+            f"{records!r} has records, not samples. Pass DataLoader(Stream(records), "
+            "batch_size=...), with raysgd.data.Stream."
+        )
     members = loader.values() if isinstance(loader, Mapping) else loader
     is_collection = isinstance(loader, Mapping | list | tuple)
     if is_collection and any(isinstance(each, DataLoader) for each in members):
@@ -417,20 +346,10 @@ def wrap_loader(
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
     why_whole = _why_whole(whole)
     if (may_split or _is_distributed(whole)) and not why_whole:
-        return ShardedLoader(
-            whole, training=training, world_size=world_size, rank=rank, seed=seed, **sizes
-        )
+        return ShardedLoader(whole, **placing)
     # A stream cannot be divided into shards, which `_check_shards` reports.
-    if may_split and not isinstance(loader, Iterator) and sizes.get("num_shards") is None:
-        return StreamSource(
-            loader,
-            training=training,
-            world_size=world_size,
-            rank=rank,
-            seed=seed,
-            order_batch=order_batch,
-            **sizes,
-        )
+    if may_split and not isinstance(loader, Iterator) and placing.get("num_shards") is None:
+        return StreamSource(loader, order_batch=order_batch, **placing)
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
@@ -504,15 +423,6 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
     is_own = type(batches) is not BatchSampler or loader.batch_size is None
     return batches is not None and is_own
-
-
-def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
-    """Return a copy of a loader of the same type with other settings and no worker processes."""
-    made = copy.copy(loader)
-    for name, value in settings.items():
-        object.__setattr__(made, name, value)  # bypass the guards of DataLoader
-    made._iterator = None
-    return made
 
 
 # ---- data sets of items

@@ -38,7 +38,6 @@ from raysgd.torch.batches import (
     scores_in,
 )
 from raysgd.torch.ddp import plain
-from raysgd.torch.features.micro_batching import num_rows
 from raysgd.torch.losses import ignored_index, is_sum, num_counted
 from raysgd.torch.operator_base import TorchOperatorBase
 from raysgd.torch.optimization import as_count
@@ -271,9 +270,6 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self.train_mode(False)
         yield from super()._predictions(iterator)
-
-    def _num_rows(self, batch: Any) -> int:
-        return num_rows(batch)
 
     # ---- registration, in setup
 

@@ -26,9 +26,9 @@ class Guard:
         ValueError: if a value is out of its range.
     """
 
-    every: Literal["auto"] | int = "auto"
-    """Steps between two comparisons within a call. ``"auto"``: as many as let comparisons take at
-    most 0.1 % of the training time."""
+    every: int = 500
+    """Steps between two complete comparisons. After a call with fewer steps, workers compare small
+    tensors, and a share of large tensors."""
     on_difference: Literal["error", "repair"] = "error"
     """``"repair"``: a minority of the workers takes the state of the majority. Without a majority,
     and with sharding, a difference is an error."""
@@ -37,8 +37,7 @@ class Guard:
     same batch, which takes about as long as a step. None: no tests."""
 
     def __post_init__(self) -> None:
-        if self.every != "auto":
-            set_fields(self, every=check_int("Guard", "every", self.every, 1))
+        set_fields(self, every=check_int("Guard", "every", self.every, 1))
         if self.crosscheck_every is not None:
             number = check_int("Guard", "crosscheck_every", self.crosscheck_every, 1)
             set_fields(self, crosscheck_every=number)

@@ -66,13 +66,15 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
     return members
 
 
-def check_criteria(criteria: Sequence[Any]) -> None:
+def checked_criteria(criterion: Any) -> list[Any]:
+    criteria = [] if criterion is None else listed(criterion)
     for each in criteria:
         if isinstance(each, type) or not callable(each):
             raise TypeError(
                 f"register(criterion={each!r}): criterion must be a function, or an object such as "
                 "torch.nn.MSELoss()."
             )
+    return criteria
 
 
 def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
@@ -152,6 +154,8 @@ def checked_sharding(
         'backend="horovod" of the trainer': options.use_horovod,
         'use_fp16="apex" of the trainer': options.use_fp16 == "apex",
         "wrap_ddp=False of the trainer": not options.wrap_ddp,
+        "Guard(crosscheck_every=...) of the trainer": options.guard
+        and options.guard.crosscheck_every,
     }
     if sharding == "full":
         is_measured = options.elastic.shares == "measured"
@@ -168,7 +172,7 @@ def checked_sharding(
     return given
 
 
-def _refuse_any(sharding: str, others: Mapping[str, bool]) -> None:
+def _refuse_any(sharding: str, others: Mapping[str, Any]) -> None:
     for name, is_given in others.items():
         if is_given:
             raise ValueError(

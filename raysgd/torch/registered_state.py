@@ -14,7 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from raysgd._internal.nested import unchanged
 from raysgd._internal.step_timing import new_timing
 from raysgd.loop.feature import ShardedFeature
-from raysgd.loop.settings import Settings
+from raysgd.loop.options import Settings
 from raysgd.loop.train_state import TrainState
 from raysgd.torch import collectives
 from raysgd.torch.device_timing import DeviceTiming
@@ -48,6 +48,13 @@ class RegisteredState(TrainState):
         self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         """Models without trainable parameters, with the modes of their modules at `register`."""
 
+    def note_frozen_modes(self) -> None:
+        self.frozen_modes = [
+            (model, [(module, module.training) for module in model.modules()])
+            for model in self.models
+            if not any(parameter.requires_grad for parameter in model.parameters())
+        ]
+
     def set_mode(self, training: bool) -> None:
         """Set train or eval mode. In training, frozen models keep their mode from `register`."""
         for model in self.models:
@@ -71,7 +78,8 @@ class RegisteredState(TrainState):
     def rehearsing(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.callback(self.roll_back)
-            for module in self.modules() if self.fully_sharded is None else ():
+            modules = itertools.chain(self.models, self.modules())  # models may be wrappers
+            for module in modules if self.fully_sharded is None else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                     stack.enter_context(unchanged(module))
             yield

@@ -22,11 +22,11 @@ from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
-    check_criteria,
     check_fully_shardable,
     check_shardable,
     check_step_freq,
     checked,
+    checked_criteria,
     checked_sharding,
     is_trained,
 )
@@ -54,19 +54,13 @@ def register(
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
-    criteria = [] if criterion is None else listed(criterion)
-    check_criteria(criteria)
+    criteria = checked_criteria(criterion)
     ddp_args = checked_dict("register", "ddp_args", ddp_args)
     apex_args = checked_dict("register", "apex_args", apex_args)
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
     options = state.settings.options
-    if sharding and options.guard and options.guard.crosscheck_every:
-        raise ValueError(
-            f"register(sharding={sharding!r}): Guard(crosscheck_every=...) needs complete models "
-            "and gradients on each worker. Leave out one of the two."
-        )
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
@@ -88,11 +82,7 @@ def register(
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     _add_features(state, sharded, norms, ddp_args, horovod_args)
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
-    state.frozen_modes = [
-        (model, [(module, module.training) for module in model.modules()])
-        for model in state.models
-        if not any(parameter.requires_grad for parameter in model.parameters())
-    ]
+    state.note_frozen_modes()
     state.transaction.optimizers = state.optimizers
     state.registered = True
     results = [shaped_like(models, state.given_models), optimizers]
@@ -189,9 +179,10 @@ def _replicate(
 ) -> HorovodGradients | Replication:
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
-        shards = ShardReplication(state, options.num_shards)
+        shards = ShardReplication(state, options.num_shards, state.optimization.precision)
         state.optimization.average, state.optimization.keep = shards.average, shards.keep
         state.optimization.needs_helper = shards.needs_helper
+        state.share_metrics = shards.share_metrics
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)

@@ -25,6 +25,9 @@ from raysgd.torch.sharding.shards import gather_state
 from raysgd.torch.state import TorchGenerators
 from raysgd.torch.train_state import TorchTrainState
 
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Variable that cuBLAS reads when PyTorch first uses it."""
+
 
 class TorchRunner(OperatorRunner):
     """Runs one operator. `Runner` documents which thread calls each method."""
@@ -34,7 +37,7 @@ class TorchRunner(OperatorRunner):
     def __init__(self, options: TorchOptions) -> None:
         super().__init__(options)
         self.generators = TorchGenerators()
-        self._earlier: tuple[int, bool, bool, bool] | None = None
+        self._earlier: tuple[Any, ...] | None = None
 
     # ---- lifecycle
 
@@ -45,9 +48,8 @@ class TorchRunner(OperatorRunner):
             torch.set_default_dtype(self._options.default_dtype)
         if self._options.num_shards is not None:
             self._earlier = self._earlier or _arithmetic()
-            # cuBLAS reads the variable when PyTorch first uses it.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            _set_arithmetic(max(1, int(context.num_cpus)), True, False, False)
+            workspace = os.environ.get(_WORKSPACE, ":4096:8")
+            _set_arithmetic(max(1, int(context.num_cpus)), True, False, False, workspace)
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
@@ -117,19 +119,28 @@ def build_operator(
     return operator
 
 
-def _arithmetic() -> tuple[int, bool, bool, bool]:
+def _arithmetic() -> tuple[Any, ...]:
     """Return the settings of PyTorch for `_set_arithmetic`."""
     return (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
+        os.environ.get(_WORKSPACE),
     )
 
 
 def _set_arithmetic(
-    num_threads: int, is_deterministic: bool, warns_only: bool, benchmark: bool
+    num_threads: int,
+    is_deterministic: bool,
+    warns_only: bool,
+    benchmark: bool,
+    workspace: str | None,
 ) -> None:
+    if workspace is None:
+        os.environ.pop(_WORKSPACE, None)
+    else:
+        os.environ[_WORKSPACE] = workspace
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
     torch.backends.cudnn.benchmark = benchmark

@@ -13,8 +13,8 @@ from raysgd._internal.nested import loading
 from raysgd.loop.state_schema import check_parts
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
-from raysgd.torch.features.equal_bits import ShardedTransaction
-from raysgd.torch.features.micro_batching import TorchMicroBatching
+from raysgd.torch.features.equal_bits import ShardedTransaction, ShardMicroBatching
+from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
@@ -39,7 +39,8 @@ class TorchTrainState(RegisteredState):
         if options.num_shards is not None:
             self.transaction = ShardedTransaction()
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
-        self.micro_batching: TorchMicroBatching = TorchMicroBatching(self)
+        kind = TorchMicroBatching if options.num_shards is None else ShardMicroBatching
+        self.micro_batching: TorchMicroBatching = kind(self)
         self.features = [self.micro_batching]
         self.optimization = Optimization(self, precision)
         self.schedules = Schedules(self, self.optimization.check_complete)
@@ -87,6 +88,9 @@ class TorchTrainState(RegisteredState):
 
     def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
         return copy_leaf(leaf, on_host)
+
+    def num_rows(self, batch: Any) -> int:
+        return num_rows(batch)
 
     def to_cpu(self, state: Any) -> Any:
         # No copy is needed for another process, because pickling copies the state.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.imports import import_extra
-from raysgd.callbacks.logger import end_line
+from raysgd.callbacks.base import end_line
 from raysgd.callbacks.values import jsonable
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION

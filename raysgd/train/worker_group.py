@@ -64,7 +64,7 @@ class WorkerGroup:
         if self._group.members:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         try:
-            self._group.start(self._group.options.start_timeout_s)
+            self._group.start()
         except BaseException:
             self._group.shutdown(force=True)
             raise

@@ -84,6 +84,7 @@ class TrainerState:
         return state
 
     def models(self, method: str = "get_model") -> Any:
+        self._generators(method)  # workers also compare their replicas
         return self._fetch(ModelsRequest(), method)[0]
 
     def _generators(self, method: str) -> list[Any]:

@@ -1,5 +1,9 @@
 """Each epoch of a stream trains on each sample once, whatever happens to workers."""
 
+import io
+import tarfile
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -108,6 +112,35 @@ def test_evaluation_of_a_stream_counts_each_sample_once(two):
         return DataLoader(Numbers(37), batch_size=5)
 
     assert two.trainer.test(loader)["num_samples"] == 37
+    assert two.trainer.predict(loader).tolist() == list(range(37))
+
+
+class Unseeded(Numbers):
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(self.size).tolist())
+
+
+def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(two):
+    def loader(config):
+        return DataLoader(Unseeded(100), batch_size=5)
+
+    for evaluate in (two.trainer.test, two.trainer.predict):
+        with pytest.raises(RuntimeError, match="read different samples from a stream, Unseeded"):
+            evaluate(loader)
+
+
+def test_web_dataset_is_read_on_two_workers(two, tmp_path):
+    wds = pytest.importorskip("webdataset", reason="WebDataset is not installed")
+    with tarfile.open(tmp_path / "data.tar", "w") as archive:
+        for number in range(37):
+            member = tarfile.TarInfo(f"{number}.cls")
+            member.size = 2
+            archive.addfile(member, io.BytesIO(b"%02d" % number))
+
+    def loader(config):
+        data = wds.WebDataset(str(tmp_path / "data.tar"), shardshuffle=False)
+        return DataLoader(data.decode().map(lambda sample: sample["cls"]), batch_size=5)
+
     assert two.trainer.predict(loader).tolist() == list(range(37))
 
 

@@ -16,6 +16,29 @@ def adds_noise(operator, ranks):
                 parameter += torch.randn_like(parameter)
 
 
+class Clipping(Classifier):
+    """Clips gradients on one worker in one step."""
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        self.backward(self.criterion(self.model(features), target))
+        if (self.world_rank, self.global_step) == (1, self.config["clips_at"]):
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.001)
+        self.optimizer_step(self.optimizer)
+        return {"num_samples": len(target)}
+
+
+@pytest.mark.parametrize("clips_at", [1, 3])
+def test_gradients_changed_by_one_worker_are_an_error_that_names_it(ray_cluster, clips_at):
+    """The other worker is in the next step, or has ended the call."""
+    with TorchTrainer(
+        training_operator_cls=Clipping, num_workers=2, min_workers=2, config={"clips_at": clips_at}
+    ) as trainer:
+        with pytest.raises(ReplicasDifferError, match="Worker 1 changed gradients") as caught:
+            trainer.train(num_steps=4)
+        assert caught.value.ranks == (1,)
+
+
 def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster, tmp_path):
     with TorchTrainer(
         training_operator_cls=Classifier, num_workers=3, min_workers=3, guard="repair"
@@ -30,6 +53,8 @@ def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster,
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
 
         trainer.apply_all_operators(lambda operator: adds_noise(operator, (0, 1, 2)))
+        with pytest.raises(ReplicasDifferError, match="the workers differ in: models"):
+            trainer.get_model()
         for _ in range(2):
             with pytest.raises(ReplicasDifferError, match="the workers differ in: models"):
                 trainer.train(num_steps=2)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd.errors import ReplicasDifferError
 from raysgd.testing import chaos
 from tests.conftest import import_horovod, wait_until
 from tests.operators import make_data, make_model, parameters, replica_hash
@@ -178,4 +179,24 @@ def test_workers_stay_identical_also_after_losses_and_errors(trainer, start, tmp
     path = trainer.save(tmp_path / "state.pt")
     trainer.train(num_steps=3)
     trainer.load(path)
+    assert len(hashes(trainer)) == 1
+
+
+def differ(operator):
+    if operator.world_rank == 1:
+        operator.optimizer.param_groups[0]["lr"] = 0.3
+        with torch.no_grad():
+            operator.model[1][0].bias += 1
+
+
+def test_difference_between_replicas_is_an_error(trainer, start):
+    trainer.load_state_dict(start)
+    trainer.train(num_steps=2)
+    trainer.apply_all_operators(differ)
+    with pytest.raises(ReplicasDifferError) as caught:
+        trainer.train(num_steps=2)
+    assert "['lr'] (0.1 on worker 0, 0.3 on worker 1)" in str(caught.value)
+    assert "models[0].1.0.bias" in str(caught.value)
+    trainer.load_state_dict(start)
+    trainer.train(num_steps=2)
     assert len(hashes(trainer)) == 1

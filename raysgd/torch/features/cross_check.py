@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -40,9 +39,8 @@ def cross_check(
 
     Return a description of a difference and the ranks of the minority, or "" and [].
     """
-    groups = [group["params"] for each in state.optimizers for group in each.param_groups]
-    groups += [model.parameters() for model in state.models]
-    held = {p: p.grad for p in itertools.chain.from_iterable(groups)}
+    held = {p: p.grad for o in state.optimizers for g in o.param_groups for p in g["params"]}
+    held |= {p: p.grad for model in state.models for p in model.parameters()}
     for parameter in held:
         parameter.grad = None
     try:
@@ -57,10 +55,9 @@ def cross_check(
     mine = own, kind_of(state.settings.device), state.context.node_ip
     size = state.context.world_size
     given = [collectives.broadcast_object(mine, rank) for rank in range(size)]
-    kinds: dict[str, list[int]] = {}
-    for rank, (_, kind, _) in enumerate(given):
-        kinds.setdefault(kind, []).append(rank)
-    for kind, ranks in kinds.items():
+    kinds = sorted({kind for _, kind, _ in given})
+    for kind in kinds:
+        ranks = [rank for rank in range(size) if given[rank][1] == kind]
         if found := differing([given[rank][0] for rank in ranks]):
             _, minority = majority_of(found, len(ranks))
             odd = [ranks[index] for index in minority]
@@ -78,7 +75,7 @@ def cross_check(
         "crosscheck",
         "Guard(crosscheck_every=...) compares only workers with equal devices and numbers of "
         "threads, but the workers have: %s.",
-        ", ".join(sorted(kinds)),
+        ", ".join(kinds),
     )
     return "", []
 

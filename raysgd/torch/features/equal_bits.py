@@ -9,6 +9,9 @@ and Improved Utilization on GPUs", 2023, for the idea of logical workers.
 
 from __future__ import annotations
 
+import itertools
+import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,14 +22,18 @@ from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.differences import kind_of
+from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.shard_buffers import ShardBuffers
 from raysgd.torch.orders import seed_all
+from raysgd.torch.precision import Precision
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.state import multiply_all
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
 
 _KEY = "num_shards"
+_WIDTH = 64
+"""Size of a worker's message of metrics, in units of 4 bytes, until one is longer."""
 _SKIPPED = (
     "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
     "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
@@ -42,6 +49,21 @@ class ShardedTransaction(UpdateTransaction):
     ``samples / items of the update``.
     """
 
+    has_metrics = True  # all workers have the metrics, or ``train_epoch`` does not collect any
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether the steps count. Without its metrics, a step does not count yet."""
+        return self._is_updated and self.has_metrics
+
+    @is_updated.setter
+    def is_updated(self, value: bool) -> None:
+        self._is_updated = value
+
+    @property
+    def has_several_updates(self) -> bool:
+        return True  # a worker can be lost between an update and the exchange of its metrics
+
     @property
     def counted(self) -> float | None:
         """Items of the current shard, or None if samples count."""
@@ -54,21 +76,32 @@ class ShardedTransaction(UpdateTransaction):
         return self._planned(num_workers, add_up)
 
 
+class ShardMicroBatching(TorchMicroBatching):
+    """Rejects code that cannot train each shard on its own."""
+
+    def refuse(self, why: str, tx: UpdateTransaction) -> NoReturn:
+        raise RuntimeError(
+            f'{why}. With exact="bits", train_batch must call self.backward(loss) and '
+            "self.optimizer_step(optimizer) once for each batch, after all losses of the batch."
+        )
+
+
 class ShardReplication(Replication):
     """Keeps models equal by sums of gradients in a fixed order, instead of averages."""
 
     needs_helper = 'exact="bits"'
     replicates = True
 
-    def __init__(self, state: RegisteredState, num_shards: int) -> None:
+    def __init__(self, state: RegisteredState, num_shards: int, precision: Precision) -> None:
         super().__init__(state, wraps=True)
+        self._precision = precision
         _check_modules(state.models)
         self._num_shards = num_shards
         self._shard = 0
         self._ends_group = True  # the shard has no later micro-batch in this update
         self._buffers = ShardBuffers(state)
+        self._width = _WIDTH
         self._clear()
-        state.micro_batching.refuse = _refuse  # type: ignore[method-assign]
 
     def _clear(self) -> None:
         self._trees: dict[int, TreeSum] = {}
@@ -81,6 +114,7 @@ class ShardReplication(Replication):
     def enter(self) -> None:
         """Check that all workers compute with the same bits."""
         super().enter()
+        self._width = _WIDTH
         if not self._state.context.distributed:
             return
         own = kind_of(self._state.settings.device)
@@ -119,6 +153,12 @@ class ShardReplication(Replication):
         """Seed the generators for code of ``train_epoch`` before its first batch."""
         seed_all(hash((self._state.seed, epoch)))
 
+    def begin(self, tx: UpdateTransaction) -> None:
+        """Keep what an update changes besides the optimizer and the model."""
+        self._transaction.has_metrics = self._state.meters is None
+        self._scales = [t.clone() for t in self._precision.scales_of()]
+        self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
+
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         owned = self._partition.owned
         if tx.index > 0:
@@ -150,14 +190,55 @@ class ShardReplication(Replication):
         has_stepped = bool(self._stepped)
         self._end_shard()
         if not has_stepped and tx.index >= 0:
-            self._agree(0, [])
+            if self._state.meters is None:
+                self._agree(0, [])
             self._state.buffers.write(self._state.buffers.copies)
 
     def commit(self, tx: UpdateTransaction) -> None:
         super().commit(tx)
         self._clear()
 
-    roll_back = commit
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        if tx.has_updates:
+            for scale, before in zip(self._precision.scales_of(), self._scales, strict=True):
+                scale.copy_(before)
+            for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
+                scheduler.load_state_dict(state)
+        self.commit(tx)
+
+    # ---- metrics
+
+    def share_metrics(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
+        """Return the metrics of all workers' shards. The step counts from then on.
+
+        Each worker collects all metrics, so that those of a lost worker are not lost.
+        """
+        if not self._stepped:
+            self._agree(0, [])
+        shards = itertools.product(range(len(updates)), self._partition.owned)  # of each step
+        own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
+        rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
+        rows.sort(key=lambda row: row[0])
+        self._transaction.has_metrics = self._transaction.is_updated = True
+        last = self._num_shards - 1
+        return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        """Return the messages of all workers, by rank."""
+        if not dist.is_initialized():
+            return [own]
+        while True:
+            size, content = 4 * self._width, len(own).to_bytes(4, sys.byteorder) + own
+            content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
+            rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
+            rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
+            rows = rows.to(self._state.settings.device)
+            dist.all_reduce(rows)  # the rows of the other workers are zeros
+            parts = [row.tobytes() for row in rows.cpu().numpy()]
+            ends = [4 + int.from_bytes(part[:4], sys.byteorder) for part in parts]
+            if max(ends) <= size:
+                return [part[4:end] for part, end in zip(parts, ends, strict=True)]
+            self._width = max(ends) // 2  # twice as wide as needed
 
     # ---- gradients
 
@@ -267,10 +348,3 @@ def _check_modules(models: Sequence[torch.nn.Module]) -> None:
         else:
             continue
         raise ValueError(f'exact="bits" does not work with {name}, which {why}. {remedy}.')
-
-
-def _refuse(why: str, tx: UpdateTransaction) -> NoReturn:
-    raise RuntimeError(
-        f'{why}. With exact="bits", train_batch must call self.backward(loss) and '
-        "self.optimizer_step(optimizer) once for each batch, after all losses of the batch."
-    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
+from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.optimization import Optimization
@@ -20,12 +20,9 @@ class GradientNorms(StepFeature):
 
     def __init__(self, optimization: Optimization, max_norm: Any) -> None:
         if max_norm is not None:
-            if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
-                raise TypeError(f"register(max_grad_norm={max_norm!r}): must be a number or None.")
-            if not 0 < max_norm < math.inf:
-                raise ValueError(
-                    f"register(max_grad_norm={max_norm!r}): must be above 0 and finite."
-                )
+            check_number("register", "max_grad_norm", max_norm)
+            if max_norm == 0:
+                raise ValueError("register(max_grad_norm=0): must be above 0.")
             self.needs_helper = f"max_grad_norm={max_norm}"
         self._optimization, self._max_norm = optimization, max_norm
         self._is_logged = False

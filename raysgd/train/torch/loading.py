@@ -11,8 +11,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from raysgd.data.source import own_split
 from raysgd.torch.batches import move_to_device
-from raysgd.torch.loading import ShardedLoader, changed, makes_own_batches
+from raysgd.torch.loading import ShardedLoader, makes_own_batches
 from raysgd.torch.orders import is_plain_shuffle
+from raysgd.torch.stream_reading import changed
 
 logger = logging.getLogger(__name__)
 

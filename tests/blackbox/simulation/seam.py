@@ -588,8 +588,9 @@ class SimGroup(ActorGroup):
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
         super().discard(member)
 
-    def _reserve(self, num_workers, min_workers, timeout_s):
-        room = self._world.find_room(num_workers, min_workers, timeout_s, lambda: self._is_wanted)
+    def _reserve(self, num_workers, min_workers):
+        limit_s = self.options.start_timeout_s
+        room = self._world.find_room(num_workers, min_workers, limit_s, lambda: self._is_wanted)
         self._world.reservations.append(Reservation(self._world, room))
         return self._world.reservations[-1]
 

@@ -65,13 +65,6 @@ def test_a_pickle_in_place_of_an_array_is_not_run(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_weights_become_safetensors(tmp_path):
-    from safetensors.numpy import load_file
-
-    path = save_model(STATE["models"][0], tmp_path / "model.safetensors")
-    assert same(dict(load_file(path))["0/kernel"], STATE["models"][0]["0/kernel"])
-
-
 def test_transposed_arrays_keep_their_values_in_safetensors(tmp_path):
     from safetensors.numpy import load_file
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.data import Stream, formats, jsonl, mix, parquet, tar, text
+from raysgd.data import Stream, formats, jsonl, mix, parquet, parquet_files, tar, text
 from raysgd.data.formats import RecordError
 from raysgd.data.stream import check_files, file_stamps
 from raysgd.errors import CheckpointError
@@ -93,7 +93,7 @@ def test_any_record_is_read_by_its_number(make, name):
 @each_format
 def test_index_is_built_once(make, name, monkeypatch):
     make(name)
-    for kind in (formats.Text, formats.Tar, formats.Parquet):
+    for kind in (formats.Text, formats.Tar, parquet_files.Parquet):
         monkeypatch.setattr(kind, "_build_index", None)
     records, _ = make(name, sizes=())
     assert len(records) == 100
@@ -216,7 +216,7 @@ def test_broken_line_is_an_error_with_its_place_or_is_skipped(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"n": 0}\n\n{"n": 1\n{"n": 2}\n')
     records = jsonl(path, cache_dir=tmp_path)
-    with pytest.raises(RecordError, match=r"data\.jsonl, JSON line 2, without blank lines: "):
+    with pytest.raises(RecordError, match=r"data\.jsonl, non-blank line 2: "):
         list(Stream(records))
     stream = Stream(records, skip_broken=True)
     assert [each["n"] for each in stream] == [0, 2]
@@ -238,6 +238,12 @@ def test_file_that_changes_is_an_error(tmp_path):
     write_text(path, range(3))
     with pytest.raises(RuntimeError, match=r"data\.txt changed while it was read"):
         stream[0]
+    stream = Stream(text(path, cache_dir=tmp_path / "cache"))
+    assert stream[0] == "0"
+    path.write_text("3\n4\n5\n")
+    os.utime(path, (0, 0))  # as if the disk counted time in seconds, the file would be as old
+    with pytest.raises(RuntimeError, match=r"data\.txt changed while it was read"):
+        stream[1]
     with pytest.raises(CheckpointError, match=r"has changed since .*: .*data\.txt"):
         check_files(Stream(text(path, cache_dir=tmp_path / "cache")), saved)
     other = Stream(text([path, path], cache_dir=tmp_path / "cache"))
@@ -251,10 +257,14 @@ def test_file_that_changes_is_an_error(tmp_path):
         ({"shuffle": -1}, r"Stream\(shuffle=-1\): must be at least 0"),
         ({"group": 0}, r"Stream\(group=0\): must be at least 1"),
         ({"seed": -2}, r"Stream\(seed=-2\)"),
+        ({"seed": "1"}, r"Stream\(seed='1'\): must be an int"),
+        ({"shuffle": True}, r"Stream\(shuffle=True\): must be an int"),
+        ({"group": 1.5}, r"Stream\(group=1.5\): must be an int"),
+        ({"skip_broken": 3}, r"Stream\(skip_broken=3\): must be True or False"),
     ],
 )
 def test_arguments_out_of_range_are_refused(make, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         Stream(make("text")[0], **arguments)
 
 
@@ -313,7 +323,7 @@ def test_groups_have_each_record_once_and_random_numbers_of_their_own(make, shuf
 def test_groups_end_at_a_broken_record_unless_it_is_skipped(tmp_path):
     (tmp_path / "data").write_text("1\n2\nx\n4\n")
     records = jsonl(tmp_path / "data", cache_dir=tmp_path / "cache")
-    with pytest.raises(RecordError, match="JSON line 3"):
+    with pytest.raises(RecordError, match="non-blank line 3"):
         list(Stream(records, transform=lambda group: [sum(group)], group=4))
     skipping = Stream(records, transform=lambda group: [sum(group)], group=4, skip_broken=True)
     assert list(skipping) == [7]
@@ -354,11 +364,18 @@ def test_mix_keeps_the_weights_until_a_stream_ends(tmp_path):
     assert np.bincount(which[4000:], minlength=2).tolist() == [0, 2000]
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 2, 3], [1, 0], [1, -1], []])
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 2, 3], [1, 0], [1, -1], [], [1, "2"], [1, float("nan")], [1, float("inf")]]
+)
 def test_wrong_weights_are_refused(make, weights):
     stream = Stream(make("text")[0])
     with pytest.raises(ValueError, match=r"mix\(weights=.*\): must be 2 positive numbers"):
         mix([stream, stream], weights)
+
+
+def test_seed_of_a_mix_is_an_int(make):
+    with pytest.raises(TypeError, match=r"mix\(seed='1'\): must be an int"):
+        mix([Stream(make("text")[0])], [1], seed="1")
 
 
 def test_mix_is_of_streams_whose_length_is_known(make):
@@ -461,5 +478,7 @@ def test_other_weights_of_a_mix_within_an_epoch_are_an_error(tmp_path):
 def test_columns_that_a_file_lacks_are_an_error(tmp_path):
     pq.write_table(pa.table({"x": [1], "y": [2]}), tmp_path / "data.parquet")
     stream = Stream(parquet(tmp_path / "data.parquet", columns=["y", "z"]))
-    with pytest.raises(ValueError, match=r"has no \['z'\]. Its columns are \['x', 'y'\]"):
+    with pytest.raises(
+        ValueError, match=r"data.parquet: .* no \['z'\]. The columns are \['x', 'y'\]"
+    ):
         list(stream)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.context import Progress
 from raysgd.elastic import machine
-from raysgd.elastic.machine import Broken, CallBudget, Closed, Do, Ready, Running, Starting
+from raysgd.elastic.machine import Broken, CallBudget, Do, Ready, Running, Starting
 from raysgd.elastic.policies import Policy
 from raysgd.errors import CollectiveError
 
@@ -59,7 +59,6 @@ starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
 aborted = st.builds(machine.Aborted, reached_workers=booleans)
 rescued = st.builds(machine.Surveyed, num_workers=st.just(0), can_restart=booleans)
 stops = st.just(machine.StopRequested())
-ends = st.just(machine.ShutDown())
 RESULTS = {
     Do.SURVEY: surveyed,
     Do.ASK_PROGRESS: progress_known | lost | failed,
@@ -118,9 +117,7 @@ def test_the_table_of_the_architecture_page_has_the_transitions():
         for event, after in product(re.findall(names, events), re.findall(names, afters))
     }
     assert drawn == edges()
-    assert {type(sample) for sample in SAMPLES} == set(machine.GroupEvent.__subclasses__()) - {
-        machine.ShutDown
-    }
+    assert {type(sample) for sample in SAMPLES} == set(machine.GroupEvent.__subclasses__())
 
 
 @st.composite
@@ -132,11 +129,9 @@ def lives(draw):
         after, actions = machine.transition(state, event, policy)
         steps.append((state, event, after, actions))
         state = after
-        if isinstance(state, Closed):
-            break
         last = key(actions[-1]) if actions else None
         if draw(st.integers(0, 30)) == 0:
-            event = draw(aborted | stops | ends)
+            event = draw(aborted | stops)
         elif last in RESULTS:
             event = draw(RESULTS[last])
         elif isinstance(state, Running | Starting):
@@ -148,8 +143,7 @@ def lives(draw):
 
 @given(lives())
 def test_the_table_has_each_transition_of_random_sequences(steps):
-    names = {tuple(type(each).__name__ for each in step[:3]) for step in steps}
-    assert {edge for edge in names if edge[0] != "Closed" and edge[1] != "ShutDown"} <= edges()
+    assert {tuple(type(each).__name__ for each in step[:3]) for step in steps} <= edges()
 
 
 @given(lives())
@@ -182,7 +176,7 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
             elif key(action) is machine.RunCall and not action.is_redo:
                 assert action.begins != has_begun
                 has_begun = True
-        assert isinstance(after, Closed) or after.budget.has_begun == has_begun
+        assert after.budget.has_begun == has_begun
 
 
 @given(progress_known, st.sampled_from(POLICIES))

@@ -18,7 +18,8 @@ def build():
     from raysgd.tf.runner import build_operator
 
     def make(operator_cls, config=None, seed=3, workers=1, **options):
-        settings = TFSettings(options=TFOptions(**options), context=WorkerContext(in_driver=True))
-        return build_operator(operator_cls, config or {}, settings, Communication(workers), seed)
+        options = TFOptions(seed=seed, **options)
+        settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
+        return build_operator(operator_cls, config or {}, settings, Communication(workers))
 
     return make

@@ -123,6 +123,15 @@ def test_fit_of_creator_functions_ends_at_max_steps_with_metrics(steps, max_step
         assert all(row["train_loss"] > 0 and row["batch_count"] > 0 for row in history)
 
 
+def test_fit_refuses_to_count_epochs_of_endless_data_of_creator_functions():
+    config = {"fit_config": {"steps_per_epoch": 2}}
+    with (
+        TFTrainer(model_creator, data_creator, config, use_local=True) as trainer,
+        pytest.raises(ValueError, match=r"repeats without end.* fit\(max_steps="),
+    ):
+        trainer.fit(1, verbose=False)
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self):
         return 2

@@ -192,7 +192,7 @@ def digest(tree):
     return found.hexdigest()
 
 
-def make_runner(case, size, num_shards=NUM_SHARDS, operator_cls=Trains):
+def make_runner(case, size, num_shards=NUM_SHARDS, operator_cls=Trains, **settings):
     dtype = case.get("precision")
     options = TorchOptions(
         training_operator_cls=operator_cls,
@@ -201,6 +201,7 @@ def make_runner(case, size, num_shards=NUM_SHARDS, operator_cls=Trains):
         exact=EqualBits(num_shards),
         scheduler_step_freq="batch",
         use_gpu=False,
+        **settings,
         **({} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}),
     )
     return TorchRunner(options)
@@ -234,7 +235,7 @@ def play(rank, size, store, cases=CASES, prefix="", **settings):
 
 def merged(results):
     """Return the metrics and the predictions of all workers, for comparison."""
-    kept = ("train_loss", "val_loss", "val_accuracy", "num_samples")
-    metrics = [merge_workers(parts) for parts in zip(*[r[1:3] for r in results], strict=True)]
+    _, trained, validated, _ = map(list, zip(*results, strict=True))
+    metrics, kept = merge_workers(validated), ("val_loss", "val_accuracy", "num_samples")
     predictions = sorted((each for r in results for each in r[3]), key=lambda pair: pair[0])
-    return [{name: each[name] for name in kept if name in each} for each in metrics], predictions
+    return merge_workers(trained), {name: metrics[name] for name in kept}, predictions

@@ -9,10 +9,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
+from raysgd._internal.context import WorkerContext
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.features.replication import Replication
+from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.train_state import TorchTrainState
 
 
 def test_forward_pass_without_gradients_does_not_communicate(process_group, monkeypatch):
@@ -307,3 +310,12 @@ def test_wrapper_has_the_items_of_its_module(process_group):
     assert wrapped
     assert len(pickle.loads(pickle.dumps(wrapped))) == 1
     assert ddp.wrapped(Encoder(), torch.device("cpu"), {})
+
+
+def test_rehearsal_restores_attributes_of_a_wrapper(process_group):
+    state = TorchTrainState(OperatorSettings(context=WorkerContext(distributed=True)))
+    model = ddp.wrapped(torch.nn.Linear(1, 1), torch.device("cpu"), {})
+    model.calls, state.models = 0, [model]
+    with state.rehearsing():
+        model.calls += 1
+    assert model.calls == 0

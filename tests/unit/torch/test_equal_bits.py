@@ -1,6 +1,7 @@
 """``TorchTrainer(exact="bits")`` has the same bits on any number of workers."""
 
 import datetime
+import os
 import pickle
 from functools import partial
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from raysgd import EqualBits, TrainingOperator
+from raysgd import ElasticConfig, EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.torch.loading import SeededSamples, ShardedLoader
+from raysgd.metrics import merge_workers
+from raysgd.torch.loading import ShardedLoader
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.orders import SeededSamples
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import assert_names, run_ranks, running_ranks
 from tests.unit.torch.bits import CASES, Augmented, Trains, digest, make_runner, merged
@@ -224,15 +227,62 @@ def test_kept_loader_processes_use_a_new_seed():
     assert digest(again) == digest(expected) != digest(batches)
 
 
-def test_a_local_worker_restores_the_settings_of_the_process():
+def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     found = []
     runner = make_runner(CASES["perceptron"], 1)
     for step in (None, runner.prepare, runner.prepare, lambda context: runner.teardown()):
         if step is not None:
             step(WorkerContext(in_driver=True, num_cpus=torch.get_num_threads() + 1))
-        found.append((torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()))
-    assert [is_deterministic for is_deterministic, _ in found] == [False, True, True, False]
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        found.append((is_deterministic, workspace, torch.get_num_threads()))
+    assert [is_deterministic for is_deterministic, *_ in found] == [False, True, True, False]
+    assert [workspace for _, workspace, _ in found] == [None, ":4096:8", ":4096:8", None]
     assert found[0] == found[3] != found[1]
+
+
+LONG = """
+from raysgd._internal.context import WorkerContext
+from tests.unit.torch.bits import CASES, make_runner
+
+join()
+runner = make_runner(CASES["perceptron"], 2)
+runner.setup(WorkerContext(world_rank=rank, world_size=2, distributed=True))
+share = runner._train_state.share_metrics
+replication = share.__self__
+replication._stepped = [1]
+for size in (0, 40, 300, 5000, 10):
+    shards = [({"text": str(3 * rank + i) * size * (1 + rank)}, 2.0, False) for i in range(3)]
+    metrics = [text["text"] for text, *_ in share(shards)]
+    assert metrics == [str(i) * size * (1 + i // 3) for i in range(6)]
+print("good")
+"""
+
+
+def test_metrics_of_any_size_are_exchanged():
+    run_ranks(LONG, 2)
+
+
+class Fails(Trains):
+    def train_batch(self, batch, batch_info):
+        if self.global_step == 2:
+            raise ValueError("fails once")
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_snapshot_has_the_metrics_of_its_call():
+    elastic, request = ElasticConfig(snapshot_every=1), TrainRequest(call=0, until_epoch=1)
+    fails, resumed, expected = (
+        make_runner(CASES["perceptron"], 1, operator_cls=each, elastic=elastic)
+        for each in (Fails, Trains, Trains)
+    )
+    for runner in (fails, resumed, expected):
+        runner.setup(WorkerContext())
+    with pytest.raises(ValueError, match="fails once"):
+        fails.handle(request)
+    resumed.load_state_dict(fails.snapshot())
+    assert merge_workers([resumed.handle(request)]) == merge_workers([expected.handle(request)])
 
 
 def test_state_of_another_number_of_shards_is_refused():

@@ -214,9 +214,9 @@ def test_step_that_fails_between_two_optimizers_is_repeated(fail_at, config, pre
     [
         ({"steps": 0}, ValueError, "gradient_accumulation_steps=0.*at least 1"),
         ({"steps": 2.5}, TypeError, "gradient_accumulation_steps=2.5.*must be an int"),
-        ({"clip": 0}, ValueError, "max_grad_norm=0.*above 0 and finite"),
+        ({"clip": 0}, ValueError, "max_grad_norm=0.*above 0"),
         ({"clip": float("inf")}, ValueError, "finite"),
-        ({"clip": "1"}, TypeError, "max_grad_norm='1'.*number or None"),
+        ({"clip": "1"}, TypeError, "max_grad_norm='1'.*must be a number"),
     ],
 )
 def test_invalid_numbers_are_an_error(arguments, error, message):

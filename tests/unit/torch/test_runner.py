@@ -565,7 +565,7 @@ def test_warning_about_a_stream_that_every_worker_reads(caplog, operator_cls, op
     assert len(told) == (2 if is_told else 0)
     for name, text in zip(("train", "validation"), told, strict=False):
         assert f"register_data({name}_loader=...)" in text
-        assert "this stream, Unsized," in text
+        assert "a stream, Unsized," in text
 
 
 # ---- stops for callbacks

@@ -10,7 +10,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import (
+    ApplyOperatorRequest,
+    RngStateRequest,
+    TrainRequest,
+    ValidateRequest,
+)
 from raysgd.torch.collectives import fingerprint
 from raysgd.torch.ddp import plain
 from raysgd.torch.options import TorchOptions
@@ -80,6 +85,17 @@ class Bounded(Net):
         return super().forward(x + self.rows((x[:, 0].abs() * 20).long().clamp(max=49)))
 
 
+class Large(Net):
+    """Has a parameter that a comparison after a short call does not read completely."""
+
+    def __init__(self):
+        super().__init__()
+        self.large = torch.nn.Parameter(torch.zeros(20_000))
+
+    def forward(self, x):
+        return super().forward(x + self.large.sum())
+
+
 class Broken(Net):
     """Computes with an error of one unit in the last place on one worker."""
 
@@ -119,6 +135,10 @@ def sets_data(t):
 
 def flips_parameter(t):
     flip(weights(t))
+
+
+def flips_end(t):
+    flip(t.model.large, 32 * 19_999)
 
 
 def flips_sign_bits(t):
@@ -389,6 +409,7 @@ def run(case, rank):
         runner.handle(ValidateRequest(call=1))
         runner.handle(TrainRequest(call=2, until_step=6, until_epoch=99))
         runner.handle(TrainRequest(call=3, until_step=10, until_epoch=99))
+        runner.handle(RngStateRequest())
     except (ReplicasDifferError, RuntimeError) as found:
         problem, error = str(found), found
     result = {

@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from raysgd import Guard
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
 from tests.conftest import needs_full_sharding, needs_horovod
+from tests.operators import on_gpu
 from tests.unit.torch.cases import running_cases
 from tests.unit.torch.features import guards
 from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
@@ -68,12 +74,22 @@ def test_difference_is_an_error_before_the_next_step(workers, case, named):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("every", ["auto", 1])
+@pytest.mark.parametrize("every", [500, 1])
 def test_difference_within_a_call_is_an_error(workers, case, named, every):
     case = replace(case, guard=Guard(every=every))
     for result in workers(case):
         assert named in result["problem"]
-        assert result["step"] == (6 if every == "auto" else 4)
+        assert result["step"] == (6 if every == 500 else 4)
+
+
+@pytest.mark.parametrize(("change", "step"), [("changes_gradients", 6), ("flips_end", 10)])
+def test_difference_that_a_short_call_leaves_is_an_error_before_the_state_leaves(
+    workers, change, step
+):
+    """A comparison after a short call reads a part of large tensors."""
+    for result in workers(Case(change, "in a step", model="Large")):
+        assert "models[0].large" in result["problem"]
+        assert result["step"] == step
 
 
 @pytest.mark.parametrize(
@@ -87,6 +103,7 @@ def test_difference_within_a_call_is_an_error(workers, case, named, every):
             "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)",
             3,
         ),
+        (Case("sets_dropout"), "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)", 3),
         (Case("evaluates", "in a step", guard=Guard(every=1)), "modes of models[0]", 4),
     ],
     ids=str,
@@ -94,6 +111,7 @@ def test_difference_within_a_call_is_an_error(workers, case, named, every):
 def test_worker_that_joins_with_a_difference_is_an_error(workers, case, named, step):
     for result in workers(case):
         assert named in result["problem"]
+        assert "They were equal after step 0" not in result["problem"]
         assert result["step"] == step
 
 
@@ -232,3 +250,32 @@ def test_cross_check_compares_buffers_as_before(workers):
 def test_cross_check_needs_several_workers_that_raysgd_keeps_equal(settings):
     with pytest.raises(ValueError, match=r"crosscheck_every=3.*at least two workers"):
         TorchOptions(training_operator_cls=object, guard=Guard(crosscheck_every=3), **settings)
+
+
+@on_gpu
+def test_comparison_within_a_call_does_not_wait_for_a_gpu():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    options = TorchOptions(
+        training_operator_cls=guards.Trains,
+        config={"case": Case()},
+        scheduler_step_freq="batch",
+        use_gpu=True,
+    )
+    runner = TorchRunner(options)
+    try:
+        runner.setup(WorkerContext(world_rank=0, world_size=1, distributed=True))
+        runner.handle(TrainRequest(call=0, until_step=2, until_epoch=99))
+        guard = runner.operator._train_state.feature(ReplicaGuard)
+        before, _, _ = guard._digests(True, False, 1)
+        for mode in ("default", "error"):  # the first comparison initializes NCCL
+            torch.cuda.set_sync_debug_mode(mode)
+            guard._compare(in_step=True)
+            torch.cuda.set_sync_debug_mode("default")
+            guard._settle()
+        runner.operator.model.head.weight.data.view(torch.int32)[0, 0] ^= 1
+        after, _, _ = guard._digests(True, False, 1)
+        assert (before != after).tolist() == [False, True, False, False, False]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        runner.teardown()
+        dist.destroy_process_group()

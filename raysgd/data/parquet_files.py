@@ -1,0 +1,75 @@
+"""Numbered rows of Parquet files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from raysgd._internal.imports import import_extra
+from raysgd.data.formats import Records
+
+
+class Parquet(Records):
+    """Rows of Parquet files, as dicts. Row groups are decoded as a whole."""
+
+    def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
+        self._columns = None if columns is None else list(columns)
+        super().__init__(paths, **options)
+        sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
+        self.block = int(max(sizes, default=1))
+
+    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
+        metadata = self._with_file(number, lambda file: _pyarrow().ParquetFile(file).metadata)
+        sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
+        return np.array([0, *itertools.accumulate(sizes)], np.int64)
+
+    def _count(self, index: Any) -> int:
+        return int(index[-1])
+
+    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+        index, found = self._indexes[file], []
+        groups = np.searchsorted(index, numbers, side="right") - 1
+        pairs = zip(groups.tolist(), numbers, strict=True)
+        for group, members in itertools.groupby(pairs, lambda pair: pair[0]):
+            rows = [number - int(index[group]) for _, number in members]
+            table = self._table(file, group)
+            is_run = rows[-1] - rows[0] == len(rows) - 1
+            part = table.slice(rows[0], len(rows)) if is_run else table.take(rows)
+            found += part.to_pylist()
+        return found
+
+    def _row_group(self, opened: Any, group: int) -> Any:
+        file = _pyarrow().ParquetFile(opened)
+        names = file.schema_arrow.names
+        if missing := set(self._columns or ()) - set(names):
+            raise ValueError(
+                f"parquet(columns={self._columns!r}): there is no {sorted(missing)}. The columns "
+                f"are {names}."
+            )
+        return file.read_row_group(group, columns=self._columns, use_threads=False)
+
+    def _table(self, file: int, group: int) -> Any:
+        key = file, group
+        if key not in self._tables:
+            held = list(self._tables.values())
+            while held and sum(map(len, held)) > self.kept_rows:
+                self._tables.popitem(last=False)
+                held.pop(0)
+            self._tables[key] = self._with_file(file, lambda opened: self._row_group(opened, group))
+        self._tables.move_to_end(key)
+        return self._tables[key]
+
+
+def _pyarrow() -> Any:
+    return import_extra("parquet()", "pyarrow.parquet", "data")
+
+
+def parquet(paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> Records:
+    """Return the rows of Parquet files as dicts, with all `columns` by default.
+
+    `Records` describes the other arguments.
+    """
+    return Parquet(paths, columns=columns, **options)

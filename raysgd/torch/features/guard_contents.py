@@ -1,0 +1,196 @@
+"""What must be equal on all workers: tensors and options, by their names."""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+import operator
+from collections.abc import Container, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysgd.loop.feature import ShardedFeature
+from raysgd.torch import ddp
+from raysgd.torch.features.replication import Replication
+from raysgd.torch.interop.horovod import HorovodGradients
+from raysgd.torch.state import version_of
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+Content = tuple[str, str, Any]
+"""A kind, a name, and a tensor, a plain value, or None for a buffer that does not count."""
+_dtype = operator.attrgetter("dtype")
+
+
+class ReplicaContents:
+    """The registered objects of one worker, as the workers compare them.
+
+    Forward passes change some buffers, such as statistics. A buffer counts only if it has not
+    changed since all workers last had the same.
+    """
+
+    def __init__(self, state: TorchTrainState) -> None:
+        options = state.settings.options
+        self._state, self._wraps_all = state, options.wrap_ddp or options.use_horovod
+        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
+        self._adopt()
+
+    # ---- what is added after `register`
+
+    def _adopt(self) -> None:
+        """Record the modules and parameters of the registered models."""
+        state = self._state
+        modules = [module for model in state.models for module in model.modules()]
+        self._children = [held for m in modules for held in (m._modules, m._parameters)]
+        self._named = [list(ddp.plain(model).named_parameters()) for model in state.models]
+        self._parameters = [parameter for named in self._named for _, parameter in named]
+        self.renormalized = {  # Each forward pass may change the rows of its batch.
+            module.weight
+            for module in modules
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm
+        }
+        groups = [group for o in state.optimizers for group in o.param_groups]
+        self._stepped = {parameter for group in groups for parameter in group["params"]}
+        self._adopted = self._structure()
+
+    def _structure(self) -> list[Any]:
+        """Return what identifies modules, parameters, and groups, within microseconds."""
+        found: list[Any] = [
+            len(g["params"]) for o in self._state.optimizers for g in o.param_groups
+        ]
+        found += map(id, itertools.chain.from_iterable([held.values() for held in self._children]))
+        found += map(_dtype, self._parameters)
+        return found
+
+    def check_added(self) -> None:
+        """Raise an error if the next step would train what the workers do not keep equal."""
+        if self._structure() == self._adopted:
+            return
+        for feature in self._state.features:
+            if isinstance(feature, Replication | HorovodGradients | ShardedFeature):
+                feature.check_trained()
+        before = self._stepped
+        self._adopt()
+        if strangers := self._stepped - before - set(self._parameters):
+            raise RuntimeError(
+                f"An optimizer got {len(strangers)} parameters after register() that are in no "
+                "registered model. Checkpoints and new workers would not have them. Register "
+                "their model in setup. To train it later, call requires_grad_(False) after "
+                "register()."
+            )
+
+    # ---- buffers
+
+    def _all_buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        for index, model in enumerate(map(ddp.plain, self._state.models)):
+            statistics = set(map(id, ddp.running_statistics(model)))
+            for name, buffer in model.named_buffers():
+                if id(buffer) not in statistics and not buffer.is_inference():
+                    yield index, f"models[{index}].{name}", buffer
+
+    def equal_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that have not changed since all workers had the same."""
+        found = {}
+        for _, place, buffer in self._all_buffers():
+            held, version = self._buffers.get(place, (None, 0))
+            if held is buffer and version_of(buffer) == version:
+                found[place] = buffer
+        return found
+
+    def note_buffers(self, places: Container[str] | None = None) -> None:
+        """Record all buffers, or those of `places`, because all workers have the same now."""
+        self._buffers = {
+            place: (buffer, version_of(buffer))
+            for _, place, buffer in self._all_buffers()
+            if places is None or place in places
+        }
+
+    # ---- what must be equal
+
+    @property
+    def kinds(self) -> list[str]:
+        buffers = (f"buffers {index}" for index in range(len(self._named)))
+        return ["options", "parameters", "optimizers", *buffers]
+
+    def items(self, in_step: bool, is_new: bool) -> Iterator[Content]:
+        """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
+        state = self._state
+        is_sharded = any(feature.is_fully_sharded for feature in state.sharded_features)
+        equal, replicated = self.equal_buffers(), set[torch.Tensor]()
+        compared = [self._wraps_all or ddp.replicated(model) for model in state.models]
+        for index, model in enumerate(state.models):
+            if not compared[index]:
+                continue
+            ignored: Any = getattr(model, "parameters_to_ignore", ())
+            for name, parameter in self._named[index]:
+                replicated.add(parameter)
+                place = f"models[{index}].{name}"
+                flags = str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
+                yield "options", f"dtype, shape, and requires_grad of {place}", flags
+                if not (is_sharded or name in ignored or parameter in self.renormalized):
+                    yield "parameters", place, parameter
+            if in_step:
+                modes = [module.training for module in model.modules()]
+                yield "options", f"the train or eval modes of models[{index}]", modes
+        for index, place, _ in self._all_buffers():
+            if compared[index]:
+                yield f"buffers {index}", place, equal.get(place)
+        divided = [feature.optimizer for feature in state.sharded_features]
+        for index, optimizer in enumerate(state.optimizers):
+            if self._wraps_all or replicated.issuperset(self._stepped):
+                is_divided = any(optimizer is each for each in divided)
+                yield from _of_optimizer(f"optimizers[{index}]", optimizer, replicated, is_divided)
+        for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
+            yield from _items("optimizers", f"schedulers[{index}]", scheduler.state_dict())
+        yield from _items("optimizers", "scaler", state.optimization.precision.scales_of())
+        yield from _items("parameters", "averages", state.averaging.averages)
+        for name, held in ("models", state.models), ("criteria", state.criteria):
+            for index, module in enumerate(held if is_new else ()):
+                if isinstance(module, torch.nn.Module):
+                    yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))
+
+
+def _of_optimizer(
+    place: str, optimizer: Any, known: set[torch.Tensor], is_divided: bool
+) -> Iterator[Content]:
+    number = itertools.count()
+    for index, group in enumerate(optimizer.param_groups):
+        of_group = f"{place}.param_groups[{index}]"
+        yield "options", f"the parameters of {of_group}", len(group["params"])
+        for key, value in group.items():
+            if key != "params":
+                yield from _items("optimizers", f"{of_group}[{key!r}]", value)
+        for parameter in group["params"]:
+            which = next(number)
+            if not (is_divided or parameter in known):
+                yield "parameters", f"parameter {which} of {place}", parameter
+            if not is_divided and (held := optimizer.state.get(parameter)):
+                yield from _items("optimizers", f"{place}.state[{which}]", held)
+
+
+def _items(kind: str, place: str, value: Any) -> Iterator[Content]:
+    """Iterate over the tensors and plain values in nested dicts, lists, and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield kind, place, value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from _items(kind, f"{place}[{key!r}]", value[key])
+    elif isinstance(value, list | tuple):
+        for key, each in enumerate(value):
+            yield from _items(kind, f"{place}[{key}]", each)
+    elif isinstance(value, numbers.Real):  # a loaded state may have another type of number
+        yield "options", place, float(value)
+    elif isinstance(value, str | None):
+        yield "options", place, repr(value)
+
+
+def _hyperparameters(place: str, model: torch.nn.Module) -> Iterator[Content]:
+    """Iterate over options of PyTorch's own modules, such as the rate of a dropout."""
+    for name, module in model.named_modules(prefix=place):
+        if type(module).__module__.startswith("torch.nn.modules."):
+            for key, value in vars(module).items():
+                is_option = isinstance(value, int | float | str | tuple) and key[0] != "_"
+                if is_option and key != "training":
+                    yield "options", f"{name}.{key}", value
