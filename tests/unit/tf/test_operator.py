@@ -1,5 +1,7 @@
 """A Keras operator in this process: registration, updates, precision, and state."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,8 @@ keras = pytest.importorskip("keras")
 
 from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
+from raysgd.tf.communication import Communication  # noqa: E402
+from raysgd.tf.features import KerasReplication  # noqa: E402
 from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, make_model, weights  # noqa: E402
@@ -231,3 +235,19 @@ def test_register_refuses_optimizers_of_horovod(build):
 
     with pytest.raises(TypeError, match=r"Pass the inner optimizer"):
         build(Wrong)
+
+
+def test_integers_of_a_model_are_not_averaged():
+    """Horovod rounds their mean. The state of a dropout layer consists of integers."""
+
+    class Zeros(Communication):
+        def mean(self, tensors):
+            return [tf.zeros_like(tensor) for tensor in tensors]
+
+    layers = [keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+    model = keras.Sequential(layers)
+    seeds = model.layers[1].seed_generator.state.numpy()
+    feature = KerasReplication(SimpleNamespace(models=[model], communication=Zeros(2, 0)))
+    feature.sync_buffers()
+    assert model.layers[0].moving_variance.numpy().tolist() == [0.0, 0.0]
+    assert (model.layers[1].seed_generator.state.numpy() == seeds).all()
