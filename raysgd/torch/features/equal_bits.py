@@ -25,6 +25,7 @@ from raysgd.torch.features.differences import kind_of
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.shard_buffers import ShardBuffers
+from raysgd.torch.optimization import AccumulatedGradients
 from raysgd.torch.orders import seed_all
 from raysgd.torch.precision import Precision
 from raysgd.torch.registered_state import RegisteredState
@@ -242,7 +243,10 @@ class ShardReplication(Replication):
 
     # ---- gradients
 
-    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+    def keep(self, optimizer: torch.optim.Optimizer, accumulated: AccumulatedGradients) -> None:
+        self._keep(optimizer)
+
+    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradients of a shard, when its optimizer would step."""
         parameters = _trained(optimizer)
         key = id(optimizer), self._shard
@@ -291,7 +295,7 @@ class ShardReplication(Replication):
                 f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
                 "draws from its iterator, and for registered optimizers."
             )
-        self.keep(optimizer)
+        self._keep(optimizer)
         parameters = _trained(optimizer)
         tree = self._trees.pop(id(optimizer))
         flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
