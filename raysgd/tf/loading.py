@@ -113,10 +113,10 @@ class ArraySource(PartitionedSource):
             )
         if follows_share and full_size is not None and global_batch is not None:
             batch_size = global_batch // full_size
-        shard = EpochPartition(
+        partition = EpochPartition(
             lengths.pop(), batch_size, world_size, rank, even=training, full_size=full_size
         )
-        super().__init__(arrays, shard, follows_share, global_batch if training else None)
+        super().__init__(arrays, partition, follows_share, global_batch if training else None)
         self._shuffle, self._seed = shuffle and training, seed
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
@@ -125,10 +125,10 @@ class ArraySource(PartitionedSource):
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
-        order = np.arange(self._shard.total)
+        order = np.arange(self._partition.total)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        for start, stop in self._shard.batches(offset, num_steps, in_parts):
+        for start, stop in self._partition.batches(offset, num_steps, in_parts):
             rows = order[start:stop]
             yield tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
@@ -146,7 +146,7 @@ class ArraySource(PartitionedSource):
             # The bytes of Python objects are addresses.
             digest.update(repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes())
         content = digest.hexdigest()[:8]
-        return f"{self._shard.total} samples, arrays {content}"
+        return f"{self._partition.total} samples, arrays {content}"
 
 
 class DatasetSource(BatchSource):
@@ -202,7 +202,7 @@ class DatasetSource(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
 
-    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+    def repartition(self, world_size: int, rank: int, batch_share: int | None) -> None:
         self._world_size, self._rank, self._weights = world_size, rank, None
 
     def set_weights(self, weights: tuple[float, ...] | None) -> bool:

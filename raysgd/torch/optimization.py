@@ -36,8 +36,8 @@ def as_count(count: Any, source: str = "backward(num_samples={})") -> float:
 class GradientExchange(StepFeature):
     """Exchanges gradients between workers. The default is for a single worker.
 
-    `Replication`, `ShardReplication`, and `FullyShardedModel` override methods. Horovod averages
-    in its own hooks.
+    `Replication`, `EqualBitsReplication`, and `FullyShardedModel` override methods. Horovod has its
+    own hooks.
     """
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:

@@ -12,7 +12,7 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd._internal.step_timing import OTHER
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
-from raysgd.torch.features.equal_bits import ShardReplication
+from raysgd.torch.features.equal_bits import EqualBitsReplication
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.replication import Replication
@@ -179,7 +179,7 @@ def _replicate(
 ) -> HorovodGradients | Replication:
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
-        shards = ShardReplication(state, options.num_shards, state.optimization.precision)
+        shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
         state.optimization.exchange = shards
         state.share_metrics = shards.share_metrics
         return shards
