@@ -43,9 +43,9 @@ class GradientExchange(StepFeature):
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Average gradients of an optimizer that the workers have not averaged."""
 
-    def keep(self, optimizer: torch.optim.Optimizer, accumulated: AccumulatedGradients) -> None:
-        """Keep the gradients of an optimizer until the last micro-batch."""
-        accumulated.set_aside(_parameters(optimizer))
+    def keep(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the gradients of a micro-batch. If False, the caller accumulates them."""
+        return False
 
     def rows(self, parameters: Any) -> Any:
         """Return the tensors that have this worker's gradients of some parameters."""
@@ -194,7 +194,8 @@ class Optimization(StepFeature):
         if not tx.has_loss and (tx.has_earlier_losses or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
         if not tx.is_last:
-            self.exchange.keep(optimizer, self._accumulated)
+            if not self.exchange.keep(optimizer):
+                self._accumulated.set_aside(_parameters(optimizer))
             return False
         self._update(optimizer)
         optimizer.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from raysgd.data.partition import UpdatePlan, plan_update
+from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import LoaderSource
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.torch.batches import map_batch
@@ -113,14 +113,7 @@ class StreamSource(LoaderSource):
         starts = range(offset, offset + num_steps * partition.stride, partition.stride)
         sizes = [self._available(start, partition.stride) for start in starts]
         least = partition.stride if partition.drop_last else 1
-        return plan_update(
-            tuple(size for size in sizes if size >= least),
-            partition.world_size,
-            partition.rank,
-            partition.max_rows,
-            in_parts,
-            partition.weights,
-        )
+        return partition.plan(tuple(size for size in sizes if size >= least), in_parts)
 
     def batch_positions(self) -> Iterator[int]:
         return itertools.count(self._partition.rank, self._partition.world_size)

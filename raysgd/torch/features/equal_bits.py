@@ -25,7 +25,6 @@ from raysgd.torch.features.differences import kind_of
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.shard_buffers import ShardBuffers
-from raysgd.torch.optimization import AccumulatedGradients
 from raysgd.torch.orders import seed_all
 from raysgd.torch.precision import Precision
 from raysgd.torch.registered_state import RegisteredState
@@ -243,10 +242,7 @@ class EqualBitsReplication(Replication):
 
     # ---- gradients
 
-    def keep(self, optimizer: torch.optim.Optimizer, accumulated: AccumulatedGradients) -> None:
-        self._keep(optimizer)
-
-    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
+    def keep(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a shard, when its optimizer would step."""
         parameters = _trained(optimizer)
         key = id(optimizer), self._shard
@@ -277,6 +273,7 @@ class EqualBitsReplication(Replication):
             self._check_buffers()
         self._buffers.keep()
         self._stepped.append(self._number_of(optimizer))
+        return True
 
     @property
     def _transaction(self) -> EqualBitsTransaction:
@@ -295,7 +292,7 @@ class EqualBitsReplication(Replication):
                 f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
                 "draws from its iterator, and for registered optimizers."
             )
-        self._keep(optimizer)
+        self.keep(optimizer)
         parameters = _trained(optimizer)
         tree = self._trees.pop(id(optimizer))
         flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
