@@ -184,9 +184,11 @@ class BatchSource:
 
 
 class PartitionedSource(BatchSource):
-    """Samples that an :class:`EpochPartition` divides among the workers.
+    """A loader of `total` items in batches of `size`, divided by an :class:`EpochPartition`.
 
-    `follows_share`: whether the batch size is this worker's share of a global batch.
+    If `size` is None, each item is a batch. `full_size`, the number of workers of the full group,
+    makes the global batch size constant. If `size` is `batch_share`, the global batch size is
+    `global_batch`.
     """
 
     is_partitioned = True
@@ -196,14 +198,36 @@ class PartitionedSource(BatchSource):
     def __init__(
         self,
         loader: Any,
-        partition: EpochPartition,
-        follows_share: bool,
+        total: int,
+        size: int | None,
+        drop_last: bool,
+        *,
+        training: bool,
+        world_size: int,
+        rank: int,
+        batch_share: int | None = None,
+        full_size: int | None = None,
         global_batch: int | None = None,
+        num_shards: int | None = None,
     ) -> None:
+        # The loader uses config[BATCH_SIZE], which is a share of the global batch.
+        follows_share = size is not None and size == batch_share
+        full_size = None if size is None else full_size  # a ready batch cannot grow
+        if follows_share and full_size is not None and global_batch is not None:
+            size = global_batch // full_size
         super().__init__(loader)
-        self._partition = partition
-        self._given_batch = global_batch
-        self.set_batch_size(partition.batch_size, follows_share)
+        self._partition = EpochPartition(
+            total,
+            1 if size is None else size,
+            world_size,
+            rank,
+            drop_last=drop_last,
+            even=training,
+            full_size=full_size,
+            num_shards=num_shards,
+        )
+        self._given_batch = global_batch if training else None
+        self.set_batch_size(self._partition.batch_size, follows_share)
 
     @property
     def partition(self) -> EpochPartition:
@@ -264,43 +288,3 @@ class PartitionedSource(BatchSource):
         total, batch_size = self.partition.total, self.batch_size
         size = self._partition.full_size or self._partition.world_size
         return f"{total} samples, batch size {batch_size} on each of {size} workers"
-
-
-class LoaderSource(PartitionedSource):
-    """A DataLoader of `total` items, in batches of `size`. None: each item is a batch.
-
-    `full_size`, the number of workers of the full group, makes the global batch size constant. If
-    `size` is `batch_share`, the global batch size is `global_batch`.
-    """
-
-    def __init__(
-        self,
-        loader: Any,
-        total: int,
-        size: int | None,
-        drop_last: bool,
-        *,
-        training: bool,
-        world_size: int,
-        rank: int,
-        batch_share: int | None = None,
-        full_size: int | None = None,
-        global_batch: int | None = None,
-        num_shards: int | None = None,
-    ) -> None:
-        # The loader uses config[BATCH_SIZE], which is a share of the global batch.
-        follows_share = size is not None and size == batch_share
-        full_size = None if size is None else full_size  # a ready batch cannot grow
-        if follows_share and full_size is not None and global_batch is not None:
-            size = global_batch // full_size
-        partition = EpochPartition(
-            total,
-            1 if size is None else size,
-            world_size,
-            rank,
-            drop_last=drop_last,
-            even=training,
-            full_size=full_size,
-            num_shards=num_shards,
-        )
-        super().__init__(loader, partition, follows_share, global_batch if training else None)

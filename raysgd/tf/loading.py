@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data.partition import EpochPartition, UpdatePlan, part_of, plan_update
+from raysgd.data.partition import UpdatePlan, part_of, plan_update
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
@@ -41,14 +41,13 @@ class KerasSources(DataSources):
             )
         settings, placing = self._settings, self._settings.placing
         if _is_arrays(loader):
-            share = settings.batch_share
             return ArraySource(
                 loader,
                 training=training,
-                batch_size=self.batch_size or share or _DEFAULT_BATCH_SIZE,
+                batch_size=self.batch_size or settings.batch_share or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
                 seed=self._seed,
-                follows_share=share is not None and self.batch_size in (None, share),
+                batch_share=settings.batch_share,
                 **placing,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
@@ -92,14 +91,10 @@ class ArraySource(PartitionedSource):
         arrays: Any,
         *,
         training: bool,
-        world_size: int,
-        rank: int,
         batch_size: int,
         shuffle: bool,
         seed: int,
-        follows_share: bool = False,
-        full_size: int | None = None,
-        global_batch: int | None = None,
+        **placing: Any,
     ) -> None:
         self._arrays = tf.nest.map_structure(np.asarray, arrays)
         if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
@@ -111,12 +106,7 @@ class ArraySource(PartitionedSource):
             raise ValueError(
                 f"Arrays of a data set must have the same length, but they have {sorted(lengths)}."
             )
-        if follows_share and full_size is not None and global_batch is not None:
-            batch_size = global_batch // full_size
-        partition = EpochPartition(
-            lengths.pop(), batch_size, world_size, rank, even=training, full_size=full_size
-        )
-        super().__init__(arrays, partition, follows_share, global_batch if training else None)
+        super().__init__(arrays, lengths.pop(), batch_size, False, training=training, **placing)
         self._shuffle, self._seed = shuffle and training, seed
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:

@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import EpochPartition
-from raysgd.data.source import BatchSource, LoaderSource, own_split
+from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import has_ignored
@@ -93,7 +93,7 @@ class TorchSources(DataSources):
         )
 
 
-class PartitionedLoader(LoaderSource):
+class PartitionedLoader(PartitionedSource):
     """A map-style DataLoader, partitioned across the workers.
 
     The loader's sampler, the seed, and the epoch determine the order of an epoch, so workers know
@@ -319,7 +319,7 @@ def wrap_loader(
 
     `partitions` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler
     are partitioned even if it is False. `order_batch` is the argument of `StreamSource`, and
-    `placing` has the seed and the arguments of `LoaderSource`.
+    `placing` has the seed and the arguments of `PartitionedSource`.
     """
     if isinstance(records := getattr(loader, "dataset", loader), Records):
         raise TypeError(

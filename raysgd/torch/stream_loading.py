@@ -17,13 +17,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from raysgd.data.partition import UpdatePlan
-from raysgd.data.source import LoaderSource
+from raysgd.data.source import PartitionedSource
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.torch.batches import map_batch
 from raysgd.torch.stream_reading import Chunks, StreamBuffer, can_jump, in_processes, name_of
 
 
-class StreamSource(LoaderSource):
+class StreamSource(PartitionedSource):
     """A stream, read by every worker.
 
     The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each

@@ -237,8 +237,8 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
 
 
 def test_a_worker_s_share_follows_the_number_of_workers():
-    for follows, sizes in ((True, [4, 4]), (False, [2, 2, 2, 2])):
-        resized = source(np.arange(16), batch_size=2, follows_share=follows)
+    for share, sizes in ((2, [4, 4]), (None, [2, 2, 2, 2])):
+        resized = source(np.arange(16), batch_size=2, batch_share=share)
         assert len(resized) == 8
         resized.repartition(2, 1, batch_share=4)
         assert list(map(len, drawn(resized))) == sizes
