@@ -82,8 +82,7 @@ def _is_arrays(data: Any) -> bool:
 class ArraySource(PartitionedSource):
     """An array or a nest of arrays, partitioned across the workers by sample.
 
-    In training, every worker gets a batch in every step. `full_size` and `global_batch` are set if
-    the global batch size is constant.
+    In training, every worker gets a batch in every step.
     """
 
     def __init__(
