@@ -269,7 +269,7 @@ class SupervisedOperator(ConfiguredOperator):
         with self.timers.record("fwd"), self.autocast():
             output, target = self.predict(batch)
             losses = self.losses(in_full_precision(output), target)
-            num_items = self._count_items(batch, len(target))
+            num_items = self._count_loss(batch, len(target))
             total, count = losses.sum(), losses.numel() if num_items is None else num_items
         with self.timers.record("grad"):
             self.backward(total / (count or 1), num_samples=num_items)

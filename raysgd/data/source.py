@@ -141,13 +141,13 @@ class BatchSource:
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
 
-    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+    def repartition(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
     def set_weights(self, weights: tuple[float, ...] | None) -> bool:
         """Set the relative sizes of the workers' parts, and return whether they changed.
 
-        They are valid until the next `reshard`.
+        They are valid until the next `repartition`.
         """
         return False
 
@@ -184,94 +184,16 @@ class BatchSource:
 
 
 class PartitionedSource(BatchSource):
-    """Samples that an :class:`EpochPartition` divides among the workers.
+    """A loader of `total` items in batches of `size`, divided by an :class:`EpochPartition`.
 
-    `follows_share`: whether the batch size is this worker's share of a global batch.
+    If `size` is None, each item is a batch. `full_size`, the number of workers of the full group,
+    makes the global batch size constant. If `size` is `batch_share`, the global batch size is
+    `global_batch`.
     """
 
     is_partitioned = True
     knows_sizes = True
     partitioned_by = "raysgd"
-
-    def __init__(
-        self,
-        loader: Any,
-        shard: EpochPartition,
-        follows_share: bool,
-        global_batch: int | None = None,
-    ) -> None:
-        super().__init__(loader)
-        self._shard = shard
-        self._given_batch = global_batch
-        self.set_batch_size(shard.batch_size, follows_share)
-
-    @property
-    def shard(self) -> EpochPartition:
-        """This worker's part of an epoch."""
-        return self._shard
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of this worker per step in a group of full size."""
-        return self._shard.batch_size
-
-    @property
-    def keeps_step(self) -> bool:  # type: ignore[override]
-        return self._shard.full_size is not None
-
-    @property
-    def global_batch(self) -> int:  # type: ignore[override]
-        return self._shard.stride
-
-    def __len__(self) -> int:
-        return self.shard.num_batches()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches(self.current_epoch or 0, 0)
-
-    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
-        shard = self.shard
-        return shard.plan(tuple(shard.sizes(offset, num_steps)), in_parts)
-
-    def batch_positions(self) -> Iterator[int]:
-        return (start for start, _ in self.shard.batches())
-
-    def steps_left(self, offset: int) -> int:
-        return self.shard.num_steps(offset)
-
-    def offset_after(self, offset: int, num_steps: int) -> int:
-        return self.shard.offset_after(offset, num_steps)
-
-    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._shard = replace(self._shard, world_size=world_size, rank=rank, weights=None)
-        if self._follows_share and batch_share is not None and not self.keeps_step:
-            self.set_batch_size(batch_share, follows_share=True)
-
-    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
-        changed = weights != self._shard.weights
-        self._shard = replace(self._shard, weights=weights)
-        return changed
-
-    def batching(self) -> tuple[int, bool]:
-        return self._shard.batch_size, self._follows_share
-
-    def set_batch_size(self, size: int, follows_share: bool) -> None:
-        global_batch = self._given_batch if follows_share else None
-        self._shard = replace(self._shard, batch_size=size, global_batch=global_batch)
-        self._follows_share = follows_share
-
-    def describe(self) -> str:
-        shard = self.shard
-        size = shard.full_size or shard.world_size
-        return f"{shard.total} samples, batch size {shard.batch_size} on each of {size} workers"
-
-
-class LoaderSource(PartitionedSource):
-    """A DataLoader of `total` items, in batches of `size`. None: each item is a batch.
-
-    `full_size`, the number of workers of the full group, makes the global batch size constant. If
-    `size` is `batch_share`, the global batch size is `global_batch`.
-    """
 
     def __init__(
         self,
@@ -293,7 +215,8 @@ class LoaderSource(PartitionedSource):
         full_size = None if size is None else full_size  # a ready batch cannot grow
         if follows_share and full_size is not None and global_batch is not None:
             size = global_batch // full_size
-        shard = EpochPartition(
+        super().__init__(loader)
+        self._partition = EpochPartition(
             total,
             1 if size is None else size,
             world_size,
@@ -303,4 +226,65 @@ class LoaderSource(PartitionedSource):
             full_size=full_size,
             num_shards=num_shards,
         )
-        super().__init__(loader, shard, follows_share, global_batch if training else None)
+        self._given_batch = global_batch if training else None
+        self.set_batch_size(self._partition.batch_size, follows_share)
+
+    @property
+    def partition(self) -> EpochPartition:
+        """This worker's part of an epoch."""
+        return self._partition
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of this worker per step in a group of full size."""
+        return self._partition.batch_size
+
+    @property
+    def keeps_step(self) -> bool:  # type: ignore[override]
+        return self._partition.full_size is not None
+
+    @property
+    def global_batch(self) -> int:  # type: ignore[override]
+        return self._partition.stride
+
+    def __len__(self) -> int:
+        return self.partition.num_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches(self.current_epoch or 0, 0)
+
+    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+        partition = self.partition
+        return partition.plan(tuple(partition.sizes(offset, num_steps)), in_parts)
+
+    def batch_positions(self) -> Iterator[int]:
+        return (start for start, _ in self.partition.batches())
+
+    def steps_left(self, offset: int) -> int:
+        return self.partition.num_steps(offset)
+
+    def offset_after(self, offset: int, num_steps: int) -> int:
+        return self.partition.offset_after(offset, num_steps)
+
+    def repartition(self, world_size: int, rank: int, batch_share: int | None) -> None:
+        self._partition = replace(self._partition, world_size=world_size, rank=rank, weights=None)
+        if self._follows_share and batch_share is not None and not self.keeps_step:
+            self.set_batch_size(batch_share, follows_share=True)
+
+    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
+        changed = weights != self._partition.weights
+        self._partition = replace(self._partition, weights=weights)
+        return changed
+
+    def batching(self) -> tuple[int, bool]:
+        return self._partition.batch_size, self._follows_share
+
+    def set_batch_size(self, size: int, follows_share: bool) -> None:
+        global_batch = self._given_batch if follows_share else None
+        self._partition = replace(self._partition, batch_size=size, global_batch=global_batch)
+        self._follows_share = follows_share
+
+    def describe(self) -> str:
+        total, batch_size = self.partition.total, self.batch_size
+        size = self._partition.full_size or self._partition.world_size
+        return f"{total} samples, batch size {batch_size} on each of {size} workers"

@@ -324,14 +324,14 @@ class Loop:
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
-        source.reshard(settings.options.num_workers, 0, settings.batch_share)
+        source.repartition(settings.options.num_workers, 0, settings.batch_share)
         batches = source.batches(0, 0, 1)
         with self._computing(
             lambda: StepIterator(train_state, source, batches, 1, 1, None, self.signal)
         ):
             pass
         source.close_workers()
-        source.reshard(
+        source.repartition(
             settings.context.world_size, settings.context.world_rank, settings.batch_share
         )
 

@@ -205,7 +205,7 @@ class DataSources(ABC):
     def enter(self) -> None:
         context, share = self._settings.context, self._settings.batch_share
         for source in self._sources.values():
-            source.reshard(context.world_size, context.world_rank, share)
+            source.repartition(context.world_size, context.world_rank, share)
 
 
 class GeneratorFunction:

@@ -47,8 +47,9 @@ class UpdateTransaction:
         self.index = -1  # of the current micro-batch; -1 before the first
         self._updates: Counter[int] = Counter()
         self.has_earlier_losses = self.has_loss = False
+        self._count: float | None = None  # passed with the newest loss
         self._counts_items = False
-        self._num_items = 0.0
+        self._items = self._num_items = self._total = 0.0
         self._set(MicroBatch(), is_last=True)
 
     def _set(self, micro_batch: MicroBatch, is_last: bool) -> None:
@@ -56,8 +57,9 @@ class UpdateTransaction:
         self.stepped: set[int] = set()  # optimizers whose step was requested in this micro-batch
         self.has_earlier_losses = self.has_earlier_losses or self.has_loss
         self.has_loss = self._is_weighted = False
-        self.num_samples: float | None = None  # if the default `train_batch` has counted them
-        self.is_sum = False  # the loss is a sum over samples, and not a mean
+        # What `train_batch` of raysgd knows about its loss:
+        self.num_samples: float | None = None
+        self.is_sum = False  # a sum over samples, and not a mean
 
     # ---- the life of an update
 
@@ -149,15 +151,20 @@ class UpdateTransaction:
 
             sum of (items of the micro-batch * gradient of its mean loss) / total
 
-        The items are samples, unless their `count` is passed. Samples that another worker
-        trains too, and micro-batches without a loss, have no items. `num_workers` workers average
-        their gradients. Therefore a loss has the weight ``items * num_workers / total``.
+        `num_workers` workers average their gradients. Therefore a loss has the weight ``items *
+        num_workers / total``. Until the last micro-batch, the planned number replaces the total::
 
-        Until the last micro-batch, the planned number of items replaces the total. The first loss
-        of the last micro-batch corrects earlier gradients by ``planned / total``, which is equal
-        on all workers. `add_up` adds counts over the workers, once per update, and once more in the
-        first update of a generation. Samples need no communication if each worker knows the
-        partition. For other loaders, the default ``train_batch`` passes the samples as `count`.
+            a loss that is a mean    items             planned            total
+            with a `count`           count             previous, rounded  sum of all workers
+            of samples               samples           all samples        all samples
+            of unknown samples       part of a batch   steps * workers    own items * workers
+            of repeated samples      0                 the same           the same
+
+        A sum has the weight `num_workers`. A micro-batch without a loss has no items. The first
+        loss of the last micro-batch corrects earlier gradients by ``planned / total``. `add_up`
+        adds counts over the workers, once per update, and once more in the first update of a
+        generation. If workers do not know the partition, the default ``train_batch`` passes the
+        samples as `count`.
 
         Raises:
             ValueError: If another loss of the micro-batch has another count, or if user code
@@ -214,7 +221,10 @@ class UpdateTransaction:
             self.reference = _power_of_two(total)
             return total
         if num_workers == 1 or self.plan.total is None:
+            # The sizes on other workers are unknown, so the mean of each worker weighs the same.
             return self._num_items * num_workers
+        # If this worker has no loss for some samples, its other samples take over their weight. The
+        # total then depends on the rank, because the exact one needs communication.
         own = self.plan.samples
         return self.plan.total * (self._num_items / own if own else 1.0)
 

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data.partition import EpochPartition, UpdatePlan, part_of, plan_update
+from raysgd.data.partition import UpdatePlan, part_of, plan_update
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
@@ -41,14 +41,13 @@ class KerasSources(DataSources):
             )
         settings, placing = self._settings, self._settings.placing
         if _is_arrays(loader):
-            share = settings.batch_share
             return ArraySource(
                 loader,
                 training=training,
-                batch_size=self.batch_size or share or _DEFAULT_BATCH_SIZE,
+                batch_size=self.batch_size or settings.batch_share or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
                 seed=self._seed,
-                follows_share=share is not None and self.batch_size in (None, share),
+                batch_share=settings.batch_share,
                 **placing,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
@@ -83,8 +82,7 @@ def _is_arrays(data: Any) -> bool:
 class ArraySource(PartitionedSource):
     """An array or a nest of arrays, partitioned across the workers by sample.
 
-    In training, every worker gets a batch in every step. `full_size` and `global_batch` are set if
-    the global batch size is constant.
+    In training, every worker gets a batch in every step.
     """
 
     def __init__(
@@ -92,14 +90,10 @@ class ArraySource(PartitionedSource):
         arrays: Any,
         *,
         training: bool,
-        world_size: int,
-        rank: int,
         batch_size: int,
         shuffle: bool,
         seed: int,
-        follows_share: bool = False,
-        full_size: int | None = None,
-        global_batch: int | None = None,
+        **placing: Any,
     ) -> None:
         self._arrays = tf.nest.map_structure(np.asarray, arrays)
         if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
@@ -111,12 +105,7 @@ class ArraySource(PartitionedSource):
             raise ValueError(
                 f"Arrays of a data set must have the same length, but they have {sorted(lengths)}."
             )
-        if follows_share and full_size is not None and global_batch is not None:
-            batch_size = global_batch // full_size
-        shard = EpochPartition(
-            lengths.pop(), batch_size, world_size, rank, even=training, full_size=full_size
-        )
-        super().__init__(arrays, shard, follows_share, global_batch if training else None)
+        super().__init__(arrays, lengths.pop(), batch_size, False, training=training, **placing)
         self._shuffle, self._seed = shuffle and training, seed
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
@@ -125,10 +114,10 @@ class ArraySource(PartitionedSource):
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
-        order = np.arange(self._shard.total)
+        order = np.arange(self._partition.total)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        for start, stop in self._shard.batches(offset, num_steps, in_parts):
+        for start, stop in self._partition.batches(offset, num_steps, in_parts):
             rows = order[start:stop]
             yield tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
@@ -146,7 +135,7 @@ class ArraySource(PartitionedSource):
             # The bytes of Python objects are addresses.
             digest.update(repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes())
         content = digest.hexdigest()[:8]
-        return f"{self._shard.total} samples, arrays {content}"
+        return f"{self._partition.total} samples, arrays {content}"
 
 
 class DatasetSource(BatchSource):
@@ -202,7 +191,7 @@ class DatasetSource(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
 
-    def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
+    def repartition(self, world_size: int, rank: int, batch_share: int | None) -> None:
         self._world_size, self._rank, self._weights = world_size, rank, None
 
     def set_weights(self, weights: tuple[float, ...] | None) -> bool:

@@ -1,4 +1,15 @@
-"""Replication of models with DistributedDataParallel."""
+"""Replication of models with DistributedDataParallel.
+
+The workers average gradients in the last micro-batch of an update:
+
+1. DistributedDataParallel averages in the first backward pass after a forward pass.
+2. `ReplicatedModel._end_pass` runs after each pass. It completes the averages of the first one, for
+   unused parameters and those that were frozen at first, and averages all gradients of later ones.
+3. `average` runs before the step of an optimizer. If gradients are new or changed since the last
+   pass, it averages all gradients of the optimizer.
+4. `check_skipped` runs before the commit. It raises if other workers trained a model that this
+   worker did not.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +71,13 @@ class ReplicatedModel(DistributedDataParallel):
 
     _awaits_pass = False
     """Whether the next backward pass averages gradients, because a forward pass prepared it."""
-    _pass = -1
+    _running_pass = -1
     """ID of the backward pass in progress."""
     _before: Sequence[Any] = ()
     """Versions of the gradients before that pass."""
-    _has_pass = False
+    _trained_this_step = False
     """Whether a backward pass of this step has computed gradients."""
-    _had_pass = False
+    _trained_last_step = False
     """The same for the previous step."""
     _first_pass = -1
     """ID of the first backward pass of the newest step with one."""
@@ -95,7 +106,7 @@ class ReplicatedModel(DistributedDataParallel):
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         step_timing.resume(phase)
         if self.require_backward_grad_sync:
-            self._awaits_pass, self._pass = True, -1
+            self._awaits_pass, self._running_pass = True, -1
             for tensor in _find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin_pass)
@@ -107,8 +118,8 @@ class ReplicatedModel(DistributedDataParallel):
 
     def _begin_pass(self, _: torch.Tensor) -> None:
         # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
-        if self._pass == -1 and self.require_backward_grad_sync:
-            self._pass = torch._C._current_graph_task_id()
+        if self._running_pass == -1 and self.require_backward_grad_sync:
+            self._running_pass = torch._C._current_graph_task_id()
             self._before = list(map(gradient_of, self._reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
             queue = Variable._execution_engine.queue_callback
@@ -128,11 +139,11 @@ class ReplicatedModel(DistributedDataParallel):
         of averaged and local gradients is right too, because a mean is linear.
         """
         step_timing.resume(phase)
-        before, number, self._pass = self._before, self._pass, -1
+        before, number, self._running_pass = self._before, self._running_pass, -1
         if list(map(gradient_of, self._reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
-        if not self._has_pass:
-            self._has_pass, self._first_pass = True, number
+        if not self._trained_this_step:
+            self._trained_this_step, self._first_pass = True, number
         if self._awaits_pass:
             pairs = zip(self._reduced, before, strict=True)
             self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
@@ -269,7 +280,7 @@ def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
     """Prepare for the next step."""
     for model in models:
         if isinstance(model, ReplicatedModel):
-            model._had_pass, model._has_pass = model._has_pass, False
+            model._trained_last_step, model._trained_this_step = model._trained_this_step, False
             model._awaits_pass, model._averaged = False, {}
 
 
@@ -282,8 +293,10 @@ def check_skipped(models: Sequence[torch.nn.Module], has_updates: bool) -> None:
     """
     replicas = [model for model in models if isinstance(model, ReplicatedModel)]
     replicas.sort(key=lambda model: model._first_pass)
-    skipped = [model for model in replicas if model._had_pass and not model._has_pass]
-    if not has_updates and not any(model._has_pass for model in replicas):
+    skipped = [
+        model for model in replicas if model._trained_last_step and not model._trained_this_step
+    ]
+    if not has_updates and not any(model._trained_this_step for model in replicas):
         skipped = replicas[:1]
     parameters = [parameter for model in skipped for parameter in model.parameters()]
     if any(parameter.grad is not None for parameter in parameters):
@@ -386,7 +399,7 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
         model.__setstate__(kept)  # sets up a wrapper as after unpickling
     finally:
         _require_gradients(model.module, before)
-    vars(model).pop("_had_pass", None)  # the same on a replacement worker
+    vars(model).pop("_trained_last_step", None)  # the same on a replacement worker
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.

@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import EpochPartition
-from raysgd.data.source import BatchSource, LoaderSource, own_split
+from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import has_ignored
@@ -53,7 +53,7 @@ class TorchSources(DataSources):
         options = self._settings.options
         if options.num_shards is not None:
             for name, source in self._sources.items():
-                _check_shards(name, source)
+                _check_equal_bits(name, source)
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
@@ -66,7 +66,7 @@ class TorchSources(DataSources):
                 "with a batch_size that raysgd partitions. raysgd cannot change the batch size of "
                 f'{source.describe()}. Pass such a loader, or shares="even".'
             )
-        keeps_order = type(source) is ShardedLoader and not source.shuffles
+        keeps_order = type(source) is PartitionedLoader and not source.shuffles
         keeps_order = keeps_order and type(source.order_sampler) is SequentialSampler
         if keeps_order and self._settings.context.generation <= 1:
             self._settings.warn_once(
@@ -78,14 +78,14 @@ class TorchSources(DataSources):
     @property
     def ignores_targets(self) -> bool:
         sources = self._sources.values()
-        return any(isinstance(each, ShardedLoader) and each.ignores_targets for each in sources)
+        return any(isinstance(each, PartitionedLoader) and each.ignores_targets for each in sources)
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         settings = self._settings
         return wrap_loader(
             loader,
             training=training,
-            shard=settings.options.add_dist_sampler,
+            partitions=settings.options.add_dist_sampler,
             seed=self._seed,
             batch_share=settings.batch_share,
             order_batch=settings.global_batch,
@@ -93,7 +93,7 @@ class TorchSources(DataSources):
         )
 
 
-class ShardedLoader(LoaderSource):
+class PartitionedLoader(PartitionedSource):
     """A map-style DataLoader, partitioned across the workers.
 
     The loader's sampler, the seed, and the epoch determine the order of an epoch, so workers know
@@ -113,9 +113,9 @@ class ShardedLoader(LoaderSource):
         self._orders_agreed = False
 
     @property
-    def shard(self) -> EpochPartition:
+    def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        return replace(self._shard, total=len(self.order_sampler))
+        return replace(self._partition, total=len(self.order_sampler))
 
     @property
     def order_sampler(self) -> Any:
@@ -151,15 +151,15 @@ class ShardedLoader(LoaderSource):
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
-        order, shard = self._order_of(epoch), self.shard
-        first, again = itertools.tee(shard.batches(offset, num_steps, in_parts))
+        order, partition = self._order_of(epoch), self.partition
+        first, again = itertools.tee(partition.batches(offset, num_steps, in_parts))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
             return self._complete(rows, order, again, epoch)
         loader, seeds = self._reader(), (self._seed, epoch)
-        loader._index_sampler.begin(order, first, None if shard.num_shards is None else seeds)
+        loader._index_sampler.begin(order, first, None if partition.num_shards is None else seeds)
         # The seeds of loader processes come from this generator, not from generators of the user.
-        seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
+        seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
         loader.generator = torch.Generator().manual_seed(seed)
         return self._complete(iter(loader), order, again, epoch)
 
@@ -181,7 +181,7 @@ class ShardedLoader(LoaderSource):
             self.num_drawn = stop - start if self.knows_sizes else None
             if self._deals_batches:
                 self.num_drawn = sum(map(len, picked(order, start, stop)))
-            if self._shard.num_shards is not None:
+            if self._partition.num_shards is not None:
                 seed_all(hash((self._seed, epoch, start)))  # for user code
             yield batch
         next(batches, None)  # ends the loader's processes
@@ -189,14 +189,14 @@ class ShardedLoader(LoaderSource):
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
         order = self._order_of(epoch)
-        return itertools.chain.from_iterable(picked(order, *s) for s in self.shard.batches())
+        return itertools.chain.from_iterable(picked(order, *s) for s in self.partition.batches())
 
     def _reader(self) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of raysgd."""
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             made = changed(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
-            if self._shard.num_shards is not None:
+            if self._partition.num_shards is not None:
                 made = changed(made, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
                 self._kept_loader = made
@@ -287,10 +287,10 @@ class ShardedLoader(LoaderSource):
         return has_ignored(self.loader.dataset)
 
     def fingerprint(self) -> str:
-        shard = self.shard
-        sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
+        partition = self.partition
+        sizes = f"{partition.total} samples, drop_last {partition.drop_last}"
         if self._deals_batches:
-            sizes = f"{shard.total} batches of its {type(self.order_sampler).__name__}"
+            sizes = f"{partition.total} batches of its {type(self.order_sampler).__name__}"
         elif self.loader.batch_size is None:
             sizes += ", batch_size None"
         if self.loader.generator is not None:
@@ -298,8 +298,8 @@ class ShardedLoader(LoaderSource):
         return f"{sizes}, {_content_of(self.loader.dataset)}"
 
 
-def _check_shards(name: str, source: BatchSource) -> None:
-    is_split = isinstance(source, ShardedLoader) and source.loader.batch_size is not None
+def _check_equal_bits(name: str, source: BatchSource) -> None:
+    is_split = isinstance(source, PartitionedLoader) and source.loader.batch_size is not None
     if not is_split or source.loader.collate_fn is _join_samples:
         raise ValueError(
             f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
@@ -311,15 +311,15 @@ def _check_shards(name: str, source: BatchSource) -> None:
 def wrap_loader(
     loader: Any,
     *,
-    shard: bool,
+    partitions: bool,
     order_batch: int | None = None,
     **placing: Any,
 ) -> BatchSource:
     """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
 
-    `shard` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler are
-    partitioned even if `shard` is False. `order_batch` is the argument of `StreamSource`, and
-    `placing` has the seed and the arguments of `LoaderSource`.
+    `partitions` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler
+    are partitioned even if it is False. `order_batch` is the argument of `StreamSource`, and
+    `placing` has the seed and the arguments of `PartitionedSource`.
     """
     if isinstance(records := getattr(loader, "dataset", loader), Records):
         raise TypeError(
@@ -342,17 +342,17 @@ def wrap_loader(
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
-    may_split = shard and own_split(loader) is None
+    may_split = partitions and own_split(loader) is None
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
     why_whole = _why_whole(whole)
     if (may_split or _is_distributed(whole)) and not why_whole:
-        return ShardedLoader(whole, **placing)
-    # A stream cannot be divided into shards, which `_check_shards` reports.
+        return PartitionedLoader(whole, **placing)
+    # A stream cannot be divided into shards, which `_check_equal_bits` reports.
     if may_split and not isinstance(loader, Iterator) and placing.get("num_shards") is None:
         return StreamSource(loader, order_batch=order_batch, **placing)
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
+    return BatchSource(loader, has_length=not guessed, by_user=not partitions, why_whole=why_whole)
 
 
 def _content_of(dataset: Any) -> str:

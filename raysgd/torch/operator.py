@@ -133,8 +133,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             loss = loss_of(self, model(*read.arguments, **read.keywords), read)
         with timers.record("grad"):
             num_samples = self._count_samples(read, batch_info)
-            num_items = self._count_items(batch, num_samples, read.target)
-            tx.is_sum = read.target is not None and self._loss_is_sum
+            num_items = self._count_loss(batch, num_samples, read.target)
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
@@ -177,9 +176,14 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             )
         return count
 
+    def _count_loss(self, batch: Any, num_samples: int, target: Any = None) -> float | None:
+        """Describe the next loss to the transaction. Return the count to pass to `backward`."""
+        tx = self._train_state.transaction
+        tx.num_samples, tx.is_sum = num_samples, target is not None and self._loss_is_sum
+        return self._count_items(batch, num_samples, target)
+
     def _count_items(self, batch: Any, num_samples: int, target: Any = None) -> float | None:
-        """Return the weight of a loss, or None for samples. A `target` is that of the criterion."""
-        self._train_state.transaction.num_samples = num_samples
+        """Return the items of a loss, or None for samples. A `target` is that of the criterion."""
         count = type(self).num_items
         # Whether workers communicate must not depend on the batch.
         if count is TrainingOperator.num_items:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,29 @@ def as_count(count: Any, source: str = "backward(num_samples={})") -> float:
     return float(value)
 
 
+class GradientExchange(StepFeature):
+    """Exchanges gradients between workers. The default is for a single worker.
+
+    `Replication`, `EqualBitsReplication`, and `FullyShardedModel` override methods. Horovod has its
+    own hooks.
+    """
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average gradients of an optimizer that the workers have not averaged."""
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the gradients of a micro-batch. If False, the caller accumulates them."""
+        return False
+
+    def rows(self, parameters: Any) -> Any:
+        """Return the tensors that have this worker's gradients of some parameters."""
+        return parameters
+
+    def whole_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of all workers' gradients, given the norm of this worker's gradients."""
+        return norm
+
+
 class Optimization(StepFeature):
     """Computes the updates of one operator, from losses to the steps of optimizers.
 
@@ -47,16 +70,7 @@ class Optimization(StepFeature):
         self._accumulated = AccumulatedGradients()
         self._seen: dict[int, list[tuple[int, int]]] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
-        self.average: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
-        """Averages gradients of an optimizer that the workers have not averaged."""
-        self.keep: Callable[[torch.optim.Optimizer], None] = lambda optimizer: (
-            self._accumulated.set_aside(_parameters(optimizer))
-        )
-        """Keeps the gradients of an optimizer until the last micro-batch."""
-        self.rows: Callable[[Any], Any] = lambda parameters: parameters
-        """Returns the tensors that have this worker's gradients of some parameters."""
-        self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
-        """Returns the norm of all workers' gradients, given the norm of this worker's gradients."""
+        self.exchange = GradientExchange()
 
     @property
     def needs_warm_up(self) -> bool:  # type: ignore[override]
@@ -71,13 +85,14 @@ class Optimization(StepFeature):
 
     def register_hooks(self) -> None:
         """Register optimizer hooks, after the hooks that may reject a step."""
+        self.needs_helper = self.exchange.needs_helper
         if (steps := self._state.accumulation_steps) > 1:
             self.needs_helper = f"gradient_accumulation_steps={steps}"
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._begin_update)
             for inner in vars(optimizer).values():  # as in sharpness-aware minimization
                 if isinstance(inner, torch.optim.Optimizer) and inner not in self.optimizers:
-                    inner.register_step_pre_hook(lambda inner, *_: self.average(inner))
+                    inner.register_step_pre_hook(lambda inner, *_: self.exchange.average(inner))
 
     # ---- hooks of a step
 
@@ -179,7 +194,8 @@ class Optimization(StepFeature):
         if not tx.has_loss and (tx.has_earlier_losses or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
         if not tx.is_last:
-            self.keep(optimizer)
+            if not self.exchange.keep(optimizer):
+                self._accumulated.set_aside(_parameters(optimizer))
             return False
         self._update(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -190,7 +206,7 @@ class Optimization(StepFeature):
         tx = self._transaction
         tx.in_helper = True
         try:
-            self.average(optimizer)
+            self.exchange.average(optimizer)
             for feature in self._state.features:
                 feature.before_update(tx, optimizer)
             before = tx.num_updates(optimizer)
@@ -206,9 +222,9 @@ class Optimization(StepFeature):
         The tensors have this worker's gradients. The norm covers all workers.
         """
         self.precision.unscale(optimizer)
-        own = self.rows(self.precision.parameters(optimizer))
+        own = self.exchange.rows(self.precision.parameters(optimizer))
         norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
-        return own, self.whole_norm(norm)
+        return own, self.exchange.whole_norm(norm)
 
     def _multiply_gradients(self, factor: float) -> None:
         parameters = [p for model in self._state.models for p in model.parameters()]
@@ -235,14 +251,14 @@ class Optimization(StepFeature):
             self._state.timing.enter(OPTIMIZER)
             self._check_step(optimizer)
             if closure is None:
-                self.average(optimizer)
+                self.exchange.average(optimizer)
         tx.begin_update(optimizer)
         if closure is None:
             return args, kwargs
 
         def averaging() -> Any:
             loss = closure()
-            self.average(optimizer)
+            self.exchange.average(optimizer)
             if not isinstance(loss, torch.Tensor):
                 return loss
             # A line search must take the same steps on all workers.

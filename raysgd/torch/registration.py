@@ -12,7 +12,7 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd._internal.step_timing import OTHER
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
-from raysgd.torch.features.equal_bits import ShardReplication
+from raysgd.torch.features.equal_bits import EqualBitsReplication
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.replication import Replication
@@ -179,9 +179,8 @@ def _replicate(
 ) -> HorovodGradients | Replication:
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
-        shards = ShardReplication(state, options.num_shards, state.optimization.precision)
-        state.optimization.average, state.optimization.keep = shards.average, shards.keep
-        state.optimization.needs_helper = shards.needs_helper
+        shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
+        state.optimization.exchange = shards
         state.share_metrics = shards.share_metrics
         return shards
     if distributed and options.use_horovod:
@@ -193,9 +192,9 @@ def _replicate(
             ddp.wrapped(model, device, ddp_args, is_criterion=index >= count)
             for index, model in enumerate(state.models)
         ]
-        state.optimization.average = lambda optimizer: ddp.average(optimizer, state.models)
         state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
-    return Replication(state, wraps)
+    state.optimization.exchange = replication = Replication(state, wraps)
+    return replication
 
 
 def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShardedModel:
@@ -206,12 +205,12 @@ def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShar
             'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
             f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
         )
-    from raysgd.torch.features.fully_sharded import FullyShardedModel, own_rows, whole_norm
+    from raysgd.torch.features.fully_sharded import FullyShardedModel
 
     precision, (optimizer,) = state.optimization.precision, state.optimizers
     dtype = precision.dtype if isinstance(precision, NativeAmp) else None
     model = FullyShardedModel(optimizer, state, arguments, dtype)
-    state.optimization.rows, state.optimization.whole_norm = own_rows, whole_norm
+    state.optimization.exchange = model
     if state.micro_batching.batch_norms:
         state.micro_batching.why_not_split = (
             "batch normalization may need fewer parts on some workers"

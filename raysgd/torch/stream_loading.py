@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from raysgd.data.partition import UpdatePlan, plan_update
-from raysgd.data.source import LoaderSource
+from raysgd.data.partition import UpdatePlan
+from raysgd.data.source import PartitionedSource
 from raysgd.data.stream import NumberedSamples, check_files, file_stamps
 from raysgd.torch.batches import map_batch
 from raysgd.torch.stream_reading import Chunks, StreamBuffer, can_jump, in_processes, name_of
 
 
-class StreamSource(LoaderSource):
+class StreamSource(PartitionedSource):
     """A stream, read by every worker.
 
     The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each
@@ -60,7 +60,7 @@ class StreamSource(LoaderSource):
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError(f"{self.describe()} has no length.")
-        return replace(self._shard, total=self._length).num_batches()
+        return replace(self._partition, total=self._length).num_batches()
 
     def __iter__(self) -> Iterator[Any]:
         apart = copy.copy(self)
@@ -75,21 +75,21 @@ class StreamSource(LoaderSource):
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         self._go_to(epoch, offset)
-        shard = self._shard
-        unit = shard.stride if shard.even else shard.batch_size
-        turns = 1 if shard.even else shard.world_size
+        partition = self._partition
+        unit = partition.stride if partition.even else partition.batch_size
+        turns = 1 if partition.even else partition.world_size
         self._steps_read = 0
         for number in itertools.count() if num_steps is None else range(num_steps * turns):
             self._unit = offset, size = offset, self._available(offset, unit)
-            if size == 0 or (shard.drop_last and size < unit):
+            if size == 0 or (partition.drop_last and size < unit):
                 return
             self._steps_read = number // turns + 1
-            if shard.even:
-                step = replace(shard, total=size, drop_last=False)
+            if partition.even:
+                step = replace(partition, total=size, drop_last=False)
                 for start, stop in step.batches(0, None, in_parts):
                     yield self._batch(offset + start, offset + stop)
             else:
-                if number % turns == shard.rank:
+                if number % turns == partition.rank:
                     yield self._batch(offset, offset + size)
                 self._buffer.trim(offset + size)
             offset += size
@@ -109,29 +109,22 @@ class StreamSource(LoaderSource):
 
     def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
         self._buffer.trim(offset)
-        shard = self._shard
-        starts = range(offset, offset + num_steps * shard.stride, shard.stride)
-        sizes = [self._available(start, shard.stride) for start in starts]
-        least = shard.stride if shard.drop_last else 1
-        return plan_update(
-            tuple(size for size in sizes if size >= least),
-            shard.world_size,
-            shard.rank,
-            shard.max_rows,
-            in_parts,
-            shard.weights,
-        )
+        partition = self._partition
+        starts = range(offset, offset + num_steps * partition.stride, partition.stride)
+        sizes = [self._available(start, partition.stride) for start in starts]
+        least = partition.stride if partition.drop_last else 1
+        return partition.plan(tuple(size for size in sizes if size >= least), in_parts)
 
     def batch_positions(self) -> Iterator[int]:
-        return itertools.count(self._shard.rank, self._shard.world_size)
+        return itertools.count(self._partition.rank, self._partition.world_size)
 
     def steps_left(self, offset: int) -> int | None:  # type: ignore[override]
         if self._length is None:
             return None
-        return replace(self._shard, total=self._length).num_steps(offset)
+        return replace(self._partition, total=self._length).num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        end = offset + num_steps * self._shard.stride
+        end = offset + num_steps * self._partition.stride
         return min(end, self._buffer.end) if self._buffer.has_ended else end
 
     def steps_taken(self, count: int) -> int:

@@ -13,7 +13,7 @@ from raysgd._internal.nested import loading
 from raysgd.loop.state_schema import check_parts
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
-from raysgd.torch.features.equal_bits import ShardedTransaction, ShardMicroBatching
+from raysgd.torch.features.equal_bits import EqualBitsMicroBatching, EqualBitsTransaction
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.optimization import Optimization
@@ -37,9 +37,9 @@ class TorchTrainState(RegisteredState):
         super().__init__(settings)
         options = settings.options
         if options.num_shards is not None:
-            self.transaction = ShardedTransaction()
+            self.transaction = EqualBitsTransaction()
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
-        kind = TorchMicroBatching if options.num_shards is None else ShardMicroBatching
+        kind = TorchMicroBatching if options.num_shards is None else EqualBitsMicroBatching
         self.micro_batching: TorchMicroBatching = kind(self)
         self.features = [self.micro_batching]
         self.optimization = Optimization(self, precision)

@@ -41,7 +41,7 @@ _SKIPPED = (
 )
 
 
-class ShardedTransaction(UpdateTransaction):
+class EqualBitsTransaction(UpdateTransaction):
     """A step whose losses have weights that do not depend on the workers.
 
     The weight of a loss is ``items of the shard / samples of the update``. If user code counts
@@ -76,7 +76,7 @@ class ShardedTransaction(UpdateTransaction):
         return self._planned(num_workers, add_up)
 
 
-class ShardMicroBatching(TorchMicroBatching):
+class EqualBitsMicroBatching(TorchMicroBatching):
     """Rejects code that cannot train each shard on its own."""
 
     def refuse(self, why: str, tx: UpdateTransaction) -> NoReturn:
@@ -86,7 +86,7 @@ class ShardMicroBatching(TorchMicroBatching):
         )
 
 
-class ShardReplication(Replication):
+class EqualBitsReplication(Replication):
     """Keeps models equal by sums of gradients in a fixed order, instead of averages."""
 
     needs_helper = 'exact="bits"'
@@ -144,7 +144,7 @@ class ShardReplication(Replication):
 
     @property
     def _partition(self) -> EpochPartition:
-        return self._state.data.source(self._state.data.trains_on).shard  # type: ignore[no-any-return]
+        return self._state.data.source(self._state.data.trains_on).partition  # type: ignore[no-any-return]
 
     def begin_call(self, logs_steps: bool) -> None:
         self.end_epoch(self._state.epoch)
@@ -242,7 +242,7 @@ class ShardReplication(Replication):
 
     # ---- gradients
 
-    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+    def keep(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a shard, when its optimizer would step."""
         parameters = _trained(optimizer)
         key = id(optimizer), self._shard
@@ -273,10 +273,11 @@ class ShardReplication(Replication):
             self._check_buffers()
         self._buffers.keep()
         self._stepped.append(self._number_of(optimizer))
+        return True
 
     @property
-    def _transaction(self) -> ShardedTransaction:
-        assert isinstance(self._state.transaction, ShardedTransaction)
+    def _transaction(self) -> EqualBitsTransaction:
+        assert isinstance(self._state.transaction, EqualBitsTransaction)
         return self._state.transaction
 
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:

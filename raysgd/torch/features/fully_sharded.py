@@ -19,6 +19,7 @@ import torch.distributed as dist
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.optimization import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.shards import PARAMETER, Piece, UpdateBuffers
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from raysgd.torch.registered_state import RegisteredState
 
 
-class FullyShardedModel(ShardedOptimizer):
+class FullyShardedModel(ShardedOptimizer, GradientExchange):
     """Shards models and their optimizer.
 
     A worker sends its gradients to the workers that hold copies of its shard, so that these workers
@@ -71,6 +72,15 @@ class FullyShardedModel(ShardedOptimizer):
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
         buffers = [buffer for model in self._sharing for buffer in model.buffers()]
         collectives.broadcast_tensors(buffers, source=0)
+
+    def rows(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+        gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
+        return [SimpleNamespace(grad=gradient.to_local()) for gradient in gradients]
+
+    def whole_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        squared = norm.square()
+        dist.all_reduce(squared)
+        return squared.sqrt()
 
     def _meet(self) -> None:
         super()._meet()
@@ -272,18 +282,6 @@ class FullyShardedModel(ShardedOptimizer):
             UnshardedModel(model, names)
             for model, names in zip(self.models.models, self.models.names, strict=True)
         ]
-
-
-def own_rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    gradients: list[Any] = [p.grad for p in parameters if p.grad is not None]
-    return [SimpleNamespace(grad=gradient.to_local()) for gradient in gradients]
-
-
-def whole_norm(norm: torch.Tensor) -> torch.Tensor:
-    """Return the norm of the gradients of all workers, given this worker's norm."""
-    squared = norm.square()
-    dist.all_reduce(squared)
-    return squared.sqrt()
 
 
 class UnshardedModel:

@@ -7,14 +7,14 @@ import contextlib
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
+from raysgd.torch.optimization import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
 
 
-class Replication(StepFeature):
+class Replication(GradientExchange):
     """Tracks the wrappers of models. `wraps` means that raysgd has wrapped the models."""
 
     def __init__(self, state: RegisteredState, wraps: bool) -> None:
@@ -65,6 +65,10 @@ class Replication(StepFeature):
         models = [ddp.unwrap(model) for model in self._state.models]
         if self._wraps:
             check_same_parameters(models, self._dtypes)
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._wraps:
+            ddp.average(optimizer, self._state.models)
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         self._exchange(tx.is_last)

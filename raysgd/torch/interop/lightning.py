@@ -210,7 +210,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss, num_samples = outputs.get("loss"), self._num_samples(batch)
-        num_items = self._count_items(batch, num_samples)
+        num_items = self._count_loss(batch, num_samples)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "

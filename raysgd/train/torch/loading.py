@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from raysgd.data.source import own_split
 from raysgd.torch.batches import move_to_device
-from raysgd.torch.loading import ShardedLoader, makes_own_batches
+from raysgd.torch.loading import PartitionedLoader, makes_own_batches
 from raysgd.torch.orders import is_plain_shuffle
 from raysgd.torch.stream_reading import changed
 
@@ -57,7 +57,7 @@ class PreparedLoader(DataLoader[Any]):
             return
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
-        source = ShardedLoader(
+        source = PartitionedLoader(
             loader,
             training=True,
             world_size=world_size,
@@ -91,12 +91,12 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def _weighed(
-    batches: Iterator[Any], source: ShardedLoader, weigh: Callable[[float], None]
+    batches: Iterator[Any], source: PartitionedLoader, weigh: Callable[[float], None]
 ) -> Iterator[Any]:
     try:
         for step, batch in enumerate(batches):
             plan = source.plan(source.offset_after(0, step), 1, in_parts=False)
-            weigh(plan.samples * source.shard.world_size / (plan.total or 1))
+            weigh(plan.samples * source.partition.world_size / (plan.total or 1))
             yield batch
     finally:
         weigh(1.0)
@@ -123,14 +123,15 @@ def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """Offers the epoch of a `ShardedLoader`, and this worker's indices, like PyTorch does."""
+    """Offers the epoch of a `PartitionedLoader`, and this worker's indices, like PyTorch does."""
 
     def __init__(
-        self, source: ShardedLoader, seed: int, num_collectives: Callable[[], int | None]
+        self, source: PartitionedLoader, seed: int, num_collectives: Callable[[], int | None]
     ) -> None:
-        shard, self._order = source.shard, source.order_sampler
+        self._order = source.order_sampler
+        size, rank = source.partition.world_size, source.partition.rank
         shuffle = is_plain_shuffle(self._order)
-        super().__init__(self._order, shard.world_size, shard.rank, shuffle=shuffle, seed=seed)
+        super().__init__(self._order, size, rank, shuffle=shuffle, seed=seed)
         self.source = source
         self.dataset = source.loader.dataset
         self._num_collectives = num_collectives
@@ -153,7 +154,7 @@ class _SharedSampler(DistributedSampler[Any]):
             self._order.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return sum(stop - start for start, stop in self.source.shard.batches())
+        return sum(stop - start for start, stop in self.source.partition.batches())
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.begin()
@@ -179,14 +180,14 @@ class _SharedSampler(DistributedSampler[Any]):
                 self._count(epoch, begun)
             is_over = True
         finally:
-            if is_over or begun or self.source.shard.world_size == 1:
+            if is_over or begun or self.source.partition.world_size == 1:
                 self._count(epoch, begun)
             if is_over and begun and self.epoch == epoch:
                 self._last = epoch, begun
 
     def _count(self, epoch: int, begun: int | None) -> None:
         has_trained = begun is None or begun < (self._num_collectives() or 0)
-        if self.epoch == epoch and (has_trained or self.source.shard.world_size == 1):
+        if self.epoch == epoch and (has_trained or self.source.partition.world_size == 1):
             self.set_epoch(epoch + 1)
 
 

@@ -39,7 +39,7 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
                 sources[rank] = wrap_loader(
                     make_loader(share),
                     training=training,
-                    shard=True,
+                    partitions=True,
                     world_size=first,
                     rank=rank,
                     seed=seed,
@@ -47,7 +47,7 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
                     full_size=full_size,
                     global_batch=global_batch,
                 )
-            sources[rank].reshard(world_size, rank, share)
+            sources[rank].repartition(world_size, rank, share)
             batches = sources[rank].batches(epoch, offset, num_steps)
             workers.append([_samples(batch) for batch in batches])
         read.append(workers)

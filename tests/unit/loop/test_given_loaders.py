@@ -74,7 +74,7 @@ def test_sorting_by_place_restores_the_order_of_the_loader(world_size, total, si
     found = []
     for rank in range(world_size):
         source = wrap_loader(
-            loader, training=False, shard=True, world_size=world_size, rank=rank, seed=rank
+            loader, training=False, partitions=True, world_size=world_size, rank=rank, seed=rank
         )
         found += zip(source.batch_positions(), source.batches(0, 0), strict=True)
     found.sort(key=lambda pair: pair[0])

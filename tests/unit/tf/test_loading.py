@@ -145,7 +145,7 @@ def trained(events, num_epochs=3):
             if event in ("replaced", "smaller", "larger"):
                 del group[1:]
                 size = {"replaced": 2, "smaller": 1, "larger": 3}[event]
-                group[0].reshard(size, 0, None)
+                group[0].repartition(size, 0, None)
                 group += sources(size, 24, 3, shuffle=True)[1:]
             if event is not None or epoch != under_way:
                 break
@@ -237,10 +237,10 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
 
 
 def test_a_worker_s_share_follows_the_number_of_workers():
-    for follows, sizes in ((True, [4, 4]), (False, [2, 2, 2, 2])):
-        resized = source(np.arange(16), batch_size=2, follows_share=follows)
+    for share, sizes in ((2, [4, 4]), (None, [2, 2, 2, 2])):
+        resized = source(np.arange(16), batch_size=2, batch_share=share)
         assert len(resized) == 8
-        resized.reshard(2, 1, batch_share=4)
+        resized.repartition(2, 1, batch_share=4)
         assert list(map(len, drawn(resized))) == sizes
         assert f"batch size {sizes[0]} on each of 2 workers" in resized.describe()
 

@@ -14,7 +14,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
-from raysgd.torch.loading import ShardedLoader
+from raysgd.torch.loading import PartitionedLoader
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.orders import SeededSamples
 from raysgd.torch.runner import TorchRunner
@@ -177,7 +177,7 @@ import pytest
 import torch
 from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest
-from raysgd.torch.features.equal_bits import ShardReplication
+from raysgd.torch.features.equal_bits import EqualBitsReplication
 from tests.unit.torch.bits import CASES, Trains, make_runner
 
 class Skips(Trains):
@@ -193,7 +193,7 @@ runner.prepare(context)
 runner.setup(context)
 with pytest.raises(RuntimeError, match="the shards of step 2 .* only for some of them"):
     runner.handle(TrainRequest(call=0, until_step=3))
-replication = runner._train_state.feature(ShardReplication)
+replication = runner._train_state.feature(EqualBitsReplication)
 replication.enter()
 torch.set_num_threads(1 + rank)
 with pytest.raises(RuntimeError, match="needs workers of one kind.* 1 threads"):
@@ -218,7 +218,7 @@ def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():
 def test_kept_loader_processes_use_a_new_seed():
     loader = DataLoader(Augmented(8, False), 4, num_workers=1, persistent_workers=True)
     sizes = {"training": True, "world_size": 1, "rank": 0, "full_size": 1, "num_shards": 1}
-    source, fresh = ShardedLoader(loader, seed=1, **sizes), ShardedLoader(loader, seed=2, **sizes)
+    source, fresh = (PartitionedLoader(loader, seed=seed, **sizes) for seed in (1, 2))
     batches = list(source.batches(0, 0))
     source.reseed(2)
     again, expected = list(source.batches(0, 0)), list(fresh.batches(0, 0))

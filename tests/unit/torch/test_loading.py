@@ -82,7 +82,7 @@ def wrap(loader, *, training=True, world_size=1, rank=0, seed=SEED, **arguments)
     return wrap_loader(
         loader,
         training=training,
-        shard=True,
+        partitions=True,
         world_size=world_size,
         rank=rank,
         seed=seed,
@@ -381,7 +381,7 @@ def test_loader_with_the_batch_share_follows_it():
     follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, batch_share=4)
     other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, batch_share=4)
     for source in (follows, other):
-        source.reshard(1, 0, 8)
+        source.repartition(1, 0, 8)
     assert follows.batch_size == 8
     assert other.batch_size == 5
     assert [len(batch[0]) for batch in follows.batches(0, 0)] == [8, 8, 4]
@@ -397,7 +397,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
             assert not source.set_weights(weights)  # no change
             assert [len(batch) for batch in source.batches(0, 0)] == sizes[weights][rank]
             assert source.plan(0, 1, False).samples == sizes[weights][rank][0]
-    ranks[0].reshard(2, 0, None)
+    ranks[0].repartition(2, 0, None)
     assert [len(batch) for batch in ranks[0].batches(0, 0)] == sizes[None][0]
 
 
@@ -416,14 +416,14 @@ def test_replacement_adopts_the_batching_of_the_others(follows):
     replacement = wrap(DataLoader(tensors(), batch_size=4), batch_share=2 if follows else 4)
     assert member.fingerprint() == replacement.fingerprint()
     for rank, source in enumerate((member, replacement)):
-        source.reshard(2, rank, 3)
+        source.repartition(2, rank, 3)
     replacement.set_batch_size(*member.batching())
     size = 3 if follows else 6
     assert replacement.batching() == member.batching() == (size, follows)
     batches = [list(source.batches(0, 0)) for source in (member, replacement)]
     assert len(batches[1][0][0]) == size
     assert sorted(i for part in batches for i in indices(part)) == list(range(20))
-    replacement.reshard(2, 1, 5)
+    replacement.repartition(2, 1, 5)
     assert replacement.batch_size == (5 if follows else 6)
 
 
@@ -620,7 +620,7 @@ def test_loader_that_selects_samples_of_its_worker_is_not_partitioned(name):
 
 def test_add_dist_sampler_false_leaves_a_loader_whole():
     loader = DataLoader(tensors(), batch_size=3)
-    source = wrap_loader(loader, training=True, shard=False, world_size=2, rank=1, seed=0)
+    source = wrap_loader(loader, training=True, partitions=False, world_size=2, rank=1, seed=0)
     assert source.partitioned_by == "your code"
     assert indices(source.batches(0, 0)) == list(range(20))
 
@@ -631,10 +631,10 @@ def parts_of(loader, epoch=0, **arguments):
     return [[indices([batch]) for batch in rank] for rank in ranks]
 
 
-@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("partitions", [True, False])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 0)])
 @pytest.mark.parametrize("kind", [DistributedSampler, type("Named", (DistributedSampler,), {})])
-def test_distributed_sampler_follows_the_group(shard, replicas, kind):
+def test_distributed_sampler_follows_the_group(partitions, replicas, kind):
     """A replacement worker creates its sampler in a group of one."""
     data = tensors(24)
     loader = DataLoader(data, batch_size=3, sampler=kind(data, *replicas, seed=5))
@@ -643,7 +643,9 @@ def test_distributed_sampler_follows_the_group(shard, replicas, kind):
         for sampler in expected:
             sampler.set_epoch(epoch)
         ranks = [
-            wrap_loader(loader, training=True, shard=shard, world_size=2, rank=rank, seed=1)
+            wrap_loader(
+                loader, training=True, partitions=partitions, world_size=2, rank=rank, seed=1
+            )
             for rank in range(2)
         ]
         steps = zip(*(rank.batches(epoch, 0) for rank in ranks), strict=True)

@@ -21,7 +21,7 @@ from raysgd._internal.versions import is_at_least
 from raysgd.data import Stream, jsonl, text
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
-from raysgd.torch.loading import ShardedLoader, wrap_loader
+from raysgd.torch.loading import PartitionedLoader, wrap_loader
 from raysgd.torch.stream_loading import StreamSource
 from raysgd.torch.stream_reading import digest
 from tests.conftest import examples
@@ -46,7 +46,7 @@ def wrap(loader, *, training=True, world_size=1, rank=0, **arguments):
     return wrap_loader(
         loader,
         training=training,
-        shard=True,
+        partitions=True,
         world_size=world_size,
         rank=rank,
         seed=SEED,
@@ -94,7 +94,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         arguments = {"world_size": world_size, "rank": rank, "full_size": full_size}
         stream = wrap(DataLoader(Numbers(size), **settings), **arguments)
         known = wrap(DataLoader(mapped, **settings), **arguments)
-        assert (type(stream), type(known)) == (StreamSource, ShardedLoader)
+        assert (type(stream), type(known)) == (StreamSource, PartitionedLoader)
         if shares:
             for source in (stream, known):
                 source.set_weights(tuple(float(n + 1) for n in range(world_size)))
@@ -200,7 +200,7 @@ class Group:
             wrap(self.make(), world_size=1, full_size=self.full_size) for _ in range(newcomers)
         ]
         for rank, source in enumerate(self.sources):
-            source.reshard(size, rank, None)
+            source.repartition(size, rank, None)
             source.move_to(self.position)
         self.batches = [source.batches(0, self.offset) for source in self.sources]
 
