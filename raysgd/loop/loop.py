@@ -148,6 +148,7 @@ class Loop:
             self._train_segment(source, None, request)
         for feature in train_state.features:
             feature.check_trained()  # user code can change parameters during the call
+            feature.end_call()
         for feature in train_state.features if train_state.context.distributed else ():
             feature.sync_buffers()
         return self.progress.result()

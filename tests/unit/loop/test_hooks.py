@@ -41,7 +41,7 @@ def recorded(name):
 
 HOOKS = """
     begin_call begin begin_micro_batch before_update after_update before_commit commit roll_back
-    end_epoch check_trained sync_buffers
+    end_epoch check_trained end_call sync_buffers
 """
 for name in HOOKS.split():
     setattr(Spy, name, recorded(name))
@@ -55,6 +55,7 @@ STEP = [
     "commit closed",
 ]
 CALL = ["check_trained", "begin_call False"]
+END = ["check_trained", "end_call"]
 
 
 @pytest.fixture
@@ -73,13 +74,13 @@ def spied(make_trainer):
 def test_hooks_of_an_epoch(spied):
     trainer, called = spied(config={"num_samples": 16})
     trainer.train()
-    assert called == [*CALL, *STEP, *STEP, "end_epoch 1", "check_trained"]
+    assert called == [*CALL, *STEP, *STEP, "end_epoch 1", *END]
     called.clear()
     trainer.train(num_steps=1)
-    assert called == [*CALL, *STEP, "check_trained"]
+    assert called == [*CALL, *STEP, *END]
     called.clear()
     trainer.train(num_steps=1)
-    assert called == [*CALL, *STEP, "end_epoch 2", "check_trained"]
+    assert called == [*CALL, *STEP, "end_epoch 2", *END]
 
 
 def test_hooks_of_an_evaluation(spied):
