@@ -75,7 +75,7 @@ class StepFeature:
     def before_commit(self, tx: UpdateTransaction) -> None:
         """Raise an error if the update must not be committed."""
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         """Keep the changes of an update. Its steps count even if this raises."""
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

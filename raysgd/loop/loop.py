@@ -17,7 +17,7 @@ The life of an update. The hooks of features get its state ``tx``, an
         # The loop asks for the next batch, or returns:
         feature.before_commit(tx)
         tx.commit()                           # COMMITTED: the steps count
-        feature.commit(tx)
+        feature.commit()
 
     if train_epoch raises:
         if tx is UPDATED:

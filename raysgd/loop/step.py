@@ -23,6 +23,7 @@ class UpdateTransaction:
 
     The loop begins each micro-batch, and passes the transaction to the hooks of all features. The
     docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch is one.
+    Each worker has one object. `commit` and `roll_back` reset it for the next update.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class UpdateTransaction:
         self.is_updated = False
         self.updating: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
-        self.batches: list[Any] = []  # of the loader, to train them again
+        # Batches of the loader, to train them again. None: the source can read the batch again.
+        self.drawn: list[Any] = []
         self.plan = UpdatePlan()
         self.num_planned = 1  # micro-batches of the update
         self.is_split = False  # batches are trained in parts
@@ -64,7 +66,7 @@ class UpdateTransaction:
     def draw(self, batch: Any) -> None:
         """Add a batch of the loader, and open a new update if none is open."""
         self.is_open = True
-        self.batches.append(batch)
+        self.drawn.append(batch)
 
     def begin_plan(self, plan: UpdatePlan) -> None:
         """Set the micro-batches of the update, before the first one begins."""

@@ -84,7 +84,7 @@ class StepIterator:
     @property
     def in_update(self) -> bool:
         """Whether an update is in progress, and the loader has not failed."""
-        return bool(self._tx.batches) and not self.loader_failed
+        return self._tx.is_open and not self.loader_failed
 
     @property
     def epoch_is_over(self) -> bool:
@@ -96,7 +96,7 @@ class StepIterator:
         if not self._ended and not self._is_limited:
             return True  # a loop that stops early ends the epoch
         newest = self._tx.micro_batch
-        pending = newest.step + newest.ends_step if self._tx.batches else 0
+        pending = newest.step + newest.ends_step if self._tx.is_open else 0
         return self.epoch_is_over or self.num_batches + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
@@ -113,14 +113,14 @@ class StepIterator:
     def __next__(self) -> Any:
         self.drawn_from = True
         self._train_state.timing.enter(OTHER)
-        if self._tx.batches and self._tx.is_last:
+        if self._tx.is_open and self._tx.is_last:
             self._commit()
             self._after_step()
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
         batch = _NOTHING
-        if self._tx.batches or not self._is_at_end():
+        if self._tx.is_open or not self._is_at_end():
             batch, self._next_batch = self._next_batch, _NOTHING
             if batch is _NOTHING:
                 batch = self._take()
@@ -153,12 +153,12 @@ class StepIterator:
     def finish(self) -> None:
         """Commit the last update after the loop has returned."""
         tx = self._tx
-        if tx.batches and not tx.is_last:
+        if tx.is_open and not tx.is_last:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
                 f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
             )
-        has_step = bool(tx.batches)
+        has_step = tx.is_open
         self._end()
         if has_step:
             self._after_step()
@@ -168,7 +168,7 @@ class StepIterator:
         lost = []
         if not (self._tx.is_updated and self._tx.is_last):
             ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
-            lost = self._tx.batches + ahead
+            lost = self._tx.drawn + ahead
             self._next_batch, self.batch = _NOTHING, None
             self._parts.clear()
             self._train_state.roll_back()
@@ -179,13 +179,13 @@ class StepIterator:
 
     def _end(self) -> None:
         try:
-            if self._tx.batches:
+            if self._tx.is_open:
                 self._commit()
         finally:
             self._train_state.offset = self._offset()
 
     def _next_micro_batch(self) -> MicroBatch:
-        train_state, index = self._train_state, len(self._tx.batches) - 1
+        train_state, index = self._train_state, len(self._tx.drawn) - 1
         if index == 0:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
@@ -225,7 +225,7 @@ class StepIterator:
         train_state = self._train_state
         if self._steps_left is None or train_state.context.world_size == 1:
             return
-        taken = self.num_batches + len(self._tx.batches)
+        taken = self.num_batches + len(self._tx.drawn)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self._steps_left} batches, and other workers would wait for more. Correct or "

@@ -113,13 +113,13 @@ class Optimization(StepFeature):
             return False
         return tx.plan.samples * self._state.context.world_size != tx.plan.total
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self._accumulated.clear()
         self._seen.clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self._zero_gradients()
-        self.commit(tx)
+        self.commit()
 
     def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:

@@ -194,8 +194,8 @@ class ShardReplication(Replication):
                 self._agree(0, [])
             self._state.buffers.write(self._state.buffers.copies)
 
-    def commit(self, tx: UpdateTransaction) -> None:
-        super().commit(tx)
+    def commit(self) -> None:
+        super().commit()
         self._clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
@@ -204,7 +204,7 @@ class ShardReplication(Replication):
                 scale.copy_(before)
             for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
                 scheduler.load_state_dict(state)
-        self.commit(tx)
+        self.commit()
 
     # ---- metrics
 

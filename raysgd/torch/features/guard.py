@@ -134,7 +134,7 @@ class ReplicaGuard(StepFeature):
         if self._checks_every and self._state.segment is not None:
             self._batch = self._state.segment.batch
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self._steps += 1
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

@@ -52,7 +52,7 @@ STEP = [
     "before_update 0",
     "after_update 0",
     "before_commit 0",
-    "commit closed",
+    "commit",
 ]
 CALL = ["check_trained", "begin_call False"]
 END = ["check_trained", "end_call"]
@@ -137,7 +137,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert trainer.get_local_operator()._train_state.global_step == 1
-    assert called.count("commit closed") == 1
+    assert called.count("commit") == 1
 
 
 # ---- metrics of a call that has not ended
