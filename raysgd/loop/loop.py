@@ -282,7 +282,7 @@ class Loop:
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""
-        again = segment.fail()
+        again = segment.settle()
         if segment.loader_failed:
             source.close_workers()
         if source.is_partitioned or segment.loader_failed:

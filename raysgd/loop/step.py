@@ -73,6 +73,11 @@ class UpdateTransaction:
         self.plan, self.num_planned = plan, len(plan.micro_batches)
         self.is_split = self.num_planned > plan.num_steps
 
+    def split(self, num_parts: int) -> None:
+        """Record that each planned micro-batch is trained in `num_parts` parts."""
+        if num_parts > 1:
+            self.is_split, self.num_planned = True, len(self.plan.micro_batches) * num_parts
+
     def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
         self.is_open = True

@@ -20,10 +20,15 @@ class StepIterator:
     """Yields the batches of a segment, and commits each update when the next one begins.
 
     The request for the next batch shows that the previous update is done. Therefore loops of users
-    need not count steps. With gradient accumulation, the batches of a group are committed together.
-    A batch can be split into parts that share one update. `go_on` returns 0 if any rank has no
-    batch, and is None if all have one. `on_commit` is called after each commit, and
-    `after_step` too, unless the loop has raised.
+    need not count steps. A segment has updates. An update has one step, or several with gradient
+    accumulation, which are committed together. A step is split at two places:
+
+    - The source yields several batches for it, each planned as a micro-batch, if workers are
+      missing, or with equal bits.
+    - `MicroBatching` splits each batch of the source into parts if memory ran out.
+
+    `go_on` returns 0 if any rank has no batch, and is None if all have one. `on_commit` is called
+    after each commit, and `after_step` too, unless the loop has raised.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class StepIterator:
         self._tx = train_state.transaction
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
-        self._draws_last = True  # the newest batch of the loader is the last of the update
+        self._batch_is_last = True  # the newest batch of the source is the last of the update
         train_state.micro_batching.in_use = False
         self._next_batch = _NOTHING
         self._exhausted = False
@@ -129,17 +134,15 @@ class StepIterator:
             raise StopIteration
         # A partitioned source can read the batch again by its offset.
         self._tx.draw(None if self._source.is_partitioned else batch)
-        micro_batch = self._next_micro_batch()
+        micro_batch = self._plan_batch()
         self.batch = batch
         self._parts.extend(self._train_state.micro_batching.split_batch(batch, micro_batch))
-        if len(self._parts) > 1:
-            self._tx.is_split = True
-            self._tx.num_planned = len(self._tx.plan.micro_batches) * len(self._parts)
+        self._tx.split(len(self._parts))
         return self._next_part()
 
     def _next_part(self) -> Any:
         part, micro_batch = self._parts.popleft()
-        self._train_state.begin(micro_batch, is_last=self._draws_last and not self._parts)
+        self._train_state.begin(micro_batch, is_last=self._batch_is_last and not self._parts)
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
@@ -163,7 +166,7 @@ class StepIterator:
         if has_step:
             self._after_step()
 
-    def fail(self) -> list[Any]:
+    def settle(self) -> list[Any]:
         """Commit or discard the update after the loop has raised. Return batches to train again."""
         lost = []
         if not (self._tx.is_updated and self._tx.is_last):
@@ -184,7 +187,8 @@ class StepIterator:
         finally:
             self._train_state.offset = self._offset()
 
-    def _next_micro_batch(self) -> MicroBatch:
+    def _plan_batch(self) -> MicroBatch:
+        """Return the plan of the newest batch. The first batch plans the whole update."""
         train_state, index = self._train_state, len(self._tx.drawn) - 1
         if index == 0:
             size = train_state.accumulation_steps
@@ -193,11 +197,11 @@ class StepIterator:
             in_parts = train_state.micro_batching.in_use
             self._tx.begin_plan(self._source.plan(self._offset(), num_steps, in_parts))
         planned = self._tx.plan.micro_batches
-        self._draws_last = index + 1 == len(planned)
-        if not self._draws_last and not self._source.is_partitioned:
+        self._batch_is_last = index + 1 == len(planned)
+        if not self._batch_is_last and not self._source.is_partitioned:
             # The loader may end before its claimed length.
             self._next_batch = self._take()
-            self._draws_last = self._next_batch is _NOTHING
+            self._batch_is_last = self._next_batch is _NOTHING
         return planned[index]
 
     def _take(self) -> Any:
