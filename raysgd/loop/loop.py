@@ -53,7 +53,7 @@ from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import Snapshots
+from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, state_for
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator

@@ -20,10 +20,10 @@ from raysgd.cluster.serialization import unpicklable_key
 from raysgd.cluster.streams import Content, Incoming
 from raysgd.elastic import call
 from raysgd.loop import requests
+from raysgd.loop.generators import Generators
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import Generators
 from raysgd.loop.state_schema import check_state
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection

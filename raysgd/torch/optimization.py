@@ -17,7 +17,7 @@ from raysgd.torch import ddp
 from raysgd.torch.precision import Precision
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.state import multiply_all, version_of
+from raysgd.torch.tensors import multiply_all, version_of
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 

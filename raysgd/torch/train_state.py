@@ -19,7 +19,7 @@ from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
-from raysgd.torch.state import (
+from raysgd.torch.tensors import (
     Places,
     copy_leaf,
     copy_to_cpu,

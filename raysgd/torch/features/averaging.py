@@ -13,7 +13,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.state import copy_all, is_like
+from raysgd.torch.tensors import copy_all, is_like
 
 
 class Averaging(StepFeature):

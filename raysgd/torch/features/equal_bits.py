@@ -28,7 +28,7 @@ from raysgd.torch.features.shard_buffers import ShardBuffers
 from raysgd.torch.orders import seed_all
 from raysgd.torch.precision import Precision
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.state import multiply_all
+from raysgd.torch.tensors import multiply_all
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
 
 _KEY = "num_shards"

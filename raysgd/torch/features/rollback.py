@@ -10,7 +10,7 @@ import torch
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import UpdateTransaction
-from raysgd.torch.state import buffer_names, copy_all, version_of
+from raysgd.torch.tensors import buffer_names, copy_all, version_of
 
 
 class Rollback(StepFeature):

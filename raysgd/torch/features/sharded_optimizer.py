@@ -35,7 +35,7 @@ from raysgd.torch.sharding.shards import (
     is_sharded,
     transfers,
 )
-from raysgd.torch.state import copy_all
+from raysgd.torch.tensors import copy_all
 
 ELEMENTWISE = (
     optim.ASGD,

@@ -8,7 +8,7 @@ import torch
 
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.register_checks import held_by, is_metric
-from raysgd.torch.state import version_of
+from raysgd.torch.tensors import version_of
 
 
 class Untracked(StepFeature):
