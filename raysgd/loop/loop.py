@@ -28,10 +28,21 @@ The life of an update. The hooks of features get its state ``tx``, an
         feature.roll_back(tx)                 # restores what changed outside of an update
         raise                                 # in both cases
 
-With gradient accumulation, an update has several steps. Each step has a micro-batch, or several if
-batches are split. Optimizers update in the last micro-batch. If a failed update changed something
-that no feature can restore, ``tx.is_partial`` is set. The worker then needs the state of another
-worker or of a snapshot. Without either, training raises an error until a checkpoint is loaded.
+How a segment ends:
+
+=======================  ==========================================================================
+``train_epoch`` returns  The next segment begins, until the call reaches its goal.
+pause                    The iterator ends early. `Loop.train` raises PausedError, or returns None.
+StepInterruptedError     The driver stops the call, for example because a worker was lost.
+IndivisibleError         A batch must not be split. The loop repeats the step with whole batches.
+OutOfMemoryError         The driver repeats the call with more parts per batch.
+WarmedUp                 The gradients are computed. `Loop._computing` restores the state.
+another error            The driver raises it, or repeats the call without lost workers.
+=======================  ==========================================================================
+
+If a failed update changed something that no feature can restore, ``tx.is_partial`` is set. The
+worker then needs the state of another worker or of a snapshot. Without either, training raises an
+error until a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -127,7 +138,7 @@ class Loop:
             self.forget_iteration()
         self._source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
-        while (left := self._steps_left(request)) != 0:
+        while (limit := self._next_limit(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
                 if callback_pause is None or train_state.global_step < callback_pause:
@@ -135,10 +146,7 @@ class Loop:
                 return None
             if train_state.global_step <= request.start_step:
                 self.progress.clear()
-                left = request.start_step - train_state.global_step or left
-            elif logged is not None and train_state.global_step < logged:
-                left = logged - train_state.global_step  # replayed steps have their own segment
-            self._train_segment(source, left, request)
+            self._train_segment(source, limit, request)
         if (
             source.is_partitioned
             and train_state.offset
@@ -171,17 +179,22 @@ class Loop:
             merged |= feature.step_metrics()
         return merged
 
-    def _steps_left(self, request: TrainRequest) -> int | None:
-        """Return the number of steps to the goal, or None if only an epoch is the goal."""
-        train_state, until_epoch = self.train_state, request.until_epoch
-        if (
-            until_epoch is not None
-            and train_state.epoch >= until_epoch + self.progress.state.more_epochs
-        ):
+    def _next_limit(self, request: TrainRequest) -> int | None:
+        """Return the limit of the next segment: 0 at the goal, and None if its epoch ends it.
+
+        Steps that were done before the call, or logged before a failure, have their own segment.
+        """
+        train_state, step = self.train_state, self.train_state.global_step
+        epochs, until = request.until_epoch, request.until_step
+        if epochs is not None and train_state.epoch >= epochs + self.progress.state.more_epochs:
             return 0
-        if request.until_step is None:
-            return None
-        return max(0, request.until_step - train_state.global_step)
+        if until is not None and step >= until:
+            return 0
+        if step < request.start_step:
+            return request.start_step - step
+        if request.start_step < step < (request.logged or 0):
+            until = request.logged
+        return None if until is None else until - step
 
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
