@@ -93,7 +93,7 @@ class Loop:
         self._shortest: int | None = None  # rank of the worker with the fewest batches
         self.progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, signal, self.progress)
-        self.snapshots = Snapshots(self.train_state)
+        self.snapshots = Snapshots(self.train_state, lambda: self.state_for("snapshot"))
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
@@ -108,9 +108,6 @@ class Loop:
 
     def state_for(self, receiver: Receiver) -> dict[str, Any]:
         return state_for(receiver, self.operator, self.progress.saved())
-
-    def snapshot_state(self) -> dict[str, Any]:
-        return self.state_for("snapshot")
 
     # ---- train
 
@@ -199,7 +196,7 @@ class Loop:
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
-        self.snapshots.maybe_take(self.snapshot_state, begins=True)
+        self.snapshots.maybe_take(begins=True)
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
@@ -257,20 +254,10 @@ class Loop:
             go_on = partial(check_samples, source, train_state)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
-        on_commit = None
-        if self.snapshots.each_step:
-            on_commit = partial(self.snapshots.maybe_take, self.snapshot_state)
-        batches = self._draw(source, train_state.epoch, train_state.offset)
+        on_commit = self.snapshots.maybe_take if self.snapshots.each_step else None
+        rest = self._draw(source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state,
-            source,
-            batches,
-            limit,
-            left,
-            go_on,
-            self.signal,
-            on_commit,
-            self._after_step,
+            train_state, source, rest, limit, left, go_on, self.signal, on_commit, self._after_step
         )
 
     def _after_step(self) -> None:

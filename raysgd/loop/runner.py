@@ -280,7 +280,7 @@ class OperatorRunner(Runner, ABC):
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:
-                    loop.snapshots.maybe_take(loop.snapshot_state)
+                    loop.snapshots.maybe_take()
 
     def _user_settings(self) -> tuple[Any, ...]:
         train_state = self._train_state
@@ -348,7 +348,7 @@ class OperatorRunner(Runner, ABC):
         has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers
         if train_state.sharded_features and not has_all:
             return None
-        state: dict[str, Any] = train_state.to_cpu(self._loop.snapshot_state())
+        state: dict[str, Any] = train_state.to_cpu(self._loop.state_for("snapshot"))
         return state
 
 

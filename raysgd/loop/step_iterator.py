@@ -109,10 +109,9 @@ class StepIterator:
 
     def in_parts(self) -> StepIterator:
         """Allow large batches to be split into parts."""
+        micro_batching = self._train_state.micro_batching
         if not self.drawn_from:
-            self._train_state.micro_batching.in_use = (
-                self._train_state.micro_batching.why_not_split is None
-            )
+            micro_batching.in_use = micro_batching.why_not_split is None
         return self
 
     def __next__(self) -> Any:
@@ -124,11 +123,9 @@ class StepIterator:
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
-        batch = _NOTHING
-        if self._tx.is_open or not self._is_at_end():
-            batch, self._next_batch = self._next_batch, _NOTHING
-            if batch is _NOTHING:
-                batch = self._take()
+        batch, self._next_batch = self._next_batch, _NOTHING
+        if batch is _NOTHING and (self._tx.is_open or not self._is_at_end()):
+            batch = self._take()
         if batch is _NOTHING:
             self._ended = True
             raise StopIteration

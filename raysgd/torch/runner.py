@@ -90,7 +90,7 @@ class TorchRunner(OperatorRunner):
         self._train_state.schedules.step_with(metric)
         loop.progress.state.scheduled = call
         loop.snapshots.clear(outdated=True)
-        loop.snapshots.maybe_take(loop.snapshot_state)
+        loop.snapshots.maybe_take()
 
     def models(self) -> Any:
         self._train_state.transaction.check_whole(self._train_state.global_step)

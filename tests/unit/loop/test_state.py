@@ -321,13 +321,13 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         minimum=lambda value: min(value, answers.pop()),
         copy_leaf=lambda leaf, on_host: leaf,
     )
-    snapshots = Snapshots(state)
-    snapshots.maybe_take(dict)
+    snapshots = Snapshots(state, dict)
+    snapshots.maybe_take()
     assert snapshots.step is None
     for answer, expected in ((0, None), (1, 7)):
         answers.append(answer)
         snapshots.clear()
-        snapshots.maybe_take(dict, begins=True)
+        snapshots.maybe_take(begins=True)
         assert (snapshots.step, answers) == (expected, [])
 
 
