@@ -144,11 +144,8 @@ class Loop:
             if train_state.global_step <= request.start_step:
                 self.progress.clear()
             self._train_segment(source, limit, request)
-        if (
-            source.is_partitioned
-            and train_state.offset
-            and source.steps_left(train_state.offset) == 0
-        ):
+        offset = train_state.offset
+        if source.is_partitioned and offset and source.steps_left(offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(source, None, request)
         for feature in train_state.features:
@@ -300,9 +297,9 @@ class Loop:
 
         The loader is empty, was at its end, or the loop did not ask for a batch.
         """
-        if segment.epoch_is_over and segment.start == 0:
-            raise no_batch("train", source, self._shortest)
         if segment.epoch_is_over:
+            if segment.start == 0:
+                raise no_batch("train", source, self._shortest)
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= until_epoch + self.progress.state.more_epochs
             if train_state.global_step == self.progress.state.began_at and is_last:
@@ -322,19 +319,18 @@ class Loop:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
         source, settings = train_state.data.readable("train"), train_state.settings
+        context, share = settings.context, settings.batch_share
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
-        source.reshard(settings.options.num_workers, 0, settings.batch_share)
+        source.reshard(settings.options.num_workers, 0, share)
         batches = source.batches(0, 0, 1)
         with self._computing(
             lambda: StepIterator(train_state, source, batches, 1, 1, None, self.signal)
         ):
             pass
         source.close_workers()
-        source.reshard(
-            settings.context.world_size, settings.context.world_rank, settings.batch_share
-        )
+        source.reshard(context.world_size, context.world_rank, share)
 
     @contextlib.contextmanager
     def _computing(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[None]:

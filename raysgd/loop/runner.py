@@ -86,9 +86,8 @@ class OperatorRunner(Runner, ABC):
         state = train_state.from_rank(lambda: self._running.state_for("replacement"), leader)
         if rank != leader:
             train_state.data.set_batch_size(state["batching"])
-            train_state.micro_batching.why_not_split = (
-                train_state.micro_batching.why_not_split or state["why_not_split"]
-            )
+            micro_batching = train_state.micro_batching
+            micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
         # Without replication, each worker keeps its own models unless it is new.
         follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
         train_state.share_training_state(leader, follows)
