@@ -257,12 +257,17 @@ class _Running:
             self._num_collectives += is_collective
             self._active[key] = self._num_collectives if is_collective else -1
 
-    def finish(self, key: int) -> bool:
-        """Record the end of an operation. Return False if an interruption has ended its future."""
+    def claim(self, key: int) -> bool:
+        """Return whether to end the future of an operation. An interruption may have ended it."""
         with self._changed:
+            return self._waits.pop(key, None) is not None
+
+    def finish(self, key: int) -> None:
+        """Record the end of an operation, and of what its thread does."""
+        with self._changed:
+            self._waits.pop(key, None)
             self._active.pop(key, None)
             self._changed.notify_all()
-            return self._waits.pop(key, None) is not None
 
     def oldest(self) -> int | None:
         with self._changed:
@@ -308,8 +313,10 @@ class _Operation(Work):
                 result = value()
             except Exception as error:
                 result = error.with_traceback(None)  # frames hold tensors
-            if running.finish(key):
+            if running.claim(key):
                 ended.set_result(result)
+            # The destructor of gloo waits for this thread, and this thread needs the GIL.
+            running.finish(key)
 
         try:
             work = self._work = start()

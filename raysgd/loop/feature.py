@@ -57,6 +57,9 @@ class StepFeature:
     def check_trained(self) -> None:
         """Raise an error if user code trains parameters that the workers do not keep equal."""
 
+    def end_call(self) -> None:
+        """Handle the end of a call that has reached its goal, before `sync_buffers`."""
+
     def begin(self, tx: UpdateTransaction) -> None:
         """Prepare for an update, before its first micro-batch."""
 
@@ -72,7 +75,7 @@ class StepFeature:
     def before_commit(self, tx: UpdateTransaction) -> None:
         """Raise an error if the update must not be committed."""
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         """Keep the changes of an update. Its steps count even if this raises."""
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

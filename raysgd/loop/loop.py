@@ -17,7 +17,7 @@ The life of an update. The hooks of features get its state ``tx``, an
         # The loop asks for the next batch, or returns:
         feature.before_commit(tx)
         tx.commit()                           # COMMITTED: the steps count
-        feature.commit(tx)
+        feature.commit()
 
     if train_epoch raises:
         if tx is UPDATED:
@@ -28,10 +28,21 @@ The life of an update. The hooks of features get its state ``tx``, an
         feature.roll_back(tx)                 # restores what changed outside of an update
         raise                                 # in both cases
 
-With gradient accumulation, an update has several steps. Each step has a micro-batch, or several if
-batches are split. Optimizers update in the last micro-batch. If a failed update changed something
-that no feature can restore, ``tx.is_partial`` is set. The worker then needs the state of another
-worker or of a snapshot. Without either, training raises an error until a checkpoint is loaded.
+How a segment ends:
+
+=======================  ==========================================================================
+``train_epoch`` returns  The next segment begins, until the call reaches its goal.
+pause                    The iterator ends early. `Loop.train` raises PausedError, or returns None.
+StepInterruptedError     The driver stops the call, for example because a worker was lost.
+IndivisibleError         A batch must not be split. The loop repeats the step with whole batches.
+OutOfMemoryError         The driver repeats the call with more parts per batch.
+WarmedUp                 The gradients are computed. `Loop._computing` restores the state.
+another error            The driver raises it, or repeats the call without lost workers.
+=======================  ==========================================================================
+
+If a failed update changed something that no feature can restore, ``tx.is_partial`` is set. The
+worker then needs the state of another worker or of a snapshot. Without either, training raises an
+error until a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -53,7 +64,7 @@ from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import Snapshots
+from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, state_for
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
@@ -82,7 +93,7 @@ class Loop:
         self._shortest: int | None = None  # rank of the worker with the fewest batches
         self.progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, signal, self.progress)
-        self.snapshots = Snapshots(self.train_state)
+        self.snapshots = Snapshots(self.train_state, lambda: self.state_for("snapshot"))
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
@@ -97,9 +108,6 @@ class Loop:
 
     def state_for(self, receiver: Receiver) -> dict[str, Any]:
         return state_for(receiver, self.operator, self.progress.saved())
-
-    def snapshot_state(self) -> dict[str, Any]:
-        return self.state_for("snapshot")
 
     # ---- train
 
@@ -127,7 +135,7 @@ class Loop:
             self.forget_iteration()
         self._source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
-        while (left := self._steps_left(request)) != 0:
+        while (limit := self._next_limit(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
                 if callback_pause is None or train_state.global_step < callback_pause:
@@ -135,19 +143,14 @@ class Loop:
                 return None
             if train_state.global_step <= request.start_step:
                 self.progress.clear()
-                left = request.start_step - train_state.global_step or left
-            elif logged is not None and train_state.global_step < logged:
-                left = logged - train_state.global_step  # replayed steps have their own segment
-            self._train_segment(source, left, request)
-        if (
-            source.is_partitioned
-            and train_state.offset
-            and source.steps_left(train_state.offset) == 0
-        ):
+            self._train_segment(source, limit, request)
+        offset = train_state.offset
+        if source.is_partitioned and offset and source.steps_left(offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(source, None, request)
         for feature in train_state.features:
             feature.check_trained()  # user code can change parameters during the call
+            feature.end_call()
         for feature in train_state.features if train_state.context.distributed else ():
             feature.sync_buffers()
         return self.progress.result()
@@ -170,22 +173,27 @@ class Loop:
             merged |= feature.step_metrics()
         return merged
 
-    def _steps_left(self, request: TrainRequest) -> int | None:
-        """Return the number of steps to the goal, or None if only an epoch is the goal."""
-        train_state, until_epoch = self.train_state, request.until_epoch
-        if (
-            until_epoch is not None
-            and train_state.epoch >= until_epoch + self.progress.state.more_epochs
-        ):
+    def _next_limit(self, request: TrainRequest) -> int | None:
+        """Return the limit of the next segment: 0 at the goal, and None if its epoch ends it.
+
+        Steps that were done before the call, or logged before a failure, have their own segment.
+        """
+        train_state, step = self.train_state, self.train_state.global_step
+        epochs, until = request.until_epoch, request.until_step
+        if epochs is not None and train_state.epoch >= epochs + self.progress.state.more_epochs:
             return 0
-        if request.until_step is None:
-            return None
-        return max(0, request.until_step - train_state.global_step)
+        if until is not None and step >= until:
+            return 0
+        if step < request.start_step:
+            return request.start_step - step
+        if request.start_step < step < (request.logged or 0):
+            until = request.logged
+        return None if until is None else until - step
 
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
-        self.snapshots.maybe_take(self.snapshot_state, begins=True)
+        self.snapshots.maybe_take(begins=True)
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
@@ -243,20 +251,10 @@ class Loop:
             go_on = partial(check_samples, source, train_state)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
-        on_commit = None
-        if self.snapshots.each_step:
-            on_commit = partial(self.snapshots.maybe_take, self.snapshot_state)
-        batches = self._draw(source, train_state.epoch, train_state.offset)
+        on_commit = self.snapshots.maybe_take if self.snapshots.each_step else None
+        rest = self._draw(source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state,
-            source,
-            batches,
-            limit,
-            left,
-            go_on,
-            self.signal,
-            on_commit,
-            self._after_step,
+            train_state, source, rest, limit, left, go_on, self.signal, on_commit, self._after_step
         )
 
     def _after_step(self) -> None:
@@ -281,7 +279,7 @@ class Loop:
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""
-        again = segment.fail()
+        again = segment.settle()
         if segment.loader_failed:
             source.close_workers()
         if source.is_partitioned or segment.loader_failed:
@@ -299,9 +297,9 @@ class Loop:
 
         The loader is empty, was at its end, or the loop did not ask for a batch.
         """
-        if segment.epoch_is_over and segment.start == 0:
-            raise no_batch("train", source, self._shortest)
         if segment.epoch_is_over:
+            if segment.start == 0:
+                raise no_batch("train", source, self._shortest)
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= until_epoch + self.progress.state.more_epochs
             if train_state.global_step == self.progress.state.began_at and is_last:
@@ -321,19 +319,18 @@ class Loop:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
         source, settings = train_state.data.readable("train"), train_state.settings
+        context, share = settings.context, settings.batch_share
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
-        source.repartition(settings.options.num_workers, 0, settings.batch_share)
+        source.repartition(settings.options.num_workers, 0, share)
         batches = source.batches(0, 0, 1)
         with self._computing(
             lambda: StepIterator(train_state, source, batches, 1, 1, None, self.signal)
         ):
             pass
         source.close_workers()
-        source.repartition(
-            settings.context.world_size, settings.context.world_rank, settings.batch_share
-        )
+        source.repartition(context.world_size, context.world_rank, share)
 
     @contextlib.contextmanager
     def _computing(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[None]:

@@ -20,10 +20,10 @@ from raysgd.cluster.serialization import unpicklable_key
 from raysgd.cluster.streams import Content, Incoming
 from raysgd.elastic import call
 from raysgd.loop import requests
+from raysgd.loop.generators import Generators
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import Generators
 from raysgd.loop.state_schema import check_state
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
@@ -86,9 +86,8 @@ class OperatorRunner(Runner, ABC):
         state = train_state.from_rank(lambda: self._running.state_for("replacement"), leader)
         if rank != leader:
             train_state.data.set_batch_size(state["batching"])
-            train_state.micro_batching.why_not_split = (
-                train_state.micro_batching.why_not_split or state["why_not_split"]
-            )
+            micro_batching = train_state.micro_batching
+            micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
         # Without replication, each worker keeps its own models unless it is new.
         follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
         train_state.share_training_state(leader, follows)
@@ -280,7 +279,7 @@ class OperatorRunner(Runner, ABC):
             if self._user_settings() != before:
                 loop.snapshots.clear(outdated=True)
                 if not train_state.context.alone:
-                    loop.snapshots.maybe_take(loop.snapshot_state)
+                    loop.snapshots.maybe_take()
 
     def _user_settings(self) -> tuple[Any, ...]:
         train_state = self._train_state
@@ -348,7 +347,7 @@ class OperatorRunner(Runner, ABC):
         has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers
         if train_state.sharded_features and not has_all:
             return None
-        state: dict[str, Any] = train_state.to_cpu(self._loop.snapshot_state())
+        state: dict[str, Any] = train_state.to_cpu(self._loop.state_for("snapshot"))
         return state
 
 

@@ -23,6 +23,7 @@ class UpdateTransaction:
 
     The loop begins each micro-batch, and passes the transaction to the hooks of all features. The
     docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch is one.
+    Each worker has one object. `commit` and `roll_back` reset it for the next update.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,8 @@ class UpdateTransaction:
         self.is_updated = False
         self.updating: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
-        self.batches: list[Any] = []  # of the loader, to train them again
+        # Batches of the loader, to train them again. None: the source can read the batch again.
+        self.drawn: list[Any] = []
         self.plan = UpdatePlan()
         self.num_planned = 1  # micro-batches of the update
         self.is_split = False  # batches are trained in parts
@@ -66,12 +68,17 @@ class UpdateTransaction:
     def draw(self, batch: Any) -> None:
         """Add a batch of the loader, and open a new update if none is open."""
         self.is_open = True
-        self.batches.append(batch)
+        self.drawn.append(batch)
 
     def begin_plan(self, plan: UpdatePlan) -> None:
         """Set the micro-batches of the update, before the first one begins."""
         self.plan, self.num_planned = plan, len(plan.micro_batches)
         self.is_split = self.num_planned > plan.num_steps
+
+    def split(self, num_parts: int) -> None:
+        """Record that each planned micro-batch is trained in `num_parts` parts."""
+        if num_parts > 1:
+            self.is_split, self.num_planned = True, len(self.plan.micro_batches) * num_parts
 
     def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""

@@ -20,10 +20,15 @@ class StepIterator:
     """Yields the batches of a segment, and commits each update when the next one begins.
 
     The request for the next batch shows that the previous update is done. Therefore loops of users
-    need not count steps. With gradient accumulation, the batches of a group are committed together.
-    A batch can be split into parts that share one update. `go_on` returns 0 if any rank has no
-    batch, and is None if all have one. `on_commit` is called after each commit, and
-    `after_step` too, unless the loop has raised.
+    need not count steps. A segment has updates. An update has one step, or several with gradient
+    accumulation, which are committed together. A step is split at two places:
+
+    - The source yields several batches for it, each planned as a micro-batch, if workers are
+      missing, or with equal bits.
+    - `MicroBatching` splits each batch of the source into parts if memory ran out.
+
+    `go_on` returns 0 if any rank has no batch, and is None if all have one. `on_commit` is called
+    after each commit, and `after_step` too, unless the loop has raised.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class StepIterator:
         self._tx = train_state.transaction
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
-        self._draws_last = True  # the newest batch of the loader is the last of the update
+        self._batch_is_last = True  # the newest batch of the source is the last of the update
         train_state.micro_batching.in_use = False
         self._next_batch = _NOTHING
         self._exhausted = False
@@ -84,7 +89,7 @@ class StepIterator:
     @property
     def in_update(self) -> bool:
         """Whether an update is in progress, and the loader has not failed."""
-        return bool(self._tx.batches) and not self.loader_failed
+        return self._tx.is_open and not self.loader_failed
 
     @property
     def epoch_is_over(self) -> bool:
@@ -96,7 +101,7 @@ class StepIterator:
         if not self._ended and not self._is_limited:
             return True  # a loop that stops early ends the epoch
         newest = self._tx.micro_batch
-        pending = newest.step + newest.ends_step if self._tx.batches else 0
+        pending = newest.step + newest.ends_step if self._tx.is_open else 0
         return self.epoch_is_over or self.num_batches + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
@@ -104,42 +109,37 @@ class StepIterator:
 
     def in_parts(self) -> StepIterator:
         """Allow large batches to be split into parts."""
+        micro_batching = self._train_state.micro_batching
         if not self.drawn_from:
-            self._train_state.micro_batching.in_use = (
-                self._train_state.micro_batching.why_not_split is None
-            )
+            micro_batching.in_use = micro_batching.why_not_split is None
         return self
 
     def __next__(self) -> Any:
         self.drawn_from = True
         self._train_state.timing.enter(OTHER)
-        if self._tx.batches and self._tx.is_last:
+        if self._tx.is_open and self._tx.is_last:
             self._commit()
             self._after_step()
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
-        batch = _NOTHING
-        if self._tx.batches or not self._is_at_end():
-            batch, self._next_batch = self._next_batch, _NOTHING
-            if batch is _NOTHING:
-                batch = self._take()
+        batch, self._next_batch = self._next_batch, _NOTHING
+        if batch is _NOTHING and (self._tx.is_open or not self._is_at_end()):
+            batch = self._take()
         if batch is _NOTHING:
             self._ended = True
             raise StopIteration
         # A partitioned source can read the batch again by its offset.
         self._tx.draw(None if self._source.is_partitioned else batch)
-        micro_batch = self._next_micro_batch()
+        micro_batch = self._plan_batch()
         self.batch = batch
         self._parts.extend(self._train_state.micro_batching.split_batch(batch, micro_batch))
-        if len(self._parts) > 1:
-            self._tx.is_split = True
-            self._tx.num_planned = len(self._tx.plan.micro_batches) * len(self._parts)
+        self._tx.split(len(self._parts))
         return self._next_part()
 
     def _next_part(self) -> Any:
         part, micro_batch = self._parts.popleft()
-        self._train_state.begin(micro_batch, is_last=self._draws_last and not self._parts)
+        self._train_state.begin(micro_batch, is_last=self._batch_is_last and not self._parts)
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
@@ -153,22 +153,22 @@ class StepIterator:
     def finish(self) -> None:
         """Commit the last update after the loop has returned."""
         tx = self._tx
-        if tx.batches and not tx.is_last:
+        if tx.is_open and not tx.is_last:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
                 f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
             )
-        has_step = bool(tx.batches)
+        has_step = tx.is_open
         self._end()
         if has_step:
             self._after_step()
 
-    def fail(self) -> list[Any]:
+    def settle(self) -> list[Any]:
         """Commit or discard the update after the loop has raised. Return batches to train again."""
         lost = []
         if not (self._tx.is_updated and self._tx.is_last):
             ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
-            lost = self._tx.batches + ahead
+            lost = self._tx.drawn + ahead
             self._next_batch, self.batch = _NOTHING, None
             self._parts.clear()
             self._train_state.roll_back()
@@ -179,13 +179,14 @@ class StepIterator:
 
     def _end(self) -> None:
         try:
-            if self._tx.batches:
+            if self._tx.is_open:
                 self._commit()
         finally:
             self._train_state.offset = self._offset()
 
-    def _next_micro_batch(self) -> MicroBatch:
-        train_state, index = self._train_state, len(self._tx.batches) - 1
+    def _plan_batch(self) -> MicroBatch:
+        """Return the plan of the newest batch. The first batch plans the whole update."""
+        train_state, index = self._train_state, len(self._tx.drawn) - 1
         if index == 0:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
@@ -193,11 +194,11 @@ class StepIterator:
             in_parts = train_state.micro_batching.in_use
             self._tx.begin_plan(self._source.plan(self._offset(), num_steps, in_parts))
         planned = self._tx.plan.micro_batches
-        self._draws_last = index + 1 == len(planned)
-        if not self._draws_last and not self._source.is_partitioned:
+        self._batch_is_last = index + 1 == len(planned)
+        if not self._batch_is_last and not self._source.is_partitioned:
             # The loader may end before its claimed length.
             self._next_batch = self._take()
-            self._draws_last = self._next_batch is _NOTHING
+            self._batch_is_last = self._next_batch is _NOTHING
         return planned[index]
 
     def _take(self) -> Any:
@@ -225,7 +226,7 @@ class StepIterator:
         train_state = self._train_state
         if self._steps_left is None or train_state.context.world_size == 1:
             return
-        taken = self.num_batches + len(self._tx.batches)
+        taken = self.num_batches + len(self._tx.drawn)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self._steps_left} batches, and other workers would wait for more. Correct or "

@@ -119,7 +119,7 @@ class TrainState(SavedState):
         tx.commit()
         self.global_step += num_steps
         for feature in self.features:
-            feature.commit(tx)
+            feature.commit()
 
     def roll_back(self) -> None:
         for feature in self.features:

@@ -89,7 +89,7 @@ class KerasOptimization(StepFeature):
             if id(variable) not in self._before:
                 self._before[id(variable)] = variable, tf.identity(variable.value)
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self._accumulated.clear()
         self._before.clear()
 
@@ -98,7 +98,7 @@ class KerasOptimization(StepFeature):
             variable.assign(value)
         if tx.updating is not None and not self._before:
             tx.is_partial = True
-        self.commit(tx)
+        self.commit()
 
 
 def _added(left: Any, right: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from keras.src.backend.common import global_state  # Keras 3.15 has no public API for this
 from keras.src.random.seed_generator import global_seed_generator
 
-from raysgd.loop.state import Generators
+from raysgd.loop.generators import Generators
 
 
 class KerasGenerators(Generators):

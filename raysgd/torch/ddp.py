@@ -29,7 +29,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from raysgd._internal import step_timing
 from raysgd.errors import ReplicasDifferError
 from raysgd.torch.collectives import average_gradients
-from raysgd.torch.state import version_of
+from raysgd.torch.tensors import version_of
 
 _METHODS_OF_THE_MODULE = (
     "__bool__",

@@ -17,7 +17,7 @@ from raysgd.torch import ddp
 from raysgd.torch.precision import Precision
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.state import multiply_all, version_of
+from raysgd.torch.tensors import multiply_all, version_of
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
@@ -128,13 +128,13 @@ class Optimization(StepFeature):
             return False
         return tx.plan.samples * self._state.context.world_size != tx.plan.total
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self._accumulated.clear()
         self._seen.clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self._zero_gradients()
-        self.commit(tx)
+        self.commit()
 
     def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:

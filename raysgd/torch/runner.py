@@ -16,13 +16,13 @@ from raysgd.cluster.streams import Incoming
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.features.untracked import Untracked
+from raysgd.torch.generators import TorchGenerators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.sharding.shards import gather_state
-from raysgd.torch.state import TorchGenerators
 from raysgd.torch.train_state import TorchTrainState
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -90,7 +90,7 @@ class TorchRunner(OperatorRunner):
         self._train_state.schedules.step_with(metric)
         loop.progress.state.scheduled = call
         loop.snapshots.clear(outdated=True)
-        loop.snapshots.maybe_take(loop.snapshot_state)
+        loop.snapshots.maybe_take()
 
     def models(self) -> Any:
         self._train_state.transaction.check_whole(self._train_state.global_step)

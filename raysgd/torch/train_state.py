@@ -19,7 +19,7 @@ from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
-from raysgd.torch.state import (
+from raysgd.torch.tensors import (
     Places,
     copy_leaf,
     copy_to_cpu,
@@ -118,11 +118,9 @@ class TorchTrainState(RegisteredState):
                 module.training = training
 
     def training_state(self) -> dict[str, Any]:
-        partial = self._partial_models()
+        models = self._partial_models() or map(ddp.plain, self.models)
         state: dict[str, Any] = {
-            "models": [ddp.plain(model).state_dict() for model in self.models]
-            if partial is None
-            else [model.state_dict() for model in partial],
+            "models": [model.state_dict() for model in models],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         if self.schedulers:

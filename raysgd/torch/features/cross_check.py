@@ -23,7 +23,7 @@ from raysgd.torch.features.differences import (
     majority_of,
     named_workers,
 )
-from raysgd.torch.state import TorchGenerators
+from raysgd.torch.generators import TorchGenerators
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState

@@ -28,7 +28,7 @@ from raysgd.torch.features.shard_buffers import ShardBuffers
 from raysgd.torch.orders import seed_all
 from raysgd.torch.precision import Precision
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.state import multiply_all
+from raysgd.torch.tensors import multiply_all
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
 
 _KEY = "num_shards"
@@ -194,8 +194,8 @@ class EqualBitsReplication(Replication):
                 self._agree(0, [])
             self._state.buffers.write(self._state.buffers.copies)
 
-    def commit(self, tx: UpdateTransaction) -> None:
-        super().commit(tx)
+    def commit(self) -> None:
+        super().commit()
         self._clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
@@ -204,7 +204,7 @@ class EqualBitsReplication(Replication):
                 scale.copy_(before)
             for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
                 scheduler.load_state_dict(state)
-        self.commit(tx)
+        self.commit()
 
     # ---- metrics
 

@@ -23,7 +23,7 @@ from raysgd.torch.optimization import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.shards import PARAMETER, Piece, UpdateBuffers
-from raysgd.torch.state import copy_all, copy_to_cpu
+from raysgd.torch.tensors import copy_all, copy_to_cpu
 
 if TYPE_CHECKING:
     import contextlib

@@ -88,8 +88,16 @@ class ReplicaGuard(StepFeature):
 
     # ---- calls and steps
 
-    def check_trained(self) -> None:
-        """Compare at the end of a call, and before a call if something may have changed."""
+    def begin_call(self, logs_steps: bool) -> None:
+        self._compare_between_steps()
+        self._in_call = True
+
+    def end_call(self) -> None:
+        self._compare_between_steps()
+        self._in_call = False
+
+    def _compare_between_steps(self) -> None:
+        """Compare if a call ends or continues after a pause, or if something may have changed."""
         if self._problem:
             raise ReplicasDifferError(self._problem)
         self._is_active = self._state.context.world_size > 1 and self._state.replicated
@@ -97,16 +105,13 @@ class ReplicaGuard(StepFeature):
             share = self._every // max(1, self._steps - self._compared_at)
             self._compare(num_parts=1 if self._is_due else max(1, share))
             self._settle()
-        self._is_due = self._in_call = False
+        self._is_due = False
 
     def before_export(self) -> None:
         has_changed = self._is_due or self._steps > self._complete_at
         if self._is_active and has_changed and not self._problem:
             self._compare()
             self._settle()
-
-    def begin_call(self, logs_steps: bool) -> None:
-        self._in_call = True
 
     def begin(self, tx: UpdateTransaction) -> None:
         if self._is_active:
@@ -129,7 +134,7 @@ class ReplicaGuard(StepFeature):
         if self._checks_every and self._state.segment is not None:
             self._batch = self._state.segment.batch
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self._steps += 1
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

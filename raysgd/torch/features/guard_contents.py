@@ -14,7 +14,7 @@ from raysgd.loop.feature import ShardedFeature
 from raysgd.torch import ddp
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.interop.horovod import HorovodGradients
-from raysgd.torch.state import version_of
+from raysgd.torch.tensors import version_of
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState

@@ -85,8 +85,9 @@ class Replication(GradientExchange):
     def before_commit(self, tx: UpdateTransaction) -> None:
         ddp.check_skipped(self._state.models, tx.has_updates)
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         ddp.forget_gradients(self._state.models)
         self._exchange(True)
 
-    roll_back = commit
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        self.commit()

@@ -10,7 +10,7 @@ import torch
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import UpdateTransaction
-from raysgd.torch.state import buffer_names, copy_all, version_of
+from raysgd.torch.tensors import buffer_names, copy_all, version_of
 
 
 class Rollback(StepFeature):
@@ -57,7 +57,7 @@ class Rollback(StepFeature):
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         self._moves_parameters = self._moves_parameters or bool(self._changed())
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self._versions, self._has_copies = None, False
 
     def _changed(self) -> set[torch.Tensor]:
@@ -79,7 +79,7 @@ class Rollback(StepFeature):
             tx.is_partial = True  # an optimizer may change its state before parameters
         if changed:
             tx.is_partial = True
-        self.commit(tx)
+        self.commit()
 
 
 class _BeforeImage:
@@ -157,7 +157,7 @@ class BufferCopies(StepFeature):
         buffers = [getattr(module, name, None) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in buffers]
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self.update()
 
     def update(self) -> None:

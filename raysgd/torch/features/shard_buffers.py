@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from raysgd.data.partition import EpochPartition
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.state import version_of
+from raysgd.torch.tensors import version_of
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
 
 

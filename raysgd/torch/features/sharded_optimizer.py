@@ -35,7 +35,7 @@ from raysgd.torch.sharding.shards import (
     is_sharded,
     transfers,
 )
-from raysgd.torch.state import copy_all
+from raysgd.torch.tensors import copy_all
 
 ELEMENTWISE = (
     optim.ASGD,
@@ -222,7 +222,7 @@ class ShardedOptimizer(ShardedFeature):
         self.optimizer.state = self._unsharded
         self._swapped, self._stepped = None, []
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self) -> None:
         self._committed = self._version
         self._buffers = {}
         self.ranks_in_sync = all(piece.version == self._version for piece in self._pieces)

@@ -8,7 +8,7 @@ import torch
 
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.register_checks import held_by, is_metric
-from raysgd.torch.state import version_of
+from raysgd.torch.tensors import version_of
 
 
 class Untracked(StepFeature):
@@ -21,9 +21,9 @@ class Untracked(StepFeature):
         self._before: dict[str, Any] = {}
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._before = self._versions()
+        self._before = self._before or self._versions()  # of the start, if the call has paused
 
-    def check_trained(self) -> None:
+    def end_call(self) -> None:
         before, self._before = self._before, {}
         now = self._versions() if before else {}
         changed = [name for name in self._names if before.get(name) != now.get(name)]

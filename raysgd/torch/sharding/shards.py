@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.errors import CheckpointError
-from raysgd.torch.state import copy_leaf
+from raysgd.torch.tensors import copy_leaf
 
 PARAMETER = "parameter"
 """Key of the model parameter in a worker's shard of the state."""

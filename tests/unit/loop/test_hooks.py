@@ -41,7 +41,7 @@ def recorded(name):
 
 HOOKS = """
     begin_call begin begin_micro_batch before_update after_update before_commit commit roll_back
-    end_epoch check_trained sync_buffers
+    end_epoch check_trained end_call sync_buffers
 """
 for name in HOOKS.split():
     setattr(Spy, name, recorded(name))
@@ -52,9 +52,10 @@ STEP = [
     "before_update 0",
     "after_update 0",
     "before_commit 0",
-    "commit closed",
+    "commit",
 ]
 CALL = ["check_trained", "begin_call False"]
+END = ["check_trained", "end_call"]
 
 
 @pytest.fixture
@@ -73,13 +74,13 @@ def spied(make_trainer):
 def test_hooks_of_an_epoch(spied):
     trainer, called = spied(config={"num_samples": 16})
     trainer.train()
-    assert called == [*CALL, *STEP, *STEP, "end_epoch 1", "check_trained"]
+    assert called == [*CALL, *STEP, *STEP, "end_epoch 1", *END]
     called.clear()
     trainer.train(num_steps=1)
-    assert called == [*CALL, *STEP, "check_trained"]
+    assert called == [*CALL, *STEP, *END]
     called.clear()
     trainer.train(num_steps=1)
-    assert called == [*CALL, *STEP, "end_epoch 2", "check_trained"]
+    assert called == [*CALL, *STEP, "end_epoch 2", *END]
 
 
 def test_hooks_of_an_evaluation(spied):
@@ -136,7 +137,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert trainer.get_local_operator()._train_state.global_step == 1
-    assert called.count("commit closed") == 1
+    assert called.count("commit") == 1
 
 
 # ---- metrics of a call that has not ended

@@ -13,13 +13,13 @@ from raysgd.data import Dataset
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, RestartStateRequest
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.generators import Generators
 from raysgd.loop.requests import (
     MeasuredRequest,
     RehearseRequest,
     TrainRequest,
     ValidateRequest,
 )
-from raysgd.loop.state import Generators
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.unit.recorder import Recorder, Streaming

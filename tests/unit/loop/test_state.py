@@ -12,12 +12,12 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
-from raysgd.loop.state import Snapshots
+from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import check_state
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.state import copy_leaf
+from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu
 from tests.unit.recorder import Recorder
 
@@ -252,8 +252,8 @@ def timed(monkeypatch):
 
     Copying takes one second, and sending three. The expected cost is 1.7 seconds.
     """
-    monkeypatch.setattr("raysgd.loop.state._SMALL_BYTES", 0)
-    monkeypatch.setattr("raysgd.loop.state._S_PER_BYTE", 0.01)
+    monkeypatch.setattr("raysgd.loop.snapshots._SMALL_BYTES", 0)
+    monkeypatch.setattr("raysgd.loop.snapshots._S_PER_BYTE", 0.01)
     runner = make_runner("auto")
     snapshots = runner._loop.snapshots
     clock = snapshots.clock = Clock()
@@ -321,13 +321,13 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         minimum=lambda value: min(value, answers.pop()),
         copy_leaf=lambda leaf, on_host: leaf,
     )
-    snapshots = Snapshots(state)
-    snapshots.maybe_take(dict)
+    snapshots = Snapshots(state, dict)
+    snapshots.maybe_take()
     assert snapshots.step is None
     for answer, expected in ((0, None), (1, 7)):
         answers.append(answer)
         snapshots.clear()
-        snapshots.maybe_take(dict, begins=True)
+        snapshots.maybe_take(begins=True)
         assert (snapshots.step, answers) == (expected, [])
 
 

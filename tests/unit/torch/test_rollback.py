@@ -33,7 +33,7 @@ class Steps:
 
     def commit(self):
         self.step.commit()
-        self.rollback.commit(self.step)
+        self.rollback.commit()
 
     def discard(self):
         self.rollback.roll_back(self.step)

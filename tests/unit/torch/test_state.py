@@ -17,7 +17,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_parts
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.state import copy_to_cpu, state_problem, to_cpu
+from raysgd.torch.tensors import copy_to_cpu, state_problem, to_cpu
 from tests.unit.recorder import Recorder
 
 RUNNER = TorchRunner(TorchOptions())

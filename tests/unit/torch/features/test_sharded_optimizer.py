@@ -19,7 +19,6 @@ from raysgd.backends import create_backend
 from raysgd.elastic.snapshots import with_shares
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
@@ -247,7 +246,7 @@ def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group)
     parameter.grad = torch.ones(3)
     optimizer.step()
     scheduler.step()
-    each.commit(UpdateTransaction())
+    each.commit()
     assert seen[0][0] is parameter
     assert parameter.tolist() == [0, 0, 0]
     with torch.no_grad():

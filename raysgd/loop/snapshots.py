@@ -1,18 +1,13 @@
-"""A worker's snapshots for the driver, and its random numbers."""
+"""A worker's snapshots for the driver."""
 
 from __future__ import annotations
 
-import contextlib
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.step_timing import SAVE
-from raysgd.errors import CheckpointError
 from raysgd.loop.train_state import TrainState
 
 _BUDGET = 0.01
@@ -38,9 +33,9 @@ class Snapshots:
     most `_BUDGET` of the training time since the last one.
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, read: Callable[[], dict[str, Any]]) -> None:
         self.clock = time.monotonic
-        self._state = state
+        self._state, self._read = state, read
         self._every = state.settings.options.elastic.snapshot_every
         self._newest: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
         self._copy: dict[str, Any] | None = None  # until it is sent
@@ -60,8 +55,8 @@ class Snapshots:
     def step(self) -> int | None:
         return None if self._newest is None else self._newest[1]
 
-    def maybe_take(self, state: Callable[[], dict[str, Any]], begins: bool = False) -> None:
-        """Copy the result of `state` if a snapshot is due.
+    def maybe_take(self, begins: bool = False) -> None:
+        """Copy the state if a snapshot is due.
 
         Rank 0 holds the copy, unless it runs in the driver's process and ends with the driver. If
         the state is sharded, every rank copies its shards. `begins`: whether a segment begins,
@@ -79,16 +74,16 @@ class Snapshots:
         must_agree = is_sharded and self._every == "auto" and not self._is_needed
         if self._every is None or (must_agree and not begins):
             return
-        due = train_state.ranks_in_sync and (self._is_needed or self._is_due(state))
+        due = train_state.ranks_in_sync and (self._is_needed or self._is_due())
         if must_agree and context.distributed:
             # The clocks of the ranks differ, but all shards must be of one step.
             due = bool(train_state.minimum(int(due)))
         is_sent = self._copy is not None and now - self._asked_at < _SEND_S
         if due and (is_sharded or not is_sent):
             with train_state.timing.within(SAVE):
-                self._take(state)
+                self._take()
 
-    def _is_due(self, state: Callable[[], dict[str, Any]]) -> bool:
+    def _is_due(self) -> bool:
         epoch, step = self._newest or (-1, 0)
         if isinstance(self._every, int):
             return self._state.global_step - step >= self._every
@@ -97,18 +92,18 @@ class Snapshots:
             return is_new_epoch
         if self._trained_s < max(self._wait_s, 0.0 if is_new_epoch else _PAUSE_S):
             return False
-        self._set_wait(_num_bytes(state()))
+        self._set_wait(_num_bytes(self._read()))
         return self._trained_s >= self._wait_s
 
     def _set_wait(self, size: int) -> None:
         self._wait_s = 0.0 if size <= _SMALL_BYTES else size * self._s_per_byte / _BUDGET
 
-    def _take(self, state: Callable[[], dict[str, Any]]) -> None:
+    def _take(self) -> None:
         train_state, began = self._state, self.clock()
         self._copy, self._trained_s = None, 0.0  # release its memory first
         self._asked_at, self._is_needed = -_SEND_S, False
         try:
-            copy = map_leaves(state(), lambda leaf: train_state.copy_leaf(leaf, on_host=True))
+            copy = map_leaves(self._read(), lambda leaf: train_state.copy_leaf(leaf, on_host=True))
         except Exception as error:
             if not train_state.micro_batching.is_tolerable(error):
                 raise
@@ -156,41 +151,3 @@ def _num_bytes(state: Any) -> int:
     sizes: list[int] = []
     map_leaves(state, lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)))
     return sum(sizes)
-
-
-class Generators:
-    """The random number generators of Python and NumPy. Subclasses add framework generators."""
-
-    def state(self) -> dict[str, Any]:
-        numpy_state: Any = np.random.get_state(legacy=True)
-        return {"python": random.getstate(), "numpy": numpy_state}
-
-    def set(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state`. Accept other sequences in place of tuples and arrays."""
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
-        kind, keys, place, *rest = state["numpy"]
-        if not 0 <= place <= len(keys):  # NumPy would read beyond the keys
-            raise ValueError(f"NumPy generator: position {place} must be from 0 to {len(keys)}.")
-        np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
-
-    def checked(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
-        """Check the states of all workers. Return () if the number of workers has changed."""
-        try:
-            with self.unchanged():
-                for state in states:
-                    self.set(state)
-        except Exception as error:
-            raise CheckpointError(
-                f"The state's data['rng'] cannot be loaded: {error!r}. It must have the random "
-                "number generators of each worker."
-            ) from error
-        return states if len(states) == num_workers else ()
-
-    @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        own = self.state()
-        try:
-            yield
-        finally:
-            self.set(own)

@@ -1,4 +1,4 @@
-"""Copies of tensors, models, and random states, and checks whether a saved state fits."""
+"""Copies of tensors and models, and checks whether a saved state fits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
 from raysgd._internal.nested import deep_copied, map_leaves
-from raysgd.loop.state import Generators
 
 
 def to_cpu(tree: Any, shares: bool = False) -> Any:
@@ -150,27 +148,6 @@ def _is_equal(given: torch.Tensor, own: Any) -> bool:
         and own.is_contiguous()
         and (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
     )
-
-
-# ---- random number generators
-
-
-class TorchGenerators(Generators):
-    def state(self) -> dict[str, Any]:
-        state = super().state()
-        kind, keys, *rest = state["numpy"]
-        # Use a tensor, because `weights_only` loading rejects arrays.
-        state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
-        state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
-
-    def set(self, state: Mapping[str, Any]) -> None:
-        super().set(state)
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
 
 
 # ---- checks before anything changes
