@@ -67,7 +67,6 @@ $(VENV)/.docs-stamp: EXTRAS = all
 $(VENV)/.docs-stamp: GROUPS = docs
 $(VENV)/.bench-stamp: EXTRAS = all
 $(VENV)/.bench-stamp: GROUPS = bench
-$(VENV)/.bench-stamp: AND_THEN = $(INSTALL) --no-deps --group bench-streams
 $(VENV)/.dist-stamp: GROUPS = dist
 
 # Python compiles a module at its first import. Most installed modules are never imported.
