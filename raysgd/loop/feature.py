@@ -69,9 +69,6 @@ class StepFeature:
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         """Read or change the gradients of an optimizer before its update."""
 
-    def after_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
-        """Handle the end of an update, or an update that was skipped because of an overflow."""
-
     def before_commit(self, tx: UpdateTransaction) -> None:
         """Raise an error if the update must not be committed."""
 

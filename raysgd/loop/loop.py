@@ -12,7 +12,6 @@ The life of an update. The hooks of features get its state ``tx``, an
             # In each optimizer_step():
             feature.before_update(tx, optimizer)
             optimizer.step()
-            feature.after_update(tx, optimizer)
         # UPDATED: every optimizer has made its updates
         # The loop asks for the next batch, or returns:
         feature.before_commit(tx)

@@ -270,8 +270,6 @@ class Optimization(StepFeature):
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(optimizer is registered for registered in self.optimizers):
             self._transaction.end_update(optimizer)
-            for feature in self._state.features:
-                feature.after_update(self._transaction, optimizer)
             if not self._transaction.in_helper:
                 self._state.timing.enter(OTHER)
 

@@ -181,7 +181,9 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
     def take_state(self) -> None:
         super().take_state()
         self._values = {}
-        if dist.is_initialized() and not self._is_alone:  # otherwise `reshard` places the rows
+        assert self._train_state is not None
+        is_alone = self._train_state.context.alone  # a replacement places its rows when it joins
+        if dist.is_initialized() and not is_alone:
             self._place()
 
     def reshard(self, leader: int) -> None:
@@ -207,18 +209,9 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
             for of_model in known_as
         ]
 
-    @property
-    def _device(self) -> torch.device:
-        return self.models.device
-
-    @property
-    def _is_alone(self) -> bool:
-        """Whether this is a replacement worker, which receives its rows when it joins."""
-        assert self._train_state is not None
-        return self._train_state.context.alone
-
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
-        if self._is_alone:  # a GPU may have no room for all rows
+        assert self._train_state is not None
+        if self._train_state.context.alone:  # a GPU may have no room for all rows
             return None
         elements = self._values[which].detach().reshape(-1)[start:stop]
         return elements.to(self._device, self._parameters[which].dtype, copy=True)

@@ -40,7 +40,7 @@ def recorded(name):
 
 
 HOOKS = """
-    begin_call begin begin_micro_batch before_update after_update before_commit commit roll_back
+    begin_call begin begin_micro_batch before_update before_commit commit roll_back
     end_epoch check_trained end_call sync_buffers
 """
 for name in HOOKS.split():
@@ -50,7 +50,6 @@ STEP = [
     "begin 0",
     "begin_micro_batch 0",
     "before_update 0",
-    "after_update 0",
     "before_commit 0",
     "commit",
 ]
