@@ -4,6 +4,7 @@ A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the ma
 ``raysgd-manifest.json``. The comment of the archive, at the end of the file, is its seal:
 ``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in parts of 64 MiB; the last
 part has the rest. The digits are the SHA-256 of the SHA-256 hashes of the parts (32 bytes each).
+The seal of an older file, ``sha256=…``, is the SHA-256 of all bytes before it.
 
 After other content, such as a pickle, `seal` appends an archive that holds only the manifest.
 """
@@ -22,7 +23,7 @@ import platform
 import re
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -34,7 +35,7 @@ FORMAT = 1
 
 _LIBRARIES = ("raysgd", "ray", "torch", "tensorflow", "keras")
 _RECORD = "raysgd-manifest.json"
-_SEAL = re.compile(rb"raysgd-checkpoint hashes=([0-9a-f]{64})\n")
+_SEAL = re.compile(rb"raysgd-checkpoint (hashes|sha256)=([0-9a-f]{64})\n")
 _SEAL_SIZE = len("raysgd-checkpoint hashes=\n") + 64
 _PART = 1 << 26
 _CHUNK = 1 << 20
@@ -140,7 +141,10 @@ def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
 
 def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
     start = number * _PART
-    end = min(start + _PART, size)
+    return _hash(file, start, min(start + _PART, size))
+
+
+def _hash(file: IO[bytes], start: int, end: int) -> bytes:
     found, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     while read := os.preadv(file.fileno(), [chunk[: end - start]], start):
         found.update(chunk[:read])
@@ -155,9 +159,8 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
     `whole`, check only the manifest. `shown` is the name in messages.
     """
     try:
-        file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
-        digest = _SEAL.fullmatch(file.read())
-        if digest and whole and digest[1].decode() != _digest(file):
+        found, digest = _digest_in(file)
+        if digest and whole and digest != found(file):
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None
@@ -191,3 +194,13 @@ def sealed_size(file: IO[bytes]) -> int:
     """Return the size of a file without the archive that `seal` appended."""
     with zipfile.ZipFile(file) as archive:
         return archive.infolist()[0].header_offset
+
+
+def _digest_in(file: IO[bytes]) -> tuple[Callable[[IO[bytes]], str], str | None]:
+    """Return the function that computes the digest of a file, and the digest in its seal."""
+    size = max(0, file.seek(0, 2) - _SEAL_SIZE)
+    file.seek(size)
+    if (match := _SEAL.fullmatch(file.read())) is None:
+        return _digest, None
+    is_of_parts = match[1] == b"hashes"
+    return _digest if is_of_parts else lambda file: _hash(file, 0, size).hex(), match[2].decode()

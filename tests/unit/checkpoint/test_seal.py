@@ -1,5 +1,6 @@
 """The seal of a checkpoint file, which detects damage to any byte."""
 
+import hashlib
 import io
 import tempfile
 import zipfile
@@ -143,6 +144,16 @@ def test_a_flipped_byte_is_found_in_each_part(tmp_path, monkeypatch):
         flip(path, place)
 
 
+def test_a_file_with_a_single_hash_of_an_older_version_passes(path):
+    content = path.read_bytes()[: -manifest._SEAL_SIZE]
+    digest = hashlib.sha256(content).hexdigest()
+    path.write_bytes(content + f"raysgd-checkpoint sha256={digest}\n".encode())
+    assert manifest_of(path).operator == "Digits"
+    flip(path, path.stat().st_size // 4)
+    with pytest.raises(CheckpointError, match="damaged"):
+        manifest_of(path)
+
+
 def test_parts_are_hashed_while_they_are_written(tmp_path, monkeypatch):
     """The end of the archive spans several parts, and the manifest replaces it."""
     monkeypatch.setattr(manifest, "_PART", 1 << 12)
@@ -150,11 +161,8 @@ def test_parts_are_hashed_while_they_are_written(tmp_path, monkeypatch):
     with open(tmp_path / "state.pt", "xb+") as file:
         writing = HashingFile(file)
         torch.save(state, writing)
-        num_parts = len([part.result() for part in writing._parts])
-        hash_of = manifest._hash_of_part
-        monkeypatch.setattr(
-            manifest, "_hash_of_part", lambda *at: hashed.append(at[1]) or hash_of(*at)
-        )
+        num_parts, hash_ = len([part.result() for part in writing._parts]), manifest._hash
+        monkeypatch.setattr(manifest, "_hash", lambda *at: hashed.append(at[1]) or hash_(*at))
         writing.seal(Manifest(operator="Digits"))
         assert 2 < len(hashed) < num_parts / 20
         assert verify(file, "state.pt").operator == "Digits"
