@@ -1,7 +1,11 @@
-"""States with NumPy arrays: an archive of ``numpy.savez``.
+"""States with NumPy arrays: a zip archive of the arrays' bytes, and JSON for all else.
 
-Its array ``structure`` is JSON for nested containers, numbers, and texts. The others are the arrays
-of the state, by their number. Reading needs no PyTorch and runs no code.
+::
+
+    raysgd-state/structure.json     nested containers, numbers, and texts
+    raysgd-state/arrays/0           the bytes of the first array of the state, in C order
+
+Reading needs no PyTorch and runs no code.
 """
 
 from __future__ import annotations
@@ -18,25 +22,33 @@ import numpy as np
 
 from raysgd.checkpoint.manifest import is_archive
 
+_STRUCTURE = "raysgd-state/structure.json"
+_ARRAY = "raysgd-state/arrays/{}"
+
 
 def is_ours(file: IO[bytes]) -> bool:
-    """Return whether `write` wrote the file."""
+    """Return whether `write` wrote the file and its hash is correct."""
     if not is_archive(file):
         return False
     with zipfile.ZipFile(file) as archive:
-        return "structure.npy" in archive.namelist()
+        return _STRUCTURE in archive.namelist()
 
 
 def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
     arrays: list[Any] = []
     structure = json.dumps(_encode(state, arrays))
-    np.savez(file, structure=structure, **{str(n): array for n, array in enumerate(arrays)})
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(zipfile.ZipInfo(_STRUCTURE), structure)
+        for number, array in enumerate(arrays):
+            content = np.ascontiguousarray(array).tobytes()
+            archive.writestr(zipfile.ZipInfo(_ARRAY.format(number)), content)
 
 
 def read(file: IO[bytes]) -> Any:
-    with np.load(file) as archive:
+    with zipfile.ZipFile(file) as archive:
         numbers = itertools.count()
-        return _decode(json.loads(str(archive["structure"])), lambda: archive[str(next(numbers))])
+        structure = json.loads(archive.read(_STRUCTURE))
+        return _decode(structure, lambda: archive.read(_ARRAY.format(next(numbers))))
 
 
 def _encode(tree: Any, arrays: list[Any]) -> Any:
@@ -48,9 +60,10 @@ def _encode(tree: Any, arrays: list[Any]) -> Any:
     if isinstance(tree, np.ndarray):
         if tree.dtype.hasobject or tree.dtype.names:
             raise TypeError(f"the state has an array with the unsupported dtype {tree.dtype}")
-        is_foreign = tree.dtype.kind == "V"  # such as bfloat16, which NumPy does not know
-        arrays.append(tree.view(f"u{tree.itemsize}") if is_foreign else tree)
-        return {"array": tree.dtype.name if is_foreign else None}
+        arrays.append(tree)
+        # bfloat16 has the kind V, and only its name identifies it
+        dtype = tree.dtype.name if tree.dtype.kind == "V" else tree.dtype.str
+        return {"array": [dtype, tree.shape]}
     if isinstance(tree, Mapping):
         return {"dict": [[_encode(k, arrays), _encode(v, arrays)] for k, v in tree.items()]}
     if isinstance(tree, list | tuple):
@@ -62,7 +75,7 @@ def _encode(tree: Any, arrays: list[Any]) -> Any:
     )
 
 
-def _decode(tree: Any, next_array: Callable[[], Any]) -> Any:
+def _decode(tree: Any, next_array: Callable[[], bytes]) -> Any:
     if isinstance(tree, list):
         return [_decode(item, next_array) for item in tree]
     if not isinstance(tree, dict):
@@ -71,9 +84,15 @@ def _decode(tree: Any, next_array: Callable[[], Any]) -> Any:
     if kind == "bytes":
         return base64.b64decode(value)
     if kind == "array":
-        array = next_array()  # bytes, which have no dtype, if the record is damaged
-        foreign = value and getattr(importlib.import_module("ml_dtypes"), value)
-        return array.view(foreign or array.dtype)
+        dtype, shape = value
+        return np.frombuffer(next_array(), _dtype(dtype)).reshape(shape).copy()
     if kind == "dict":
         return {_decode(k, next_array): _decode(v, next_array) for k, v in value}
     return tuple(_decode(item, next_array) for item in value)
+
+
+def _dtype(name: str) -> Any:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))  # such as bfloat16

@@ -118,8 +118,8 @@ def seal(file: IO[bytes], manifest: Manifest, hashes: Sequence[bytes] = ()) -> N
     file.seek(0, 2)
     with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
         num_kept = archive.start_dir // _PART  # the manifest replaces the rest
-        folder = archive.namelist()[0].rpartition("/")[0] if is_zip else ""
-        archive.writestr(zipfile.ZipInfo(f"{folder or 'raysgd'}/{_RECORD}"), manifest.to_json())
+        folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
+        archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
         archive.comment = bytes(_SEAL_SIZE)
     digest = _digest(file, hashes[:num_kept])
     file.seek(-_SEAL_SIZE, 2)
