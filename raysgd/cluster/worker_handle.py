@@ -340,5 +340,7 @@ def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
     """Return in one line why a worker was lost or did not start."""
     if member is not None and is_loss(error):
         return without_secrets(loss_cause(error, member.info))
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = getattr(error, "cause", None)  # of an error that Ray brings: its text is a traceback
+    text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return without_secrets(" ".join(lines[:3])) if lines else type(error).__name__

@@ -153,8 +153,8 @@ class OperatorRunner(Runner, ABC):
         if segment is not None:
             done, total = segment.num_finished, segment.total_batches
         else:
-            done = 0 if evaluation.batches is None else evaluation.batches.count
-            total = evaluation.total
+            batches, total = evaluation.batches, evaluation.total  # the other thread resets both
+            done = 0 if batches is None else batches.count
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
         is_shared = segment is not None and train_state.share_metrics is not None
