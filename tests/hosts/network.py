@@ -60,7 +60,8 @@ class Hosts:
         self._switch = f"{self._name}sw"
         self.folder = Path(tempfile.mkdtemp(prefix="hosts"))
         self.environment = {
-            **os.environ,
+            # A process group of an earlier test in this process may have chosen the loopback.
+            **{k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"},
             "RAY_AUTH_MODE": "disabled",
             "RAY_TMPDIR": str(self.folder),  # otherwise the next test would find this cluster
             "RAY_ADDRESS": f"{self.address(0)}:{PORT}",
