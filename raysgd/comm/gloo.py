@@ -271,7 +271,8 @@ class _Running:
 
     def oldest(self) -> int | None:
         with self._changed:
-            return min((number for number in self._active.values() if number > 0), default=None)
+            numbers = [number for key, number in self._active.items() if key in self._waits]
+            return min((number for number in numbers if number > 0), default=None)
 
     def interrupt(self) -> None:
         with self._changed:
