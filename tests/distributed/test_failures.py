@@ -103,25 +103,22 @@ def interrupt_validation(trainer, folder, num_workers):
     """Interrupt a validation. It has no collectives, so it stops before the next batch."""
     trainer.train(num_steps=3)
     trainer.validate(num_steps=2)
-    order(folder, "validate", 0, 3, "wait")
+    order(folder, "validate", 0, 3, "wait for the stop")
     before = trainer.apply_all_operators(lambda operator: operator.num_validated)[0]
     with interrupted_when((folder / "waiting").exists), pytest.raises(KeyboardInterrupt):
         trainer.validate()
-    (folder / "go").touch()
     after = trainer.apply_all_operators(lambda operator: operator.num_validated)[0]
     assert after == before + 1  # the rest is not validated
     assert trainer.validate()["num_samples"] == NUM_SAMPLES - 2 * 32 * num_workers
     assert trainer.global_step == 3
     (folder / "waiting").unlink()
-    (folder / "go").unlink()
 
 
 def interrupt_training(trainer, folder, num_workers):
     """Interrupt a step. It is discarded or finished, and no other step is lost."""
-    order(folder, "train", num_workers - 1, 5, "wait")
+    order(folder, "train", num_workers - 1, 5, "wait for the stop")
     with interrupted_when((folder / "waiting").exists), pytest.raises(KeyboardInterrupt):
         trainer.train()
-    (folder / "go").touch()
     trainer.train()
     assert trainer.global_step == -(-NUM_SAMPLES // (32 * num_workers))
     check_epoch(trainer)
