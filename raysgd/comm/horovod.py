@@ -9,12 +9,11 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, is_single_node
+from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, worker_address
 
 _CONNECT_S = 30  # timeout of connecting to workers that are all present
 _POLL_S = 0.05  # longest delay until the rendezvous server stops
@@ -23,14 +22,12 @@ _SIGNS = ("Horovod has been shut down", "HorovodInternalError", "gloo", "Gloo", 
 _Connection = tuple[tuple[str, int], tuple[str, int]]  # local and remote end of a TCP connection
 
 
-@dataclass(frozen=True)
-class HorovodRendezvous:
+class HorovodRendezvous(NamedTuple):
     """Address of one generation's rendezvous server, and the workers' addresses by rank."""
 
     host: str
     port: int
     addresses: tuple[str, ...]
-    single_node: bool
 
 
 class HorovodBackend(CollectiveBackend):
@@ -68,8 +65,7 @@ class HorovodBackend(CollectiveBackend):
         server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
         serve = functools.partial(server.serve_forever, poll_interval=_POLL_S)
         threading.Thread(target=serve, name="raysgd-horovod", daemon=True).start()
-        single_node = is_single_node(addresses)
-        return HorovodRendezvous(host, server.server_port, tuple(addresses), single_node)
+        return HorovodRendezvous(host, server.server_port, tuple(addresses))
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         check_horovod()
@@ -162,10 +158,11 @@ def horovod_environment(
         slot = _slot([LOOPBACK], 0)
     else:
         slot = _slot(rendezvous.addresses, context.world_rank)
-        address = LOOPBACK if rendezvous.single_node else context.node_ip
         variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = rendezvous.host
         variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.port)
-        variables["HOROVOD_GLOO_IFACE"] = interface_of(address)
+        variables["HOROVOD_GLOO_IFACE"] = interface_of(
+            worker_address(rendezvous.host, context.node_ip)
+        )
     return variables | {f"HOROVOD_{name.upper()}": str(slot[name]) for name in slot}
 
 

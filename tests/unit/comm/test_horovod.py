@@ -26,8 +26,8 @@ def environment(monkeypatch):
     monkeypatch.setattr(module, "interface_of", lambda address: f"interface of {address}")
 
 
-def places(addresses, single_node=False):
-    rendezvous = HorovodRendezvous("10.0.0.9", 777, tuple(addresses), single_node)
+def places(addresses, host="10.0.0.9"):
+    rendezvous = HorovodRendezvous(host, 777, tuple(addresses))
     return [
         horovod_environment(
             WorkerContext(world_rank=rank, world_size=len(addresses), node_ip=address),
@@ -54,7 +54,7 @@ def test_ranks_are_counted_by_host(environment):
 
 
 def test_on_one_machine_workers_talk_over_loopback(environment):
-    (place,) = places(["10.0.0.9"], single_node=True)
+    (place,) = places(["10.0.0.9"], host="127.0.0.1")
     assert place["HOROVOD_GLOO_IFACE"] == "interface of 127.0.0.1"
     assert place["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "777"
     assert place["HOROVOD_CONTROLLER"] == place["HOROVOD_CPU_OPERATIONS"] == "gloo"
@@ -82,7 +82,7 @@ def without_framework(monkeypatch):
 
 def test_the_environment_of_a_group_is_set_and_removed(environment, without_framework):
     backend = without_framework
-    rendezvous = HorovodRendezvous("10.0.0.9", 777, ("a", "a"), False)
+    rendezvous = HorovodRendezvous("10.0.0.9", 777, ("a", "a"))
     backend.setup(WorkerContext(world_rank=1, world_size=2, node_ip="a"), rendezvous)
     assert os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.9"
     assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == ("1", "2")
