@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from tests.conftest import wait_until
-from tests.ledger import Weights
+from tests.ledger import Weights, wait_if_short
 from tests.operators import NUM_SAMPLES, fingerprint, make_data, make_model
 
 
@@ -47,7 +47,7 @@ class Faulty(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         self.maybe("train")
-        self.wait_if_short()
+        wait_if_short(self, self.asked("until_size"))
         features, target, ids = batch
         loss = self.criterion(self.model(features), target)
         self.backward(loss)
@@ -68,10 +68,6 @@ class Faulty(TrainingOperator):
         features, target, ids = batch
         loss = self.criterion(self.model(features), target)
         return {"val_loss": loss.detach(), "num_samples": len(ids)}
-
-    def wait_if_short(self):
-        if self.world_size < self.asked("until_size"):
-            time.sleep(0.4)  # so slow that replacement workers arrive long before the end
 
     def maybe(self, when, step=None):
         what = self.take(f"{when}-{self.world_rank}-{self.global_step if step is None else step}")

@@ -1,7 +1,5 @@
 """Losing workers, replacing them, and running out of memory do not change the weights."""
 
-import time
-
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -13,6 +11,7 @@ from raysgd.torch.features.averaging import Averaging
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import IN_SOAK, wait_until
 from tests.fidelity import Exact, flat, plain_run
+from tests.ledger import wait_if_short
 
 CONFIG = {"num_samples": 203, "num_epochs": 3, "shuffle": True, BATCH_SIZE: 24}
 """Three or four workers can evenly divide neither the samples nor a batch."""
@@ -53,8 +52,7 @@ class Waiting(Exact):
     def train_batch(self, batch, batch_info):
         Fault.where = self.faults.pop((self.world_rank, batch_info["global_step"]), Fault.where)
         Fault.happen("forward")
-        if self.world_size < self.config.get("until_size", 0):
-            time.sleep(0.2)
+        wait_if_short(self, self.config.get("until_size", 0))
         return super().train_batch(batch, batch_info)
 
 
