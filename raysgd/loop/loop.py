@@ -21,11 +21,11 @@ The life of an update. The hooks of features get its state ``tx``, an
     if train_epoch raises:
         if tx is UPDATED:
             ...                               # COMMITTED, as above
-        else:
-            feature.roll_back(tx)             # restores what it copied
-            tx.roll_back()                    # DISCARDED: the next attempt trains its batches again
-        feature.roll_back(tx)                 # restores what changed outside of an update
-        raise                                 # in both cases
+        feature.roll_back(tx)                 # restores what changed since the last commit
+        tx.roll_back()                        # DISCARDED: the next attempt trains its batches again
+        raise
+
+`StepIterator._end_micro_batch` decides between COMMITTED and DISCARDED.
 
 How a segment ends:
 

@@ -37,8 +37,6 @@ class UpdateTransaction:
 
     def _reset(self) -> None:
         self.is_open = False  # has a batch, and was neither committed nor discarded
-        # Every optimizer has made its updates. The steps then count, even if the loop raises.
-        self.is_updated = False
         self.updating: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
         # Batches of the loader, to train them again. None: the source can read the batch again.
@@ -108,9 +106,20 @@ class UpdateTransaction:
     def has_updates(self) -> bool:
         return any(map(self.num_updates, self.optimizers))
 
+    @property
+    def is_updated(self) -> bool:
+        """Whether every optimizer has made as many updates as in an earlier update, at least one.
+
+        The steps then count, even if the loop raises.
+        """
+        if self.updating is not None or not self.optimizers:
+            return False
+        usual = {id(each): self._most_updates[id(each)] or 1 for each in self.optimizers}
+        return all(self._updates[key] >= count for key, count in usual.items())
+
     def begin_update(self, optimizer: Any) -> None:
         self.check_warm_up()
-        self.updating, self.is_updated = optimizer, False
+        self.updating = optimizer
 
     def check_warm_up(self) -> None:
         if self.is_warm_up:
@@ -120,12 +129,8 @@ class UpdateTransaction:
         self.updating = None
         if not self.has_earlier_losses:  # the losses of another optimizer may have another count
             self._is_weighted = False
-        if not self.is_open:
-            return
-        self._updates[id(optimizer)] += 1
-        usual = {id(each): self._most_updates[id(each)] or 1 for each in self.optimizers}
-        if usual and all(self._updates[key] >= count for key, count in usual.items()):
-            self.is_updated = True
+        if self.is_open:
+            self._updates[id(optimizer)] += 1
 
     def check_whole(self, global_step: int) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""

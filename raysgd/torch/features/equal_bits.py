@@ -49,16 +49,13 @@ class EqualBitsTransaction(UpdateTransaction):
     ``samples / items of the update``.
     """
 
-    has_metrics = True  # all workers have the metrics, or ``train_epoch`` does not collect any
+    has_metrics: bool | None = None
+    """Whether all workers have the metrics. None: ``train_epoch`` does not collect them."""
 
     @property
     def is_updated(self) -> bool:
-        """Whether the steps count. Without its metrics, a step does not count yet."""
-        return self._is_updated and self.has_metrics
-
-    @is_updated.setter
-    def is_updated(self, value: bool) -> None:
-        self._is_updated = value
+        """Whether the steps count, which they do when all workers have their metrics."""
+        return super().is_updated if self.has_metrics is None else self.has_metrics
 
     @property
     def has_several_updates(self) -> bool:
@@ -155,7 +152,7 @@ class EqualBitsReplication(Replication):
 
     def begin(self, tx: UpdateTransaction) -> None:
         """Keep what an update changes besides the optimizer and the model."""
-        self._transaction.has_metrics = self._state.meters is None
+        self._transaction.has_metrics = None if self._state.meters is None else False
         self._scales = [t.clone() for t in self._precision.scales_of()]
         self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
 
@@ -219,7 +216,7 @@ class EqualBitsReplication(Replication):
         own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
         rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
         rows.sort(key=lambda row: row[0])
-        self._transaction.has_metrics = self._transaction.is_updated = True
+        self._transaction.has_metrics = True
         last = self._num_shards - 1
         return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
 
