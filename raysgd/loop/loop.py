@@ -8,7 +8,7 @@ The life of an update. The hooks of features get its state ``tx``, an
         feature.begin_micro_batch(tx)
         operator.train_batch(batch)
             # In each backward(loss):
-            tx.weigh(count)                   # the weight of the loss in the update
+            tx.weights.add(count)             # returns the weight of the loss in the update
             # In each optimizer_step():
             feature.before_update(tx, optimizer)
             optimizer.step()
@@ -341,6 +341,7 @@ class Loop:
             unchanged(train_state),
             train_state.rehearsing(),
             unchanged(tx),
+            unchanged(tx.weights),
         ):
             tx.is_warm_up, iterator = True, make_iterator()
             train_state.segment = iterator if isinstance(iterator, StepIterator) else None

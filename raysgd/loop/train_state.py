@@ -168,7 +168,7 @@ class TrainState(SavedState):
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         self.settings.context = context
         self.settings.batch_share = batch_share
-        self.transaction.reference = None  # new workers must use the same number
+        self.transaction.weights.expected = None  # new workers must use the same number
         self.data.enter()
         for feature in self.features:
             feature.enter()
