@@ -130,7 +130,7 @@ class Loop:
         source = train_state.data.training_source(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
-        if source.set_weights(request.shares) or source is not self._source:
+        if source.set_shares(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
@@ -318,18 +318,18 @@ class Loop:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
         source, settings = train_state.data.readable("train"), train_state.settings
-        context, share = settings.context, settings.batch_share
+        context, config_batch = settings.context, settings.config_batch
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
-        source.repartition(settings.options.num_workers, 0, share)
+        source.repartition(settings.options.num_workers, 0, config_batch)
         batches = source.batches(0, 0, 1)
         with self._computing(
             lambda: StepIterator(train_state, source, batches, 1, 1, None, self.signal)
         ):
             pass
         source.close_workers()
-        source.repartition(context.world_size, context.world_rank, share)
+        source.repartition(context.world_size, context.world_rank, config_batch)
 
     @contextlib.contextmanager
     def _computing(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[None]:

@@ -104,7 +104,7 @@ class LossWeights:
         """
         if not self._has_begun:  # a loop without the iterator of raysgd
             self.reset()
-        is_repeated, self.has_loss = not self._micro_batch.weight, True
+        is_repeated, self.has_loss = not self._micro_batch.fraction, True
         if count.is_sum:
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
@@ -133,7 +133,7 @@ class LossWeights:
         if items is None:
             items = self._micro_batch.samples
         if items is None:
-            items = self._micro_batch.weight
+            items = self._micro_batch.fraction
         self._items = 0.0 if is_repeated else float(items)
         self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
         self._is_first = False

@@ -48,7 +48,7 @@ class OperatorRunner(Runner, ABC):
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         train_state, position = self._train_state, self._train_state.position()
-        train_state.enter(context, self._set_share(context))
+        train_state.enter(context, self._set_config_batch(context))
         expected = self._follow(leader) if context.distributed else None
         self._running.keep_iteration(moved=train_state.position() != position)
         if train_state.sharded_features:
@@ -65,20 +65,20 @@ class OperatorRunner(Runner, ABC):
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, given = options.unpacked()
-        size = options.num_workers if keeps else context.world_size  # defines a worker's share
-        size = options.num_shards or size
+        size = options.num_workers if keeps else context.world_size
+        size = options.num_shards or size  # number of parts of the global batch
         config = worker_config(given, size, copies=context.in_driver)
-        sizes = {"batch_share": config.get(BATCH_SIZE), "global_batch": given.get(BATCH_SIZE)}
+        sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": given.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
-    def _set_share(self, context: WorkerContext) -> int | None:
+    def _set_config_batch(self, context: WorkerContext) -> int | None:
         given = self._train_state.settings.global_batch
         if given is None:
             return None
-        share = self.operator.config[BATCH_SIZE] = given // (
+        size = self.operator.config[BATCH_SIZE] = given // (
             self._options.num_shards or context.world_size
         )
-        return share
+        return size
 
     def _follow(self, leader: int) -> dict[str, Any] | None:
         """Load the state of rank `leader`, and return it. Every rank must call this."""
@@ -104,7 +104,7 @@ class OperatorRunner(Runner, ABC):
         """Start an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
         train_state = self._train_state
-        train_state.settings.batch_share = self._set_share(train_state.context)
+        train_state.settings.config_batch = self._set_config_batch(train_state.context)
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
             sources = train_state.data

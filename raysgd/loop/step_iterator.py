@@ -83,7 +83,9 @@ class StepIterator:
     @property
     def num_drawn(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_whole = self._tx.micro_batch.weight != 0 and self._train_state.micro_batching.split == 1
+        is_whole = (
+            self._tx.micro_batch.fraction != 0 and self._train_state.micro_batching.split == 1
+        )
         return self._source.num_drawn if is_whole else None
 
     @property

@@ -165,9 +165,9 @@ class TrainState(SavedState):
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""
 
-    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+    def enter(self, context: WorkerContext, config_batch: int | None) -> None:
         self.settings.context = context
-        self.settings.batch_share = batch_share
+        self.settings.config_batch = config_batch
         self.transaction.weights.expected = None  # new workers must use the same number
         self.data.enter()
         for feature in self.features:

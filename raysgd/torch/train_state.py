@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import loading
-from raysgd.loop.state_schema import check_parts
+from raysgd.loop.state_schema import check_objects
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.equal_bits import EqualBitsMicroBatching, EqualBitsTransaction
@@ -136,7 +136,7 @@ class TorchTrainState(RegisteredState):
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects, saved in self._stateful(state):
-            check_parts(name, objects, saved, state_problem)
+            check_objects(name, objects, saved, state_problem)
         if state.get("schedulers") and not self.schedulers:
             self.settings.warn_once(
                 "schedulers",

@@ -303,7 +303,7 @@ class EqualBitsReplication(Replication):
         kind = 2 * self._number_of(optimizer) + (tx.weights.counted is not None)
         flags = self._agree(kind, flags)
         partition = self._partition
-        total = sum_over_workers(tree, self._num_shards, partition.weights)
+        total = sum_over_workers(tree, self._num_shards, partition.shares)
         if tx.weights.counted is not None:
             *total, count = total
             if num_items := count.item():
