@@ -35,7 +35,7 @@ class _Worker:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """An entry of a state."""
 
     key: str
@@ -93,24 +93,24 @@ def _batching(worker: _Worker) -> dict[str, tuple[int, bool]]:
 
 
 SCHEMA = (
-    Entry("epoch", _SAVED, _epoch, _count),
-    Entry("global_step", _ALL, lambda w: w.train_state.global_step, _count),
-    Entry("shares", _SAVED, _shards),  # of a sharded state, under the name that files have
-    Entry("operator", _ALL, lambda w: w.operator.state_dict()),
-    Entry("data", _ALL, lambda w: w.train_state.position(), _position),
-    Entry("callbacks", _SAVED, check=_dict, is_of_driver=True),
-    Entry("config", _SAVED, check=_dict, is_of_driver=True),
-    Entry("validation_due", _SAVED, check=_dict, is_of_driver=True),
-    Entry("call", _CALL, lambda w: dict(w.call)),
-    Entry("batching", _CALL, _batching),
-    Entry("flags", _CALL, lambda w: w.train_state.flags()),
-    Entry("fingerprint", _REPLACEMENT, lambda w: w.train_state.data.fingerprint()),
-    Entry("why_not_split", _REPLACEMENT, lambda w: w.train_state.micro_batching.why_not_split),
-    Entry("is_partial", _REPLACEMENT, lambda w: w.train_state.transaction.is_partial),
+    StateEntry("epoch", _SAVED, _epoch, _count),
+    StateEntry("global_step", _ALL, lambda w: w.train_state.global_step, _count),
+    StateEntry("shares", _SAVED, _shards),  # of a sharded state, under the name that files have
+    StateEntry("operator", _ALL, lambda w: w.operator.state_dict()),
+    StateEntry("data", _ALL, lambda w: w.train_state.position(), _position),
+    StateEntry("callbacks", _SAVED, check=_dict, is_of_driver=True),
+    StateEntry("config", _SAVED, check=_dict, is_of_driver=True),
+    StateEntry("validation_due", _SAVED, check=_dict, is_of_driver=True),
+    StateEntry("call", _CALL, lambda w: dict(w.call)),
+    StateEntry("batching", _CALL, _batching),
+    StateEntry("flags", _CALL, lambda w: w.train_state.flags()),
+    StateEntry("fingerprint", _REPLACEMENT, lambda w: w.train_state.data.fingerprint()),
+    StateEntry("why_not_split", _REPLACEMENT, lambda w: w.train_state.micro_batching.why_not_split),
+    StateEntry("is_partial", _REPLACEMENT, lambda w: w.train_state.transaction.is_partial),
     # `TrainState.training_state` has these, and more keys of features. They travel last, because
     # workers receive them in the memory of the models and optimizers that they have.
-    Entry("optimizers", _SAVED),
-    Entry("models", _SAVED),
+    StateEntry("optimizers", _SAVED),
+    StateEntry("models", _SAVED),
 )
 OF_DRIVER = tuple(entry.key for entry in SCHEMA if entry.is_of_driver)
 _OF_CALL = tuple(entry.key for entry in SCHEMA if entry.receivers == _CALL)

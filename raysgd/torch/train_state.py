@@ -16,6 +16,7 @@ from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.equal_bits import EqualBitsMicroBatching, EqualBitsTransaction
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
@@ -41,7 +42,8 @@ class TorchTrainState(RegisteredState):
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
         kind = TorchMicroBatching if options.num_shards is None else EqualBitsMicroBatching
         self.micro_batching: TorchMicroBatching = kind(self)
-        self.features = [self.micro_batching]
+        self.untracked = Untracked(self)
+        self.features = [self.micro_batching, self.untracked]  # `register` adds the others
         self.optimization = Optimization(self, precision)
         self.schedules = Schedules(self, self.optimization.check_complete)
         self.averaging = Averaging(self)
