@@ -58,7 +58,7 @@ class TorchTrainState(RegisteredState):
         """
         device, lacks = self.settings.device, follows
         # Do not read a large state if no other worker can have it.
-        if self.minimum(-int(follows and self.global_step > 0)) < 0:
+        if self.minimum(-int(follows and not self.is_new)) < 0:
             state = self.training_state()
             state["models"] = [
                 ddp.without_buffers(model, model_state)
