@@ -67,6 +67,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         with self._surrounded():
             loaders = self._load(config, unused)
             module.configure_model()
+            self.register_data(**loaders)
             optimizers, schedulers = self._configured()
             self.model, self.optimizer, *_ = self.register(
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
@@ -75,7 +76,6 @@ class LightningMethods(_Base):  # type: ignore[misc]
             self._surroundings.lr_scheduler_configs = [
                 SimpleNamespace(scheduler=each) for each in schedulers
             ]
-            self.register_data(**loaders)
             module.on_fit_start()
         unused.discard("max_epochs")
         if unused and self.world_rank == 0:
@@ -322,7 +322,17 @@ class _Surroundings:
         """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
-        self.strategy = SimpleNamespace(all_gather=self.all_gather)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "strategy":
+            return self
+        if name.startswith("_"):
+            raise AttributeError(name)
+        # Lightning would replace an AttributeError by one about Fabric.
+        raise NotImplementedError(
+            f"self.trainer.{name}: raysgd trains this module without Lightning's Trainer, and has "
+            "no such attribute. Pass the value in the config, or override a method of the operator."
+        )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all workers, stacked by rank."""
@@ -335,7 +345,21 @@ class _Surroundings:
 
     @property
     def max_epochs(self) -> int:
+        if "max_epochs" not in self._operator.config:
+            raise ValueError('self.trainer.max_epochs: pass config={"max_epochs": ...}.')
         return int(self._operator.config["max_epochs"])
+
+    @property
+    def num_training_batches(self) -> int:
+        return int(self._operator.steps_per_epoch)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return self.max_epochs * self.num_training_batches
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._operator.optimizer]
 
     @property
     def current_epoch(self) -> int:
