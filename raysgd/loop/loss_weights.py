@@ -47,7 +47,7 @@ class LossWeights:
 
     The total and the factor are equal on all workers. Only case 1 communicates: once per update,
     and once more in the first update of a generation. A micro-batch without a loss has no items.
-    In cases 2 and 3, it `has_gap`, and several workers then do not know the total.
+    In cases 2 and 3, several workers then do not know the total, so a loss after it is an error.
     """
 
     def __init__(self) -> None:

@@ -98,13 +98,10 @@ class Optimization(StepFeature):
     # ---- hooks of a step
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        if (
-            tx.index > 0
-            and not tx.weights.has_earlier_losses
-            and any(map(_has_gradients, tx.optimizers))
-        ):
+        has_losses = tx.weights.has_earlier_losses
+        if tx.index > 0 and not has_losses and any(map(_has_gradients, tx.optimizers)):
             self._refuse_parts(_NO_BACKWARD)
-        if tx.weights.has_earlier_losses:
+        if has_losses:
             for optimizer in self.optimizers:
                 self._accumulated.set_aside(_parameters(optimizer))
         self._note_gradients(self.precision.scales)
