@@ -376,10 +376,12 @@ class LossReader:
         self._thread: threading.Thread | None = None
 
     def read(self, meters: AverageMeterCollection) -> dict[str, float]:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
-            self._thread.start()
-        self._thread.join(_LOSS_WAIT_S)
+        thread = self._thread  # other control threads may read at the same time
+        if thread is None or not thread.is_alive():
+            thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
+            thread.start()
+            self._thread = thread
+        thread.join(_LOSS_WAIT_S)
         return self._values
 
     def _wait(self, meters: AverageMeterCollection) -> None:

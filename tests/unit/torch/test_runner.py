@@ -4,7 +4,9 @@ import contextlib
 import copy
 import os
 import pickle
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.loop.runner import LossReader
+from raysgd.metrics import AverageMeterCollection
 from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
@@ -222,6 +225,18 @@ def test_progress_does_not_wait_for_the_gpu():
     meters.done.clear()
     assert [reader.read(meters) for _ in range(3)] == [{"train_loss": 2.5}] * 3
     meters.done.set()
+
+
+def test_control_threads_can_read_losses_at_the_same_time():
+    """A driver that got no answer in time asks again."""
+    reader, meters = LossReader(), AverageMeterCollection()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(found == {} for found in threads.map(reader.read, [meters] * 400))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_stop_request_ends_a_validation_at_the_next_batch():
