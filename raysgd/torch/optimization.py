@@ -72,6 +72,7 @@ class Optimization(StepFeature):
         self._seen: dict[int, list[tuple[int, int]]] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self.exchange = GradientExchange()
+        self._keeps_gradients = False  # train_batch itself accumulates them
 
     @property
     def needs_warm_up(self) -> bool:  # type: ignore[override]
@@ -113,6 +114,7 @@ class Optimization(StepFeature):
 
     def before_commit(self, tx: UpdateTransaction) -> None:
         self.check_complete()
+        self._keeps_gradients = not tx.has_updates and any(map(_has_gradients, self.optimizers))
         if self._has_uneven_share(tx) and tx.has_updates and not tx.weights.uses_backward:
             self._state.settings.warn_once(
                 "weight",
@@ -135,6 +137,13 @@ class Optimization(StepFeature):
         self._seen.clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
+        if self._keeps_gradients:
+            self._state.settings.warn_once(
+                "kept",
+                "A step failed, and the gradients that train_batch kept from earlier batches are "
+                "lost. To accumulate gradients, use register(gradient_accumulation_steps=...).",
+            )
+            self._keeps_gradients = False
         self._zero_gradients()
         self.commit()
 

@@ -218,7 +218,7 @@ def test_reduce_lr_on_plateau_needs_a_metric():
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
     check_step_freq([constant, plateau], "manual")
     check_step_freq([constant], "epoch")
-    with pytest.raises(ValueError, match=r"scheduler_step_freq='epoch'.*update_scheduler\(metric"):
+    with pytest.raises(ValueError, match=r"needs metrics.*update_scheduler\(value"):
         check_step_freq([constant, plateau], "epoch")
 
 
