@@ -140,16 +140,17 @@ class Records(ABC):
         """Return the records with these numbers, or a `BrokenRecord`."""
         if self._pid != os.getpid():
             self.close()
-        found: list[Any] = [None] * len(numbers)
-        order = sorted(range(len(numbers)), key=numbers.__getitem__)
-        by_file = itertools.groupby(order, lambda i: bisect.bisect_right(self._ends, numbers[i]))
-        for file, group in by_file:
+        order = np.argsort(numbers, kind="stable")
+        in_order = np.asarray(numbers, np.int64)[order]
+        files = np.searchsorted(self._ends, in_order, side="right")
+        found: list[Any] = [None] * len(order)
+        for first, stop in runs(files, 0):
+            file = int(files[first])
             start = self._ends[file - 1] if file else 0
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
                 self._check_stamp(file, _stamp(None, self.paths[file]))
-            places = list(group)
-            records = self._read(file, [numbers[i] - start for i in places])
-            for place, record in zip(places, records, strict=True):
+            records = self._read(file, in_order[first:stop] - start)
+            for place, record in zip(order[first:stop].tolist(), records, strict=True):
                 found[place] = record
         return found
 
@@ -162,7 +163,7 @@ class Records(ABC):
     def _count(self, index: Any) -> int: ...
 
     @abstractmethod
-    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+    def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
         """Return records of one file. The numbers are sorted."""
 
     # ---- files
@@ -259,9 +260,10 @@ class _Spans(Records):
     def _count(self, index: Any) -> int:
         return len(index) - 1
 
-    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+    def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
         index, found = self._indexes[file], []
-        for first, stop in _runs(numbers):
+        for run, end in runs(numbers, 1):
+            first, stop = int(numbers[run]), int(numbers[end - 1]) + 1
             starts = index[first : stop + 1].tolist()
             data = self._bytes(file, starts[0], starts[-1])
             for number, (low, high) in enumerate(itertools.pairwise(starts), start=first):
@@ -424,11 +426,10 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
         raise
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of the runs of consecutive numbers."""
-    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        yield members[0], members[-1] + 1
+def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
+    bounds = np.flatnonzero(np.diff(values) != step) + 1
+    return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
 
 
 def _stem(name: str) -> tuple[str, str]:

@@ -186,26 +186,27 @@ class Stream(NumberedSamples):
         if epoch != self._epoch_read:
             self._epoch_read = epoch
             self._records.close()
-        return self._records.read([self._record_of(epoch, number) for number in numbers])
+        return self._records.read(self._records_of(epoch, np.asarray(numbers, np.int64)))
 
     def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
         if self._augment is None:
             return sample
         return self._augment(sample, np.random.default_rng((self._seed, epoch, number)))
 
-    def _record_of(self, epoch: int, number: int) -> int:
-        """Return the number of a record in the files."""
+    def _records_of(self, epoch: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the numbers of records in the files."""
         if not self.shuffles:
-            return number
-        size = len(self._records)
-        window, within = divmod(number, self._window)
-        start = window * self._window
-        within = int(_order(min(self._window, size - start), self._seed, epoch, 1, window)[within])
-        chunk, within = divmod(start + within, self._chunk)
-        num_chunks = size // self._chunk  # the last one, if it is shorter, stays the last
-        if chunk < num_chunks:
-            chunk = int(_order(num_chunks, self._seed, epoch, 0)[chunk])
-        return chunk * self._chunk + within
+            return numbers
+        size, places = len(self._records), np.empty_like(numbers)
+        windows = numbers // self._window
+        for window in np.unique(windows).tolist():
+            start, own = window * self._window, windows == window
+            order = _order(min(self._window, size - start), self._seed, epoch, 1, window)
+            places[own] = start + order[numbers[own] - start]
+        chunks, within = np.divmod(places, self._chunk)
+        moves = chunks < size // self._chunk  # the last one, if it is shorter, stays the last
+        chunks[moves] = _order(size // self._chunk, self._seed, epoch, 0)[chunks[moves]]
+        return chunks * self._chunk + within
 
 
 @functools.lru_cache(maxsize=32)

@@ -86,6 +86,7 @@ def test_any_record_is_read_by_its_number(make, name):
     for _ in range(20):
         numbers = [generator.randrange(100) for _ in range(generator.randrange(1, 9))]
         assert [number(each) for each in records.read(numbers)] == numbers
+    assert [number(each) for each in records.read([35, 35, 37])] == [35, 35, 37]
     copy = pickle.loads(pickle.dumps(records))
     assert number(copy.read([57])[0]) == 57
 
