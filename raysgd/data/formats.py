@@ -6,7 +6,6 @@ without the records before it. Compressed files are decompressed once into that 
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import gzip
@@ -101,10 +100,10 @@ class Records(ABC):
         self.close()
         self._indexes = [self._load_index(number) for number in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]
-        self._ends = list(itertools.accumulate(counts))
+        self._ends = np.cumsum(counts, dtype=np.int64)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if self.paths else 0
 
     def __repr__(self) -> str:
         return f"{len(self.paths)} files with {len(self)} records"
@@ -136,7 +135,7 @@ class Records(ABC):
         pairs = zip(names, self._stamps, strict=True)
         return [zlib.crc32(f"{name} {stamp}".encode()) for name, stamp in pairs]
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
+    def read(self, numbers: Sequence[int] | np.ndarray[Any, Any]) -> list[Any]:
         """Return the records with these numbers, or a `BrokenRecord`."""
         if self._pid != os.getpid():
             self.close()
@@ -428,7 +427,7 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
 
 def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
-    bounds = np.flatnonzero(np.diff(values) != step) + 1
+    bounds = np.flatnonzero(values[1:] - values[:-1] != step) + 1
     return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
 
 
