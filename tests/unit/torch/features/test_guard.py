@@ -260,14 +260,14 @@ def test_cross_check_needs_several_workers_that_raysgd_keeps_equal(settings):
 
 
 class Watched(guards.Trains):
-    """Compares replicas before each step. In the steps 5 to 9, waiting for the GPU is an error."""
+    """Compares replicas before each step. Waiting for the GPU in steps 10 to 15 is an error."""
 
     def train_batch(self, batch, batch_info):
         if self.global_step == 2:  # the first comparison initializes NCCL
             self._train_state.feature(ReplicaGuard)._is_active = True
-        elif self.global_step == 4:
-            self.forbidden = forbid_synchronization()
         elif self.global_step == 9:
+            self.forbidden = forbid_synchronization()
+        elif self.global_step == 15:
             self.forbidden.close()
         return super().train_batch(batch, batch_info)
 
@@ -286,10 +286,10 @@ def test_steps_do_not_wait_for_a_gpu_that_is_compared_and_measured(monkeypatch):
     runner = TorchRunner(options)
     try:
         runner.setup(WorkerContext(world_rank=0, world_size=1, distributed=True))
-        runner.handle(TrainRequest(call=0, until_step=10, until_epoch=99))
+        runner.handle(TrainRequest(call=0, until_step=16, until_epoch=99))
         state = runner.operator._train_state
         guard = state.feature(ReplicaGuard)
-        assert guard._equal_at >= 8
+        assert guard._equal_at >= 14
         assert state.timing.totals.seconds[FORWARD] > 0
         before, _ = guard._digests(True, False, 1)
         runner.operator.model.head.weight.data.view(torch.int32)[0, 0] ^= 1
