@@ -274,6 +274,12 @@ def casts(t):
     t.model.head.double()
 
 
+def parametrizes(t):
+    torch.nn.utils.parametrize.register_parametrization(
+        plain(t.model).head, "weight", torch.nn.Identity()
+    )
+
+
 def adds_group(t):
     t.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(5))]})
 

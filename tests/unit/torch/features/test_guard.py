@@ -50,6 +50,7 @@ def workers():
         (Case("sets_decay"), "optimizers[0].param_groups[0]['weight_decay']"),
         (Case("steps_scheduler"), "schedulers[0]['last_epoch']"),
         (Case("freezes"), "models[0].head.weight"),
+        (Case("parametrizes"), "models[0].head.parametrizations.weight.original"),
         (
             Case("sets_scale", settings={"use_fp16": True, "amp_dtype": torch.float16}),
             "scaler[0]",
