@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
-from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.logged import REDUCTIONS, Reduced, TorchMetric, numbers_in
 
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
@@ -210,7 +209,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss, num_samples = outputs.get("loss"), self._num_samples(batch)
-        num_items = self._count_loss(batch, num_samples)
+        count = self._count_loss(batch, num_samples)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "
@@ -218,7 +217,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             )
         with self.timers.record("grad"):
             module.on_before_backward(loss)
-            self.backward(loss, num_samples=num_items)
+            self.backward(loss, num_samples=count)
             module.on_after_backward()
         with self.timers.record("apply"):
             if self._train_state.transaction.is_last:
@@ -228,7 +227,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 module.on_before_zero_grad(self.optimizer)
         module.on_train_batch_end(outputs, batch, index)
         logged = self._surroundings.take_logged()
-        return {"train_loss": mean_of(loss, num_items), **logged, NUM_SAMPLES: num_samples}
+        return {"train_loss": self._mean_of(loss, count), **logged, NUM_SAMPLES: num_samples}
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
         """Run a step of the module. In training, run it in the wrapper that averages gradients."""
@@ -288,7 +287,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         metrics = {}
         if isinstance(loss, torch.Tensor):
-            metrics["val_loss"] = mean_of(loss, self._count_items(batch, num_samples))
+            metrics["val_loss"] = self._mean_of(loss, self._count_loss(batch, num_samples))
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
