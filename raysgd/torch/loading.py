@@ -87,7 +87,7 @@ class TorchSources(DataSources):
             training=training,
             partitions=settings.options.add_dist_sampler,
             seed=self._seed,
-            batch_share=settings.batch_share,
+            config_batch=settings.config_batch,
             order_batch=settings.global_batch,
             **settings.placing,
         )

@@ -99,7 +99,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         assert (type(stream), type(known)) == (StreamSource, PartitionedLoader)
         if shares:
             for source in (stream, known):
-                source.set_weights(tuple(float(n + 1) for n in range(world_size)))
+                source.set_shares(tuple(float(n + 1) for n in range(world_size)))
         start = min(size, offset * stream.global_batch)
         found, end = read(stream, start, 100, group, in_parts)
         expected = []
@@ -514,7 +514,7 @@ def test_order_of_loader_processes_does_not_depend_on_the_number_of_workers():
     whole = None
     for world_size in (1, 2, 4):
         loader = DataLoader(Numbers(50), batch_size=8 // world_size, num_workers=2)
-        arguments = {"batch_share": 8 // world_size, "order_batch": 8}
+        arguments = {"config_batch": 8 // world_size, "order_batch": 8}
         ranks = [
             wrap(loader, world_size=world_size, rank=rank, **arguments).batches(0, 0)
             for rank in range(world_size)
