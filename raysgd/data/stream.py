@@ -56,6 +56,7 @@ class NumberedSamples(ABC):
     epoch = 0
     shuffles = False
     interleave = 1
+    files: Sequence[Records]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -66,21 +67,8 @@ class NumberedSamples(ABC):
 
     @property
     @abstractmethod
-    def paths(self) -> list[str]:
-        """The files."""
-
-    @abstractmethod
-    def stamps(self) -> list[int]:
-        """Return a number for each of `paths` that changes with the file."""
-
-    @property
-    @abstractmethod
     def settings(self) -> str:
         """The arguments that decide the samples of an epoch and their order."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the files until the next read."""
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of samples that are read by their numbers."""
@@ -163,6 +151,7 @@ class Stream(NumberedSamples):
             )
         check_flags("Stream", skip_broken=skip_broken)
         self._records, self._transform, self._augment = records, transform, augment
+        self.files = [records]
         self._window = check_int("Stream", "shuffle", shuffle, 0)
         self.interleave = check_int("Stream", "interleave", interleave, 1)
         self._seed = check_int("Stream", "seed", seed, 0)
@@ -181,16 +170,6 @@ class Stream(NumberedSamples):
 
     def __repr__(self) -> str:
         return f"Stream of {self._records!r}"
-
-    @property
-    def paths(self) -> list[str]:
-        return self._records.paths
-
-    def stamps(self) -> list[int]:
-        return self._records.stamps()
-
-    def close(self) -> None:
-        self._records.close()
 
     @property
     def settings(self) -> str:
@@ -215,7 +194,7 @@ class Stream(NumberedSamples):
     def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         if epoch != self._epoch_read:
             self._epoch_read = epoch
-            self.close()
+            self._records.close()
         return self._records.read(self._records_of(epoch, np.asarray(numbers, np.int64)))
 
     def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
@@ -304,6 +283,7 @@ class Mixed(NumberedSamples):
 
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
         self._streams, self._seed, self._weights = list(streams), seed, list(weights)
+        self.files = [stream._records for stream in streams]
         self._starts: list[int] = []  # numbers of samples at which the set of streams changes
         self._parts: list[tuple[list[int], np.ndarray[Any, Any]]] = []
         self._plan(np.asarray(weights, float))
@@ -345,17 +325,6 @@ class Mixed(NumberedSamples):
 
     def __repr__(self) -> str:
         return f"mix of {len(self._streams)} streams with {len(self)} records"
-
-    @property
-    def paths(self) -> list[str]:
-        return [path for stream in self._streams for path in stream.paths]
-
-    def stamps(self) -> list[int]:
-        return [stamp for stream in self._streams for stamp in stream.stamps()]
-
-    def close(self) -> None:
-        for stream in self._streams:
-            stream.close()
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         places = [self.place_of(number) for number in numbers]
@@ -413,12 +382,14 @@ def file_stamps(dataset: Any) -> dict[str, Any]:
     """Return what a checkpoint saves about the files of a data set and their order."""
     if not isinstance(dataset, NumberedSamples):
         return {}
-    return {"files": dataset.stamps(), "settings": dataset.settings}
+    stamps = [stamp for records in dataset.files for stamp in records.stamps()]
+    return {"files": stamps, "settings": dataset.settings}
 
 
 def close_files(dataset: Any) -> None:
     if isinstance(dataset, NumberedSamples):
-        dataset.close()
+        for records in dataset.files:
+            records.close()
 
 
 def check_files(dataset: Any, position: Mapping[str, Any]) -> None:
@@ -434,7 +405,8 @@ def check_files(dataset: Any, position: Mapping[str, Any]) -> None:
     saved, own = position.get("files"), stamps.get("files")
     if saved is None or own is None or saved == own:
         return
-    changed = [path for path, a, b in zip(dataset.paths, saved, own, strict=False) if a != b]
+    paths = [path for records in dataset.files for path in records.paths]
+    changed = [path for path, a, b in zip(paths, saved, own, strict=False) if a != b]
     what = changed[0] if changed else f"{len(own)} files instead of {len(saved)}"
     raise CheckpointError(
         f"The data has changed since the checkpoint was saved, within an epoch: {what}. Restore "

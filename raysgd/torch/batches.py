@@ -210,11 +210,10 @@ def _loss_by(criterion: Any, output: Any, batch: Batch) -> Any:
 def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
     """Raise an error for other trained parts that are auxiliary by their name or shape."""
     own = [*getattr(output, "_fields", ()), *getattr(output, "__dict__", ())]
-    parts = {name: _part(output, name) for name in _named(output) or own}
     unused = [
         name
-        for name, part in parts.items()
-        if part is not None and part is not scores and part.requires_grad
+        for name in _named(output) or own
+        if (part := _part(output, name)) is not None and part is not scores and part.requires_grad
         if name.startswith("aux") or part.shape == scores.shape
     ]
     if unused:

@@ -1,5 +1,6 @@
 """Each epoch of a stream trains on each sample once, whatever happens to workers."""
 
+import importlib.util
 import io
 import tarfile
 
@@ -34,6 +35,21 @@ def valid(lines):
     return [int(line) for line in lines if line]
 
 
+def write_archive(file, numbers):
+    with tarfile.open(file, "w") as archive:
+        for number in numbers:
+            member = tarfile.TarInfo(f"{number}.cls")
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"%04d" % number))
+
+
+def web_dataset(files):
+    import webdataset as wds
+
+    data = wds.WebDataset(files, shardshuffle=False)
+    return data.decode().map(lambda sample: sample["cls"])
+
+
 class FromStream(SlowLedger):
     def make_loader(self, config):
         size, kind = config["num_samples"], config["kind"]
@@ -41,6 +57,9 @@ class FromStream(SlowLedger):
             return DataLoader(Numbers(size), batch_size=8)
         if kind == "generator":
             return lambda: (yield from torch.arange(size).split(8))
+        if kind == "web":
+            samples = web_dataset(f"{config['data']}/{{0..5}}.tar").shuffle(50, seed=0)
+            return DataLoader(samples, batch_size=8, num_workers=config["loader_workers"])
         records = text(f"{config['data']}/*.txt", cache_dir=config["data"])
         if kind == "files":
             stream = Stream(records, transform=int, shuffle=100)
@@ -63,13 +82,16 @@ def data(tmp_path_factory):
         lines = [f"{next(numbers)}\n\n" for _ in range(300)]
         (folder / f"{file}.txt").write_text("".join(lines))
     (folder / "5.txt").write_text("".join(f"{number}\n" for number in numbers))
+    for file in range(6):
+        write_archive(folder / f"{file}.tar", range(file, NUM_SAMPLES, 6))
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def two_workers(module_cluster, data):
     elastic = ElasticConfig(resize_cooldown_s=0.0)
-    settings = {"kind": "grouped", "data": data, "loader_workers": 2}
+    kind = "grouped" if importlib.util.find_spec("webdataset") is None else "web"
+    settings = {"kind": kind, "data": data, "loader_workers": 2}
     with ledger_trainer(2, NUM_SAMPLES, elastic, FromStream, **settings) as trainer:
         yield Shared(trainer)
 
@@ -101,7 +123,8 @@ def test_each_sample_is_read_once_despite_losses_and_on_another_number_of_worker
     trainer.train()
     assert "restarted" in two.kinds
     assert torch.equal(ledger_of(trainer), before + 1)
-    with one_worker(kind="grouped", data=trainer.config["data"], loader_workers=2) as one:
+    config = {name: trainer.config[name] for name in ("kind", "data", "loader_workers")}
+    with one_worker(**config) as one:
         one.load(saved)
         assert one.train()["num_samples"] == NUM_SAMPLES - 41 * 16
         assert torch.equal(ledger_of(one), before + 1)
@@ -130,16 +153,11 @@ def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(two
 
 
 def test_web_dataset_is_read_on_two_workers(two, tmp_path):
-    wds = pytest.importorskip("webdataset", reason="WebDataset is not installed")
-    with tarfile.open(tmp_path / "data.tar", "w") as archive:
-        for number in range(37):
-            member = tarfile.TarInfo(f"{number}.cls")
-            member.size = 2
-            archive.addfile(member, io.BytesIO(b"%02d" % number))
+    pytest.importorskip("webdataset", reason="WebDataset is not installed")
+    write_archive(tmp_path / "data.tar", range(37))
 
     def loader(config):
-        data = wds.WebDataset(str(tmp_path / "data.tar"), shardshuffle=False)
-        return DataLoader(data.decode().map(lambda sample: sample["cls"]), batch_size=5)
+        return DataLoader(web_dataset(str(tmp_path / "data.tar")), batch_size=5)
 
     assert two.trainer.predict(loader).tolist() == list(range(37))
 

@@ -73,6 +73,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
             )
             self.schedulers = schedulers
+            self._surroundings.optimizers = [self.optimizer]
             self._surroundings.lr_scheduler_configs = [
                 SimpleNamespace(scheduler=each) for each in schedulers
             ]
@@ -322,6 +323,7 @@ class _Surroundings:
         """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
 
     def __getattr__(self, name: str) -> Any:
         if name == "strategy":
@@ -356,10 +358,6 @@ class _Surroundings:
     @property
     def estimated_stepping_batches(self) -> int:
         return self.max_epochs * self.num_training_batches
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return [self._operator.optimizer]
 
     @property
     def current_epoch(self) -> int:
