@@ -269,10 +269,11 @@ class SupervisedOperator(ConfiguredOperator):
         with self.timers.record("fwd"), self.autocast():
             output, target = self.predict(batch)
             losses = self.losses(in_full_precision(output), target)
-            num_items = self._count_loss(batch, len(target))
-            total, count = losses.sum(), losses.numel() if num_items is None else num_items
+            counted = self._count_loss(batch, len(target))
+            total = losses.sum()
+            count = losses.numel() if counted.items is None else counted.items
         with self.timers.record("grad"):
-            self.backward(total / (count or 1), num_samples=num_items)
+            self.backward(total / (count or 1), num_samples=counted)
         with self.timers.record("apply"):
             self.optimizer_step(self.optimizer)
         metrics = self.loss_metrics(total.detach(), count)

@@ -118,19 +118,19 @@ class GAN(ConfiguredOperator):
             loss_real = _loss(on_real, 1 - smoothing)
         # Use separate passes: normalization layers must not mix real and generated samples, and a
         # layer that changes its buffers needs its backward pass before the next forward pass.
-        num_items = self._count_loss(batch, count)
-        self.backward(loss_real, num_samples=num_items)
+        counted = self._count_loss(batch, count)
+        self.backward(loss_real, num_samples=counted)
         with self.timers.record("fwd"), self.autocast():
             on_fake = in_full_precision(self.discriminator(fake.detach()))
             loss_fake = _loss(on_fake, 0.0)
-        self.backward(loss_fake, num_samples=num_items)
+        self.backward(loss_fake, num_samples=counted)
         self.optimizer_step(self.discriminator_optimizer)
 
         judge = self.unwrapped(self.discriminator)
         with _frozen(judge):
             with self.timers.record("fwd"), self.autocast():
                 loss = _loss(in_full_precision(judge(fake)), 1.0)
-            self.backward(loss, num_samples=num_items)
+            self.backward(loss, num_samples=counted)
         self.optimizer_step(self.generator_optimizer)
         return {
             "train_discriminator_loss": (loss_real + loss_fake).detach(),

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from tests.conftest import wait_until
-from tests.ledger import Weights
+from tests.ledger import Weights, wait_if_short
 from tests.operators import NUM_SAMPLES, fingerprint, make_data, make_model
 
 
 class Faulty(TrainingOperator):
-    """An operator that obeys an order file once, on one rank at one step: raise, die, or wait.
+    """An operator that obeys an order file once, on one rank at one step. See `order`.
 
     The first model is a classifier with batch normalization and momentum. The second model counts
     how often each sample was trained on.
@@ -47,7 +47,7 @@ class Faulty(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         self.maybe("train")
-        self.wait_if_short()
+        wait_if_short(self, self.asked("until_size"))
         features, target, ids = batch
         loss = self.criterion(self.model(features), target)
         self.backward(loss)
@@ -58,6 +58,10 @@ class Faulty(TrainingOperator):
         self.optimizer_step(self.counter)
         return {"train_loss": loss.detach(), "num_samples": len(ids) * self.tokens_per_sample}
 
+    def validate(self, val_iterator, info):
+        self.signal = val_iterator.signal
+        return super().validate(val_iterator, info)
+
     def validate_batch(self, batch, batch_info):
         self.num_validated += 1
         self.maybe("validate")
@@ -65,21 +69,17 @@ class Faulty(TrainingOperator):
         loss = self.criterion(self.model(features), target)
         return {"val_loss": loss.detach(), "num_samples": len(ids)}
 
-    def wait_if_short(self):
-        if self.world_size < self.asked("until_size"):
-            time.sleep(0.4)  # so slow that replacement workers arrive long before the end
-
     def maybe(self, when, step=None):
         what = self.take(f"{when}-{self.world_rank}-{self.global_step if step is None else step}")
         if what == "raise":
             raise KeyError("a mistake of the user")
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "wait":
+        if what in ("wait", "wait for the stop"):
             with open(os.path.join(self.folder, "waiting"), "w"):
                 pass
-            release = os.path.join(self.folder, "go")
-            while not os.path.exists(release):
+            go = os.path.join(self.folder, "go")
+            while not (os.path.exists(go) if what == "wait" else self.signal.stop):
                 time.sleep(0.01)
 
     def take(self, name):
@@ -113,7 +113,10 @@ def faulty_trainer(folder, num_workers, operator_cls=Faulty, config=None, **argu
 
 
 def order(folder, when, rank, step, what):
-    """Order a rank to "raise", "die", or "wait" at a step. It waits until a file "go" exists."""
+    """Order a rank to "raise", "die", or "wait" at a step. It waits until a file "go" exists.
+
+    After a validation, the order can be "wait for the stop", which the driver requests.
+    """
     (folder / f"{when}-{rank}-{step}").write_text(what)
 
 

@@ -63,6 +63,18 @@ class Ledger(TrainingOperator):
         return {"num_samples": len(batch)}
 
 
+def wait_if_short(operator, size):
+    """Delay a step of a smaller group, so that replacements join long before the last step.
+
+    Later steps wait longer, because workers start slowly on a busy machine.
+    """
+    if operator.world_size >= size:
+        operator.num_short = 0
+        return
+    operator.num_short = getattr(operator, "num_short", 0) + 1
+    time.sleep(0.4 if operator.num_short < 15 else 2.0)
+
+
 class PacedLedger(Ledger):
     """A ledger whose steps take `step_s` seconds with any number of workers."""
 
@@ -81,8 +93,7 @@ class SlowLedger(Ledger):
                 pass
 
     def train_batch(self, batch, batch_info):
-        if self.world_size < self.config["until_size"]:
-            time.sleep(0.4)  # so slow that replacement workers arrive long before the end
+        wait_if_short(self, self.config["until_size"])
         return super().train_batch(batch, batch_info)
 
 

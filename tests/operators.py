@@ -1,5 +1,8 @@
 """Operators and data that many tests use."""
 
+import contextlib
+import warnings
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,6 +16,16 @@ def on_gpu(test):
     """Mark a test that needs a GPU."""
     lacking = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
     return pytest.mark.gpu(lacking(test))
+
+
+def forbid_synchronization():
+    """Make waiting for a GPU an error, until the result is closed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    stack = contextlib.ExitStack()
+    stack.callback(torch.cuda.set_sync_debug_mode, "default")
+    return stack
 
 
 def make_data(num_samples=NUM_SAMPLES):

@@ -316,6 +316,11 @@ def kill_one(args):
         killed.append(time.time())
         os.kill(pids[1], signal.SIGKILL)
 
+    def later(size):
+        """Return the times of the other worker's steps in a group of `size`, since the kill."""
+        times = [(at - killed[0], found) for at, found in steps(pids[0])] if killed else []
+        return [at for at, found in times if at > 0 and found == size]
+
     with tempfile.TemporaryDirectory() as folder:
         own = argparse.Namespace(**vars(args), folder=folder)
         with started_trainer(own, Recorder, 2) as trainer:
@@ -323,16 +328,13 @@ def kill_one(args):
             pids, killed = trainer.apply_all_workers(os.getpid), []
             killer = threading.Thread(target=kill)
             killer.start()
-            while not killed or steps(pids[0])[-1][1] < 2:
+            while not later(1) or not any(at > later(1)[0] for at in later(2)):
                 trainer.train()
             killer.join()
             peak = max(trainer.apply_all_workers(peak_mib))
-        after = [(at - killed[0], size) for at, size in steps(pids[0]) if at > killed[0]]
-    return {
-        "next_step_s": next(at for at, size in after if size == 1),
-        "full_size_s": next(at for at, size in after[1:] if size == 2),
-        "peak_mib": peak,
-    }
+        alone = later(1)[0]
+        joined = next(at for at in later(2) if at > alone)
+    return {"next_step_s": alone, "full_size_s": joined, "peak_mib": peak}
 
 
 SIDES = {

@@ -5,9 +5,11 @@
 
 Each side reads one epoch of the same samples on two workers, without loader processes, and makes
 batches of 64. The work per sample is small: 64 bytes of a text, or a decoded image. litData and
-MosaicML streaming read a copy of the data in their own format. A side whose package is missing is
-skipped. *resume* is the time to the first batch at 90 % of an epoch: raysgd loads a checkpoint, and
-Hugging Face skips samples. *memory* is that of a worker after 20 % and at the end of the epoch.
+MosaicML streaming read a copy of the data in their own format. *raysgd in turn* reads Parquet with
+``interleave=2``: like the other sides, it does not keep the order of the files. A side whose
+package is missing is skipped. *resume* is the time to the first batch at 90 % of an epoch: raysgd
+loads a checkpoint, and Hugging Face skips samples. *memory* is that of a worker after 20 % and at
+the end of the epoch.
 """
 
 import argparse
@@ -31,6 +33,7 @@ NUM_WORKERS, BATCH_SIZE, NUM_FILES = 2, 64, 8
 CONVERTED = ("litData", "MosaicML")
 SIDES = {
     "raysgd": "raysgd",
+    "raysgd in turn": "raysgd",
     "Hugging Face": "datasets",
     "webdataset": "webdataset",
     "litData": "litdata",
@@ -38,7 +41,7 @@ SIDES = {
 }
 READS = {
     "jsonl": ("raysgd", "Hugging Face", *CONVERTED),
-    "parquet": ("raysgd", "Hugging Face", *CONVERTED),
+    "parquet": ("raysgd", "raysgd in turn", "Hugging Face", *CONVERTED),
     "tar": ("raysgd", "Hugging Face", "webdataset", *CONVERTED),
 }
 
@@ -246,7 +249,7 @@ def resume_hugging_face(kind, folder, num_samples):
     return time.perf_counter() - started
 
 
-def measure_raysgd(kind, folder, num_samples):
+def measure_raysgd(kind, folder, num_samples, interleave):
     from raysgd import TorchTrainer, TrainingOperator
     from raysgd.data import Stream, jsonl, parquet, tar
 
@@ -257,7 +260,7 @@ def measure_raysgd(kind, folder, num_samples):
             self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.0))
             open_files = {"jsonl": jsonl, "parquet": parquet, "tar": tar}[kind]
             records = open_files(f"{folder}/*.{kind}", cache_dir=folder / "cache")
-            stream = Stream(records, transform=work)
+            stream = Stream(records, transform=work, interleave=interleave)
             self.register_data(train_loader=DataLoader(stream, batch_size=BATCH_SIZE))
 
         def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
@@ -293,8 +296,9 @@ def measure(side, kind, folder, num_samples):
         convert(side, kind, folder, part)
         part.rename(folder / side)
     resume = None
-    if side == "raysgd":
-        seconds, found, resume = measure_raysgd(kind, folder, num_samples)
+    if side.startswith("raysgd"):
+        interleave = 1 if side == "raysgd" else NUM_WORKERS
+        seconds, found, resume = measure_raysgd(kind, folder, num_samples, interleave)
     else:
         seconds, found = measure_peer(side, kind, folder, num_samples)
         if side == "Hugging Face":
@@ -305,7 +309,7 @@ def measure(side, kind, folder, num_samples):
     shown = "" if resume is None else f"{resume:.2f} s"
     memory = f"{max(early):.0f} to {max(late):.0f} MB"
     print(
-        f"{kind:8} {side:13} {sum(counts) / seconds:>10,.0f} {shown:>8} {memory:>16}{note}",
+        f"{kind:8} {side:14} {sum(counts) / seconds:>10,.0f} {shown:>8} {memory:>16}{note}",
         flush=True,
     )
 
@@ -323,7 +327,7 @@ def main():
     if args.smoke_test:
         args.megabytes = args.image_megabytes = 1.0
     print(machine())
-    print(f"{'format':8} {'side':13} {'samples/s':>10} {'resume':>8} {'memory':>16}")
+    print(f"{'format':8} {'side':14} {'samples/s':>10} {'resume':>8} {'memory':>16}")
     for kind in args.formats:
         folder = (args.folder or Path(tempfile.mkdtemp())) / kind
         megabytes = args.image_megabytes if kind == "tar" else args.megabytes
@@ -338,7 +342,7 @@ def main():
                 try:
                     importlib.import_module(SIDES[side])
                 except ImportError:
-                    print(f"{kind:8} {side:13} skipped, because {SIDES[side]} is not installed")
+                    print(f"{kind:8} {side:14} skipped, because {SIDES[side]} is not installed")
                     continue
                 measure(side, kind, folder, num_samples)
         if args.folder is None:

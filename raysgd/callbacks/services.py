@@ -9,7 +9,7 @@ import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of, named_metrics
@@ -146,7 +146,7 @@ class MLflowLogger(ServiceLogger):
         tags: dict[str, str] | None = None,
     ) -> None:
         import_extra("MLflowLogger", "mlflow", "callbacks")
-        self._tracking_uri = None if tracking_uri is None else os.fspath(tracking_uri)
+        self._tracking_uri = absolute_uri(tracking_uri)
         self._new: dict[str, Any] = {
             "experiment": experiment,
             "run_name": run_name,
@@ -190,9 +190,7 @@ class MLflowRun:
     ) -> None:
         from mlflow import MlflowClient
 
-        if _is_folder(tracking_uri):
-            # Pass a URI, because MLflow decodes percent signs in a path.
-            tracking_uri = Path(tracking_uri).expanduser().absolute().as_uri()
+        tracking_uri = absolute_uri(tracking_uri)
         if tracking_uri is not None and tracking_uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self.client = client = MlflowClient(tracking_uri, registry_uri)
@@ -229,10 +227,13 @@ class MLflowRun:
         self.client.set_terminated(self.id, "FAILED" if failed else "FINISHED")
 
 
-def _is_folder(uri: str | None) -> TypeGuard[str]:
-    if uri is None or uri in ("databricks", "databricks-uc"):
-        return False
-    return "://" not in uri and not uri.startswith(("file:", "uc:"))
+def absolute_uri(uri: str | os.PathLike[str] | None) -> str | None:
+    """Return the URI of a folder, which does not depend on the current one, or another URI."""
+    text = "" if uri is None else os.fspath(uri)
+    if re.match(r"[^/]+://|file:|uc:|databricks(-uc)?$|$", text):
+        return text or None
+    # MLflow decodes percent signs in a path, but not in a URI.
+    return Path(text).expanduser().absolute().as_uri()
 
 
 def _allowed(name: str) -> str:

@@ -8,29 +8,31 @@ import importlib.util
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, is_single_node
+from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, worker_address
 
 _CONNECT_S = 30  # timeout of connecting to workers that are all present
 _POLL_S = 0.05  # longest delay until the rendezvous server stops
 _SIGNS = ("Horovod has been shut down", "HorovodInternalError", "gloo", "Gloo", "Horovod has not")
 
+_ALONE: Mapping[str, Any] = {
+    "hostname": LOOPBACK,
+    **dict.fromkeys(("rank", "local_rank", "cross_rank"), 0),
+    **dict.fromkeys(("size", "local_size", "cross_size"), 1),
+}
 _Connection = tuple[tuple[str, int], tuple[str, int]]  # local and remote end of a TCP connection
 
 
-@dataclass(frozen=True)
-class HorovodRendezvous:
-    """Address of one generation's rendezvous server, and the workers' addresses by rank."""
+class HorovodRendezvous(NamedTuple):
+    """Address of one generation's rendezvous server, and the ranks as Horovod counts them."""
 
     host: str
     port: int
-    addresses: tuple[str, ...]
-    single_node: bool
+    slots: Sequence[Mapping[str, Any]]
 
 
 class HorovodBackend(CollectiveBackend):
@@ -56,7 +58,7 @@ class HorovodBackend(CollectiveBackend):
         self._own: dict[str, str] = {}
 
     def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
-        from horovod.runner.common.util.hosts import SlotInfo
+        from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
         self.close()
@@ -65,11 +67,13 @@ class HorovodBackend(CollectiveBackend):
         server = self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
         server.socket.listen(1024)  # the default backlog is five
         server.daemon_threads = True  # a silent client does not block shutdown
-        server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
+        # The ranks are in the order of hosts.
+        hosts = [HostInfo(address, number) for address, number in Counter(addresses).items()]
+        slots = get_host_assignments(hosts, len(addresses))
+        server.init(slots)
         serve = functools.partial(server.serve_forever, poll_interval=_POLL_S)
         threading.Thread(target=serve, name="raysgd-horovod", daemon=True).start()
-        single_node = is_single_node(addresses)
-        return HorovodRendezvous(host, server.server_port, tuple(addresses), single_node)
+        return HorovodRendezvous(host, server.server_port, [vars(slot) for slot in slots])
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         check_horovod()
@@ -159,34 +163,16 @@ def horovod_environment(
         "HOROVOD_GLOO_TIMEOUT_SECONDS": str(int(max(1, min(timeout_s, _CONNECT_S)))),
     }
     if rendezvous is None:
-        slot = _slot([LOOPBACK], 0)
+        slot = _ALONE
     else:
-        slot = _slot(rendezvous.addresses, context.world_rank)
-        address = LOOPBACK if rendezvous.single_node else context.node_ip
+        slot = rendezvous.slots[context.world_rank]
         variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = rendezvous.host
         variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous.port)
-        variables["HOROVOD_GLOO_IFACE"] = interface_of(address)
+        variables["HOROVOD_GLOO_IFACE"] = interface_of(
+            worker_address(rendezvous.host, context.node_ip)
+        )
     return variables | {f"HOROVOD_{name.upper()}": str(slot[name]) for name in slot}
 
 
 def _connections() -> set[_Connection]:
     return {(each.local, each.remote) for each in endpoints() if each.remote is not None}
-
-
-def _slot(addresses: Sequence[str], rank: int) -> dict[str, Any]:
-    """Return the ranks of a worker as Horovod counts them, from the addresses of all ranks."""
-    address = addresses[rank]
-    hosts = list(dict.fromkeys(addresses))
-    local_rank = addresses[:rank].count(address)
-    sizes = Counter(addresses)
-    # Select the hosts that have a worker with this local rank.
-    cross = [host for host in hosts if sizes[host] > local_rank]
-    return {
-        "hostname": address,
-        "rank": rank,
-        "size": len(addresses),
-        "local_rank": local_rank,
-        "local_size": sizes[address],
-        "cross_rank": cross.index(address),
-        "cross_size": len(cross),
-    }

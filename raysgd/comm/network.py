@@ -44,6 +44,11 @@ def driver_address(addresses: Sequence[str]) -> str:
     return LOOPBACK if is_single_node(addresses) else address_towards(addresses[0])
 
 
+def worker_address(driver_host: str, node_ip: str) -> str:
+    """Return the address at which other workers reach a worker, given `driver_address`."""
+    return LOOPBACK if driver_host == LOOPBACK else node_ip
+
+
 def interface_of(address: str) -> str:
     names = interfaces()
     if address not in names:

@@ -9,14 +9,13 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import refuse_triton
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
-from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
+from raysgd.comm.network import driver_address, worker_address
 from raysgd.comm.rendezvous import StoreClient, StoreServer
 
 logger = logging.getLogger(__name__)
@@ -24,14 +23,6 @@ logger = logging.getLogger(__name__)
 _CHOICES = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")
 _LOST = ("AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError")
 _SIGNS = ("Collective", "collective", "peer", "Connection reset", "connect to remote")
-
-
-@dataclass(frozen=True)
-class TensorflowRendezvous:
-    """Store where the workers of one generation exchange their addresses."""
-
-    store: Address
-    single_node: bool
 
 
 class TensorflowBackend(CollectiveBackend):
@@ -50,7 +41,8 @@ class TensorflowBackend(CollectiveBackend):
         self._server: StoreServer | None = None
         self._reserved_port: socket.socket | None = None
 
-    def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
+    def prepare(self, addresses: Sequence[str]) -> Address:
+        """Return the address of the store where the workers exchange their addresses."""
         if not self._has_warned and len(addresses) > 1:
             self._has_warned = True
             logger.warning(
@@ -60,9 +52,9 @@ class TensorflowBackend(CollectiveBackend):
             )
         self.close()
         self._server = StoreServer(driver_address(addresses))
-        return TensorflowRendezvous(self._server.address, is_single_node(addresses))
+        return self._server.address
 
-    def setup(self, context: WorkerContext, rendezvous: TensorflowRendezvous | None) -> None:
+    def setup(self, context: WorkerContext, rendezvous: Address | None) -> None:
         """Set the variables that TensorFlow reads on import and when it creates the strategy."""
         check_tensorflow("backend='tensorflow'")
         refuse_triton()
@@ -74,10 +66,10 @@ class TensorflowBackend(CollectiveBackend):
         if rendezvous is None:
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
         os.environ.update(self._environment)
-        host = LOOPBACK if rendezvous.single_node else context.node_ip
+        host = worker_address(rendezvous.host, context.node_ip)
         self._reserved_port = _reserve_port()
         address = f"{host}:{self._reserved_port.getsockname()[1]}"
-        store = StoreClient(rendezvous.store)
+        store = StoreClient(rendezvous)
         store.ask("set", [str(context.world_rank)], [address])
         ranks = [str(rank) for rank in range(context.world_size)]
         workers = store.get(ranks, self._timeout_s)

@@ -10,8 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -28,8 +27,8 @@ from raysgd.comm.network import (
     endpoints,
     interface_of,
     interfaces,
-    is_single_node,
     listeners,
+    worker_address,
 )
 from raysgd.comm.rendezvous import StoreClient, StoreServer
 
@@ -106,12 +105,10 @@ def _text(value: str | bytes) -> str:
     return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
 
 
-@dataclass(frozen=True)
-class TorchRendezvous:
+class TorchRendezvous(NamedTuple):
     """Addresses of one generation's stores. Only NCCL uses the ``TCPStore``."""
 
     store: Address
-    single_node: bool
     tcp_store_port: int | None = None
 
 
@@ -137,11 +134,11 @@ class TorchProcessGroup(CollectiveBackend):
         self._links_at = math.inf  # no links within one host
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
-        single_node, host = is_single_node(addresses), driver_address(addresses)
         self.close()
+        host = driver_address(addresses)
         self._server = StoreServer(host)
         if self._name != "nccl":
-            return TorchRendezvous(self._server.address, single_node)
+            return TorchRendezvous(self._server.address)
         # By default, ``TCPStore`` listens on all interfaces.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
@@ -153,7 +150,7 @@ class TorchProcessGroup(CollectiveBackend):
             timeout=self._timeout,
             master_listen_fd=listener.detach(),
         )
-        return TorchRendezvous(self._server.address, single_node, port)
+        return TorchRendezvous(self._server.address, port)
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
         """Create the default process group, and record which sockets belong to it."""
@@ -164,10 +161,10 @@ class TorchProcessGroup(CollectiveBackend):
                 "the other trainer with use_local=True."
             )
         entry = self._entry = Entry()
+        driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(
-                LOOPBACK if rendezvous is None or rendezvous.single_node else context.node_ip
-            )
+            own = worker_address(driver_host, context.node_ip)
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own)
             self._set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
@@ -204,7 +201,7 @@ class TorchProcessGroup(CollectiveBackend):
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
         opened = _exchange(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(own) for each in opened for own in each}
-        if rendezvous is not None and not rendezvous.single_node:
+        if driver_host != LOOPBACK:
             self._links_at = 0.0
 
     def interrupt(self) -> None:

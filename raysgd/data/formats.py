@@ -6,7 +6,6 @@ without the records before it. Compressed files are decompressed once into that 
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import gzip
@@ -101,10 +100,10 @@ class Records(ABC):
         self.close()
         self._indexes = [self._load_index(number) for number in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]
-        self._ends = list(itertools.accumulate(counts))
+        self._ends = np.cumsum(counts, dtype=np.int64)
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._ends[-1]) if self.paths else 0
 
     def __repr__(self) -> str:
         return f"{len(self.paths)} files with {len(self)} records"
@@ -136,20 +135,21 @@ class Records(ABC):
         pairs = zip(names, self._stamps, strict=True)
         return [zlib.crc32(f"{name} {stamp}".encode()) for name, stamp in pairs]
 
-    def read(self, numbers: Sequence[int]) -> list[Any]:
+    def read(self, numbers: Sequence[int] | np.ndarray[Any, Any]) -> list[Any]:
         """Return the records with these numbers, or a `BrokenRecord`."""
         if self._pid != os.getpid():
             self.close()
-        found: list[Any] = [None] * len(numbers)
-        order = sorted(range(len(numbers)), key=numbers.__getitem__)
-        by_file = itertools.groupby(order, lambda i: bisect.bisect_right(self._ends, numbers[i]))
-        for file, group in by_file:
+        order = np.argsort(numbers, kind="stable")
+        in_order = np.asarray(numbers, np.int64)[order]
+        files = np.searchsorted(self._ends, in_order, side="right")
+        found: list[Any] = [None] * len(order)
+        for first, stop in runs(files, 0):
+            file = int(files[first])
             start = self._ends[file - 1] if file else 0
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
                 self._check_stamp(file, _stamp(None, self.paths[file]))
-            places = list(group)
-            records = self._read(file, [numbers[i] - start for i in places])
-            for place, record in zip(places, records, strict=True):
+            records = self._read(file, in_order[first:stop] - start)
+            for place, record in zip(order[first:stop].tolist(), records, strict=True):
                 found[place] = record
         return found
 
@@ -162,7 +162,7 @@ class Records(ABC):
     def _count(self, index: Any) -> int: ...
 
     @abstractmethod
-    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+    def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
         """Return records of one file. The numbers are sorted."""
 
     # ---- files
@@ -259,9 +259,10 @@ class _Spans(Records):
     def _count(self, index: Any) -> int:
         return len(index) - 1
 
-    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+    def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
         index, found = self._indexes[file], []
-        for first, stop in _runs(numbers):
+        for run, end in runs(numbers, 1):
+            first, stop = int(numbers[run]), int(numbers[end - 1]) + 1
             starts = index[first : stop + 1].tolist()
             data = self._bytes(file, starts[0], starts[-1])
             for number, (low, high) in enumerate(itertools.pairwise(starts), start=first):
@@ -424,11 +425,10 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
         raise
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, stop) of the runs of consecutive numbers."""
-    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
-        yield members[0], members[-1] + 1
+def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
+    bounds = np.flatnonzero(values[1:] - values[:-1] != step) + 1
+    return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
 
 
 def _stem(name: str) -> tuple[str, str]:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from raysgd._internal.imports import import_extra
-from raysgd.data.formats import Records
+from raysgd.data.formats import Records, runs
 
 
 class Parquet(Records):
     """Rows of Parquet files, as dicts. Row groups are decoded as a whole."""
 
     def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
+        _pyarrow()  # takes 0.1 s, which the first batch should not wait for
         self._columns = None if columns is None else list(columns)
         super().__init__(paths, **options)
         sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
@@ -29,15 +30,14 @@ class Parquet(Records):
     def _count(self, index: Any) -> int:
         return int(index[-1])
 
-    def _read(self, file: int, numbers: list[int]) -> list[Any]:
+    def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
         index, found = self._indexes[file], []
         groups = np.searchsorted(index, numbers, side="right") - 1
-        pairs = zip(groups.tolist(), numbers, strict=True)
-        for group, members in itertools.groupby(pairs, lambda pair: pair[0]):
-            rows = [number - int(index[group]) for _, number in members]
-            table = self._table(file, group)
-            is_run = rows[-1] - rows[0] == len(rows) - 1
-            part = table.slice(rows[0], len(rows)) if is_run else table.take(rows)
+        for first, stop in runs(groups, 0):
+            group = int(groups[first])
+            rows, table = numbers[first:stop] - index[group], self._table(file, group)
+            is_run = len(list(runs(rows, 1))) == 1
+            part = table.slice(int(rows[0]), len(rows)) if is_run else table.take(rows)
             found += part.to_pylist()
         return found
 

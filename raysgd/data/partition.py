@@ -30,7 +30,7 @@ class EpochPartition:
     even: bool = True
     full_size: int | None = None  # workers that define the size of a step; None: the current ones
     global_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
-    weights: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
+    shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
     num_shards: int | None = None  # parts of each step that do not depend on the workers
 
     @property
@@ -42,7 +42,7 @@ class EpochPartition:
     def owned(self) -> range:
         """The shards of each step that this worker trains one after the other."""
         assert self.num_shards is not None
-        return range(*part_of(self.num_shards, self.world_size, self.rank, self.weights))
+        return range(*part_of(self.num_shards, self.world_size, self.rank, self.shares))
 
     @property
     def max_rows(self) -> int:
@@ -108,13 +108,13 @@ class EpochPartition:
         if self.num_shards is not None:
             return [(*part_of(size, self.num_shards, each), each < size) for each in self.owned]
         max_rows = self.max_rows if in_parts else size
-        return _parts(size, self.world_size, self.rank, max_rows, self.weights)
+        return _parts(size, self.world_size, self.rank, max_rows, self.shares)
 
     def plan(self, sizes: tuple[int, ...], in_parts: bool) -> UpdatePlan:
         """Return this worker's micro-batches in an update, whose steps have `sizes` samples."""
         if self.num_shards is None:
             return plan_update(
-                sizes, self.world_size, self.rank, self.max_rows, in_parts, self.weights
+                sizes, self.world_size, self.rank, self.max_rows, in_parts, self.shares
             )
         planned: list[MicroBatch] = []
         for step, size in enumerate(sizes):
@@ -130,7 +130,7 @@ class MicroBatch:
     """What a worker trains at a time: a batch of its loader, or a part of a batch."""
 
     samples: float | None = None  # without repeated samples; None: unknown
-    weight: float = 1  # fraction of the worker's batch; 0 for repeated samples
+    fraction: float = 1  # fraction of the worker's batch; 0 for repeated samples
     step: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last part of the worker's batch
 
@@ -145,7 +145,7 @@ class MicroBatch:
             replace(
                 self,
                 samples=None if self.samples is None else self.samples * size / rows,
-                weight=self.weight * size / rows,
+                fraction=self.fraction * size / rows,
                 ends_step=self.ends_step and index == len(sizes) - 1,
             )
             for index, size in enumerate(sizes)
@@ -177,7 +177,7 @@ def plan_update(
     rank: int,
     max_rows: int,
     in_parts: bool,
-    weights: tuple[float, ...] | None = None,
+    shares: tuple[float, ...] | None = None,
 ) -> UpdatePlan:
     """Return a worker's micro-batches in an update, whose steps have `sizes` samples.
 
@@ -185,24 +185,24 @@ def plan_update(
     """
     planned: list[MicroBatch] = []
     for step, size in enumerate(sizes):
-        parts = _parts(size, world_size, rank, max_rows if in_parts else size, weights)
+        parts = _parts(size, world_size, rank, max_rows if in_parts else size, shares)
         counted = [stop - first if counts else 0 for first, stop, counts in parts]
         total = sum(counted)
         for index, count in enumerate(counted):
             weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
             planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
     is_large = not in_parts and any(
-        _num_parts(size, world_size, max_rows, weights) > 1 for size in sizes
+        _num_parts(size, world_size, max_rows, shares) > 1 for size in sizes
     )
     return UpdatePlan(tuple(planned), sum(sizes), is_large)
 
 
 def _parts(
-    size: int, world_size: int, rank: int, max_rows: int, weights: tuple[float, ...] | None
+    size: int, world_size: int, rank: int, max_rows: int, shares: tuple[float, ...] | None
 ) -> list[tuple[int, int, bool]]:
     """Return a worker's parts of a step as (start, stop, whether the samples count)."""
-    first, stop = part_of(size, world_size, rank, weights)
-    number, rows = _num_parts(size, world_size, max_rows, weights), stop - first
+    first, stop = part_of(size, world_size, rank, shares)
+    number, rows = _num_parts(size, world_size, max_rows, shares), stop - first
     spans = [part_of(rows, number, part) for part in range(number)]
     return [
         (first + low, first + high, rank < size and part < rows)
@@ -211,19 +211,19 @@ def _parts(
 
 
 def _num_parts(
-    size: int, world_size: int, max_rows: int, weights: tuple[float, ...] | None = None
+    size: int, world_size: int, max_rows: int, shares: tuple[float, ...] | None = None
 ) -> int:
     """Return the number of parts of each worker's batch in a step of `size` samples."""
     number = -(-size // (world_size * max_rows))
     if max_rows == 1:
         return number
     # Avoid parts of one sample, because batch normalization fails on them.
-    spans = [part_of(size, world_size, rank, weights) for rank in range(world_size)]
+    spans = [part_of(size, world_size, rank, shares) for rank in range(world_size)]
     return min(number, max(1, min(stop - first for first, stop in spans) // 2))
 
 
 def part_of(
-    total: int, world_size: int, rank: int, weights: tuple[float, ...] | None = None
+    total: int, world_size: int, rank: int, shares: tuple[float, ...] | None = None
 ) -> tuple[int, int]:
     """Return one worker's part of `total` samples as (start, stop), in proportion to its weight.
 
@@ -233,25 +233,25 @@ def part_of(
     [(0, 2), (2, 4), (4, 5)]
     >>> [part_of(2, 3, rank) for rank in range(3)]
     [(0, 1), (1, 2), (0, 1)]
-    >>> [part_of(8, 2, rank, weights=(3.0, 1.0)) for rank in range(2)]
+    >>> [part_of(8, 2, rank, shares=(3.0, 1.0)) for rank in range(2)]
     [(0, 6), (6, 8)]
     """
     if total < world_size:
         first = rank % total
         return first, first + 1
-    if weights is not None:
-        bounds = _bounds(total, weights)
+    if shares is not None:
+        bounds = _bounds(total, shares)
         return bounds[rank], bounds[rank + 1]
-    share, extra = divmod(total, world_size)
-    first = rank * share + min(rank, extra)
-    return first, first + share + (rank < extra)
+    size, extra = divmod(total, world_size)
+    first = rank * size + min(rank, extra)
+    return first, first + size + (rank < extra)
 
 
 @functools.lru_cache(maxsize=256)
-def _bounds(total: int, weights: tuple[float, ...]) -> list[int]:
-    bounds, sum_of_weights = [0], sum(weights)
-    for rank, sum_so_far in enumerate(itertools.accumulate(weights), start=1):
-        num_later = len(weights) - rank
-        ideal = round(total * sum_so_far / sum_of_weights)
+def _bounds(total: int, shares: tuple[float, ...]) -> list[int]:
+    bounds, sum_of_shares = [0], sum(shares)
+    for rank, sum_so_far in enumerate(itertools.accumulate(shares), start=1):
+        num_later = len(shares) - rank
+        ideal = round(total * sum_so_far / sum_of_shares)
         bounds.append(min(max(ideal, bounds[-1] + 1), total - num_later))
     return bounds

@@ -141,10 +141,10 @@ class BatchSource:
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
 
-    def repartition(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
+    def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
+        """Partition the epoch again. `config_batch` is this worker's new ``config[BATCH_SIZE]``."""
 
-    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
+    def set_shares(self, shares: tuple[float, ...] | None) -> bool:
         """Set the relative sizes of the workers' parts, and return whether they changed.
 
         They are valid until the next `repartition`.
@@ -155,7 +155,7 @@ class BatchSource:
         """Return a worker's batch size, and whether it follows ``config[BATCH_SIZE]``."""
         return None
 
-    def set_batch_size(self, size: int, follows_share: bool) -> None:
+    def set_batch_size(self, size: int, follows_config: bool) -> None:
         """Apply the `batching` of another worker."""
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
@@ -187,7 +187,7 @@ class PartitionedSource(BatchSource):
     """A loader of `total` items in batches of `size`, divided by an :class:`EpochPartition`.
 
     If `size` is None, each item is a batch. `full_size`, the number of workers of the full group,
-    makes the global batch size constant. If `size` is `batch_share`, the global batch size is
+    makes the global batch size constant. If `size` is `config_batch`, the global batch size is
     `global_batch`.
     """
 
@@ -205,15 +205,15 @@ class PartitionedSource(BatchSource):
         training: bool,
         world_size: int,
         rank: int,
-        batch_share: int | None = None,
+        config_batch: int | None = None,
         full_size: int | None = None,
         global_batch: int | None = None,
         num_shards: int | None = None,
     ) -> None:
-        # The loader uses config[BATCH_SIZE], which is a share of the global batch.
-        follows_share = size is not None and size == batch_share
+        # The loader uses config[BATCH_SIZE], a part of the global batch.
+        follows_config = size is not None and size == config_batch
         full_size = None if size is None else full_size  # a ready batch cannot grow
-        if follows_share and full_size is not None and global_batch is not None:
+        if follows_config and full_size is not None and global_batch is not None:
             size = global_batch // full_size
         super().__init__(loader)
         self._partition = EpochPartition(
@@ -227,7 +227,7 @@ class PartitionedSource(BatchSource):
             num_shards=num_shards,
         )
         self._given_batch = global_batch if training else None
-        self.set_batch_size(self._partition.batch_size, follows_share)
+        self.set_batch_size(self._partition.batch_size, follows_config)
 
     @property
     def partition(self) -> EpochPartition:
@@ -266,23 +266,23 @@ class PartitionedSource(BatchSource):
     def offset_after(self, offset: int, num_steps: int) -> int:
         return self.partition.offset_after(offset, num_steps)
 
-    def repartition(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._partition = replace(self._partition, world_size=world_size, rank=rank, weights=None)
-        if self._follows_share and batch_share is not None and not self.keeps_step:
-            self.set_batch_size(batch_share, follows_share=True)
+    def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
+        self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
+        if self._follows_config and config_batch is not None and not self.keeps_step:
+            self.set_batch_size(config_batch, follows_config=True)
 
-    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
-        changed = weights != self._partition.weights
-        self._partition = replace(self._partition, weights=weights)
+    def set_shares(self, shares: tuple[float, ...] | None) -> bool:
+        changed = shares != self._partition.shares
+        self._partition = replace(self._partition, shares=shares)
         return changed
 
     def batching(self) -> tuple[int, bool]:
-        return self._partition.batch_size, self._follows_share
+        return self._partition.batch_size, self._follows_config
 
-    def set_batch_size(self, size: int, follows_share: bool) -> None:
-        global_batch = self._given_batch if follows_share else None
+    def set_batch_size(self, size: int, follows_config: bool) -> None:
+        global_batch = self._given_batch if follows_config else None
         self._partition = replace(self._partition, batch_size=size, global_batch=global_batch)
-        self._follows_share = follows_share
+        self._follows_config = follows_config
 
     def describe(self) -> str:
         total, batch_size = self.partition.total, self.batch_size

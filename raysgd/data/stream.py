@@ -7,6 +7,7 @@ alone, so any worker reads any sample without the samples before it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -28,13 +29,25 @@ _CHUNKS_PER_WINDOW = 8
 
 
 class Keys:
-    """The keys of the samples of an epoch, computed where they are read."""
+    """The keys of the samples of an epoch, computed where they are read.
 
-    def __init__(self, epoch: int) -> None:
-        self._epoch = epoch
+    Within each step of `step` samples from `offset` on, the samples of a part of the data follow
+    each other, because a worker uses consecutive keys.
+    """
 
-    def __getitem__(self, part: slice) -> list[Key]:
-        return [(self._epoch, number) for number in range(part.start, part.stop)]
+    def __init__(self, data: NumberedSamples, epoch: int, offset: int, step: int) -> None:
+        self._size, self._parts = len(data), data.interleave if step else 1
+        self._epoch, self._offset, self._step = epoch, offset, step
+
+    def __getitem__(self, span: slice) -> list[Key]:
+        numbers: Sequence[int] = range(span.start, span.stop)
+        if self._parts > 1:
+            skip = (span.start - self._offset) % self._step
+            first, parts = span.start - skip, self._parts
+            stop = min(first + self._step, self._size)
+            by_part = [range(first + (part - first) % parts, stop, parts) for part in range(parts)]
+            numbers = list(itertools.chain(*by_part))[skip : skip + len(numbers)]
+        return [(self._epoch, number) for number in numbers]
 
 
 class NumberedSamples(ABC):
@@ -42,6 +55,7 @@ class NumberedSamples(ABC):
 
     epoch = 0
     shuffles = False
+    interleave = 1
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -68,9 +82,9 @@ class NumberedSamples(ABC):
         """Set the epoch of samples that are read by their numbers."""
         self.epoch = epoch
 
-    def keys(self, epoch: int) -> Keys:
-        """Return the keys of the samples of an epoch."""
-        return Keys(epoch)
+    def keys(self, epoch: int, offset: int = 0, step: int = 0) -> Keys:
+        """Return the keys of the samples of an epoch. `Keys` describes the other arguments."""
+        return Keys(self, epoch, offset, step)
 
     def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
         if keys and isinstance(keys[0], tuple):
@@ -104,6 +118,8 @@ class Stream(NumberedSamples):
             whose seed is the number of the sample in its epoch.
         shuffle: Number of samples in a window, within which the order is random. The order of parts
             of the files is random too. 0 keeps the order of the files.
+        interleave: Number of parts of the data that take turns in the order. With one part per
+            worker, or a multiple, each worker decodes only the Parquet row groups of its parts.
         seed: Determines the order of each epoch, and the random numbers of `augment`.
         group: Number of consecutive records that `transform` gets as a list. It then returns any
             number of samples, for example to pack texts or to drop records. Because the number of
@@ -131,6 +147,7 @@ class Stream(NumberedSamples):
         transform: Callable[[Any], Any] | None = None,
         augment: Callable[[Any, np.random.Generator], Any] | None = None,
         shuffle: int = 0,
+        interleave: int = 1,
         seed: int = 0,
         group: int | None = None,
         skip_broken: bool = False,
@@ -143,6 +160,7 @@ class Stream(NumberedSamples):
         check_flags("Stream", skip_broken=skip_broken)
         self._records, self._transform, self._augment = records, transform, augment
         self._window = check_int("Stream", "shuffle", shuffle, 0)
+        self.interleave = check_int("Stream", "interleave", interleave, 1)
         self._seed = check_int("Stream", "seed", seed, 0)
         self._group = 1 if group is None else check_int("Stream", "group", group, 1)
         self._is_list, self._skips = group is not None, skip_broken
@@ -151,7 +169,8 @@ class Stream(NumberedSamples):
         # Parts of the files that follow each other. Larger ones would mix less, and smaller ones
         # would decode the same row group more often.
         self._chunk = max(1, self._window // _CHUNKS_PER_WINDOW, records.block)
-        records.kept_rows = 2 * (self._window + records.block)
+        rows = 2 * (self._window + records.block) if self.shuffles else records.block
+        records.kept_rows = self.interleave * rows
 
     def __len__(self) -> int:
         return len(self._records)
@@ -169,43 +188,53 @@ class Stream(NumberedSamples):
     @property
     def settings(self) -> str:
         group = self._group if self._is_list else None
+        interleave = "" if self.interleave == 1 else f", interleave={self.interleave}"
         return (
             f"shuffle={self._window}, seed={self._seed}, group={group}, skip_broken={self._skips}"
+            f"{interleave}"
         )
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
-        found = []
-        for number, record in zip(numbers, self._read(epoch, numbers), strict=True):
+        samples = self._read(epoch, numbers)
+        for record in samples:
             if isinstance(record, BrokenRecord):
                 raise record.error
-            sample = record if self._transform is None else self._transform(record)
-            found.append(self._augmented(sample, epoch, number))
-        return found
+        if self._transform is not None:
+            samples = list(map(self._transform, samples))
+        if self._augment is None:
+            return samples
+        return [self._augmented(*each) for each in zip(samples, itertools.repeat(epoch), numbers)]
 
     def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         if epoch != self._epoch_read:
             self._epoch_read = epoch
             self._records.close()
-        return self._records.read([self._record_of(epoch, number) for number in numbers])
+        return self._records.read(self._records_of(epoch, np.asarray(numbers, np.int64)))
 
     def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
         if self._augment is None:
             return sample
         return self._augment(sample, np.random.default_rng((self._seed, epoch, number)))
 
-    def _record_of(self, epoch: int, number: int) -> int:
-        """Return the number of a record in the files."""
+    def _records_of(self, epoch: int, numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the numbers of records in the files."""
+        size, parts = len(self._records), self.interleave
+        if parts > 1:
+            in_parts = numbers % parts * (size // parts) + numbers // parts
+            # The rest stays at the end.
+            numbers = np.where(numbers < size // parts * parts, in_parts, numbers)
         if not self.shuffles:
-            return number
-        size = len(self._records)
-        window, within = divmod(number, self._window)
-        start = window * self._window
-        within = int(_order(min(self._window, size - start), self._seed, epoch, 1, window)[within])
-        chunk, within = divmod(start + within, self._chunk)
-        num_chunks = size // self._chunk  # the last one, if it is shorter, stays the last
-        if chunk < num_chunks:
-            chunk = int(_order(num_chunks, self._seed, epoch, 0)[chunk])
-        return chunk * self._chunk + within
+            return numbers
+        places = np.empty_like(numbers)
+        windows = numbers // self._window
+        for window in np.unique(windows).tolist():
+            start, own = window * self._window, windows == window
+            order = _order(min(self._window, size - start), self._seed, epoch, 1, window)
+            places[own] = start + order[numbers[own] - start]
+        chunks, within = np.divmod(places, self._chunk)
+        moves = chunks < size // self._chunk  # the last one, if it is shorter, stays the last
+        chunks[moves] = _order(size // self._chunk, self._seed, epoch, 0)[chunks[moves]]
+        return chunks * self._chunk + within
 
 
 @functools.lru_cache(maxsize=32)

@@ -132,7 +132,7 @@ class SnapshotKeeper:
     def state(self) -> Mapping[str, Any] | None:
         self._receive()
         try:
-            return with_shares([read() for read in self._shards]) if self._shards else None
+            return with_shards([read() for read in self._shards]) if self._shards else None
         except (CheckpointError, OSError) as error:
             raise CheckpointError(
                 f"All workers are lost, and the driver cannot read its snapshot: {error} To "
@@ -167,7 +167,7 @@ class SnapshotKeeper:
             )
 
 
-def with_shares(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def with_shards(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the state of rank 0 with the shards of all ranks."""
     state = states[0]
     if not isinstance(state, Mapping) or "shares" not in state:

@@ -8,7 +8,7 @@ The life of an update. The hooks of features get its state ``tx``, an
         feature.begin_micro_batch(tx)
         operator.train_batch(batch)
             # In each backward(loss):
-            tx.weigh(count)                   # the weight of the loss in the update
+            tx.weights.add(count)             # returns the weight of the loss in the update
             # In each optimizer_step():
             feature.before_update(tx, optimizer)
             optimizer.step()
@@ -21,11 +21,11 @@ The life of an update. The hooks of features get its state ``tx``, an
     if train_epoch raises:
         if tx is UPDATED:
             ...                               # COMMITTED, as above
-        else:
-            feature.roll_back(tx)             # restores what it copied
-            tx.roll_back()                    # DISCARDED: the next attempt trains its batches again
-        feature.roll_back(tx)                 # restores what changed outside of an update
-        raise                                 # in both cases
+        feature.roll_back(tx)                 # restores what changed since the last commit
+        tx.roll_back()                        # DISCARDED: the next attempt trains its batches again
+        raise
+
+`StepIterator._end_micro_batch` decides between COMMITTED and DISCARDED.
 
 How a segment ends:
 
@@ -130,7 +130,7 @@ class Loop:
         source = train_state.data.training_source(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
-        if source.set_weights(request.shares) or source is not self._source:
+        if source.set_shares(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
@@ -318,18 +318,18 @@ class Loop:
         """Compute the gradients of one training batch, then restore the state."""
         train_state = self.train_state
         source, settings = train_state.data.readable("train"), train_state.settings
-        context, share = settings.context, settings.batch_share
+        context, config_batch = settings.context, settings.config_batch
         if isinstance(source.loader, Iterator):
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
-        source.repartition(settings.options.num_workers, 0, share)
+        source.repartition(settings.options.num_workers, 0, config_batch)
         batches = source.batches(0, 0, 1)
         with self._computing(
             lambda: StepIterator(train_state, source, batches, 1, 1, None, self.signal)
         ):
             pass
         source.close_workers()
-        source.repartition(context.world_size, context.world_rank, share)
+        source.repartition(context.world_size, context.world_rank, config_batch)
 
     @contextlib.contextmanager
     def _computing(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[None]:
@@ -341,6 +341,7 @@ class Loop:
             unchanged(train_state),
             train_state.rehearsing(),
             unchanged(tx),
+            unchanged(tx.weights),
         ):
             tx.is_warm_up, iterator = True, make_iterator()
             train_state.segment = iterator if isinstance(iterator, StepIterator) else None

@@ -95,7 +95,7 @@ class OperatorBase:
     def setup(self, config: dict[str, Any]) -> None:
         """Create models, optimizers, and data, and register them.
 
-        ``config[BATCH_SIZE]`` is this worker's share of the global batch.
+        ``config[BATCH_SIZE]`` is this worker's part of the global batch.
         """
         raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
 
@@ -171,8 +171,8 @@ class OperatorBase:
         """Add the metrics of a batch, or of a part of a batch. They count after its update."""
         tx = self._train_state.transaction
         micro_batch = tx.micro_batch
-        metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.weight)
-        if not micro_batch.weight:  # the samples are repeated
+        metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.fraction)
+        if not micro_batch.fraction:  # the samples are repeated
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)

@@ -195,7 +195,7 @@ class Settings:
 
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
-    batch_share: int | None = None  # ``config[BATCH_SIZE]`` of the operator
+    config_batch: int | None = None  # ``config[BATCH_SIZE]`` of the operator
     global_batch: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
     _warned: set[str] = field(default_factory=set, repr=False)
 

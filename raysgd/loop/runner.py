@@ -21,6 +21,7 @@ from raysgd.cluster.streams import Content, Incoming
 from raysgd.elastic import call
 from raysgd.loop import requests
 from raysgd.loop.generators import Generators
+from raysgd.loop.joining import enter_generation
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
@@ -47,17 +48,7 @@ class OperatorRunner(Runner, ABC):
     # ---- lifecycle
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
-        train_state, position = self._train_state, self._train_state.position()
-        train_state.enter(context, self._set_share(context))
-        expected = self._follow(leader) if context.distributed else None
-        self._running.keep_iteration(moved=train_state.position() != position)
-        if train_state.sharded_features:
-            self._running.snapshots.clear()
-        self.operator.on_world_change()
-        if expected is not None:  # the hook may register the data of the leader
-            train_state.data.check_like(expected["fingerprint"])
-            train_state.data.set_batch_size(expected["batching"])
-        train_state.data.warn_of_stale_ranks()
+        enter_generation(self._running, context, leader, self._set_config_batch(context))
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
@@ -65,46 +56,26 @@ class OperatorRunner(Runner, ABC):
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, given = options.unpacked()
-        size = options.num_workers if keeps else context.world_size  # defines a worker's share
-        size = options.num_shards or size
+        size = options.num_workers if keeps else context.world_size
+        size = options.num_shards or size  # number of parts of the global batch
         config = worker_config(given, size, copies=context.in_driver)
-        sizes = {"batch_share": config.get(BATCH_SIZE), "global_batch": given.get(BATCH_SIZE)}
+        sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": given.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
-    def _set_share(self, context: WorkerContext) -> int | None:
+    def _set_config_batch(self, context: WorkerContext) -> int | None:
         given = self._train_state.settings.global_batch
         if given is None:
             return None
-        share = self.operator.config[BATCH_SIZE] = given // (
+        size = self.operator.config[BATCH_SIZE] = given // (
             self._options.num_shards or context.world_size
         )
-        return share
-
-    def _follow(self, leader: int) -> dict[str, Any] | None:
-        """Load the state of rank `leader`, and return it. Every rank must call this."""
-        train_state, rank = self._train_state, self._train_state.context.world_rank
-        state = train_state.from_rank(lambda: self._running.state_for("replacement"), leader)
-        if rank != leader:
-            train_state.data.set_batch_size(state["batching"])
-            micro_batching = train_state.micro_batching
-            micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
-        # Without replication, each worker keeps its own models unless it is new.
-        follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
-        train_state.share_training_state(leader, follows)
-        if follows:
-            self.operator.load_state_dict(state["operator"])
-            train_state.transaction.is_partial = state["is_partial"]
-            train_state.set_flags(state["flags"])
-        if rank != leader:
-            train_state.move_to(state["data"], state["global_step"])
-            self._running.progress.join(state["call"])
-        return state if rank != leader else None
+        return size
 
     def host(self, operator: Any) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
         train_state = self._train_state
-        train_state.settings.batch_share = self._set_share(train_state.context)
+        train_state.settings.config_batch = self._set_config_batch(train_state.context)
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
             sources = train_state.data
@@ -376,10 +347,12 @@ class LossReader:
         self._thread: threading.Thread | None = None
 
     def read(self, meters: AverageMeterCollection) -> dict[str, float]:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
-            self._thread.start()
-        self._thread.join(_LOSS_WAIT_S)
+        thread = self._thread  # other control threads may read at the same time
+        if thread is None or not thread.is_alive():
+            thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
+            thread.start()
+            self._thread = thread
+        thread.join(_LOSS_WAIT_S)
         return self._values
 
     def _wait(self, meters: AverageMeterCollection) -> None:

@@ -53,7 +53,8 @@ class Snapshots:
 
     @property
     def step(self) -> int | None:
-        return None if self._newest is None else self._newest[1]
+        newest = self._newest  # the training thread may clear it
+        return None if newest is None else newest[1]
 
     def maybe_take(self, begins: bool = False) -> None:
         """Copy the state if a snapshot is due.

@@ -109,7 +109,7 @@ class DataSources(ABC):
             source = self.wrap(dataset, training=True)
             self._sources = {k: v for k, v in self._sources.items() if not k.startswith("dataset")}
             self._sources[name] = source
-            source.set_batch_size(dataset.batch_size, follows_share=False)
+            source.set_batch_size(dataset.batch_size, follows_config=False)
         self.trains_on = name
         return self.current
 
@@ -203,9 +203,9 @@ class DataSources(ABC):
             source.reseed(seed, loader_seeds.get(name))
 
     def enter(self) -> None:
-        context, share = self._settings.context, self._settings.batch_share
+        context, config_batch = self._settings.context, self._settings.config_batch
         for source in self._sources.values():
-            source.repartition(context.world_size, context.world_rank, share)
+            source.repartition(context.world_size, context.world_rank, config_batch)
 
 
 class GeneratorFunction:

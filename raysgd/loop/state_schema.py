@@ -2,7 +2,7 @@
 
 Files have the state between calls. A snapshot, from which new workers restart, also has the
 unfinished call. A replacement worker gets models and optimizers from the process group, and the
-other parts that it needs from the worker whose state counts.
+other entries that it needs from the worker whose state counts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REPLACEMENT = frozenset({"replacement"})
 
 @dataclass(frozen=True)
 class _Worker:
-    """Where the parts of a state come from."""
+    """Where the entries of a state come from."""
 
     operator: Any
     train_state: TrainState
@@ -35,16 +35,16 @@ class _Worker:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One key of a state."""
+class StateEntry:
+    """An entry of a state."""
 
     key: str
     receivers: frozenset[str]
     read: Callable[[_Worker], Any] | None = None
-    """None for parts of `TrainState.training_state` or of the driver."""
+    """None for entries of `TrainState.training_state` or of the driver."""
     check: Callable[[str, Any], None] | None = None
     """Raises CheckpointError if a loaded value is wrong. The operator, the framework, or a feature
-    checks the other parts."""
+    checks the other entries."""
     is_of_driver: bool = False
 
 
@@ -93,27 +93,27 @@ def _batching(worker: _Worker) -> dict[str, tuple[int, bool]]:
 
 
 SCHEMA = (
-    Part("epoch", _SAVED, _epoch, _count),
-    Part("global_step", _ALL, lambda w: w.train_state.global_step, _count),
-    Part("shares", _SAVED, _shards),  # of a sharded state, under the name that files have
-    Part("operator", _ALL, lambda w: w.operator.state_dict()),
-    Part("data", _ALL, lambda w: w.train_state.position(), _position),
-    Part("callbacks", _SAVED, check=_dict, is_of_driver=True),
-    Part("config", _SAVED, check=_dict, is_of_driver=True),
-    Part("validation_due", _SAVED, check=_dict, is_of_driver=True),
-    Part("call", _CALL, lambda w: dict(w.call)),
-    Part("batching", _CALL, _batching),
-    Part("flags", _CALL, lambda w: w.train_state.flags()),
-    Part("fingerprint", _REPLACEMENT, lambda w: w.train_state.data.fingerprint()),
-    Part("why_not_split", _REPLACEMENT, lambda w: w.train_state.micro_batching.why_not_split),
-    Part("is_partial", _REPLACEMENT, lambda w: w.train_state.transaction.is_partial),
+    StateEntry("epoch", _SAVED, _epoch, _count),
+    StateEntry("global_step", _ALL, lambda w: w.train_state.global_step, _count),
+    StateEntry("shares", _SAVED, _shards),  # of a sharded state, under the name that files have
+    StateEntry("operator", _ALL, lambda w: w.operator.state_dict()),
+    StateEntry("data", _ALL, lambda w: w.train_state.position(), _position),
+    StateEntry("callbacks", _SAVED, check=_dict, is_of_driver=True),
+    StateEntry("config", _SAVED, check=_dict, is_of_driver=True),
+    StateEntry("validation_due", _SAVED, check=_dict, is_of_driver=True),
+    StateEntry("call", _CALL, lambda w: dict(w.call)),
+    StateEntry("batching", _CALL, _batching),
+    StateEntry("flags", _CALL, lambda w: w.train_state.flags()),
+    StateEntry("fingerprint", _REPLACEMENT, lambda w: w.train_state.data.fingerprint()),
+    StateEntry("why_not_split", _REPLACEMENT, lambda w: w.train_state.micro_batching.why_not_split),
+    StateEntry("is_partial", _REPLACEMENT, lambda w: w.train_state.transaction.is_partial),
     # `TrainState.training_state` has these, and more keys of features. They travel last, because
     # workers receive them in the memory of the models and optimizers that they have.
-    Part("optimizers", _SAVED),
-    Part("models", _SAVED),
+    StateEntry("optimizers", _SAVED),
+    StateEntry("models", _SAVED),
 )
-OF_DRIVER = tuple(part.key for part in SCHEMA if part.is_of_driver)
-_OF_CALL = tuple(part.key for part in SCHEMA if part.receivers == _CALL)
+OF_DRIVER = tuple(entry.key for entry in SCHEMA if entry.is_of_driver)
+_OF_CALL = tuple(entry.key for entry in SCHEMA if entry.receivers == _CALL)
 _OF_SHARD = ("global_step", "shares")
 
 
@@ -127,13 +127,13 @@ def state_for(receiver: Receiver, operator: Any, call: Mapping[str, Any]) -> dic
     is_sharded = bool(train_state.sharded_features)
     has_rest = not is_sharded or train_state.context.world_rank == 0
     if receiver == "replacement" or has_rest:
-        keys = {part.key for part in SCHEMA if is_sharded or part.key != "shares"}
+        keys = {entry.key for entry in SCHEMA if is_sharded or entry.key != "shares"}
     else:
         keys = set(_OF_SHARD)
     state = {
-        part.key: part.read(worker)
-        for part in SCHEMA
-        if part.read is not None and part.key in keys and receiver in part.receivers
+        entry.key: entry.read(worker)
+        for entry in SCHEMA
+        if entry.read is not None and entry.key in keys and receiver in entry.receivers
     }
     if receiver != "replacement" and has_rest:
         state |= train_state.training_state()
@@ -141,7 +141,7 @@ def state_for(receiver: Receiver, operator: Any, call: Mapping[str, Any]) -> dic
 
 
 def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what workers load of a state: all without the parts of the driver and of a call."""
+    """Return what workers load of a state: all without the entries of the driver and of a call."""
     return _models_last(without_call(state, *OF_DRIVER))
 
 
@@ -151,22 +151,22 @@ def without_call(state: Mapping[str, Any], *more: str) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any], of_driver: bool = False) -> None:
-    """Check the parts of a state that workers or, with `of_driver`, the driver load.
+    """Check the entries of a state that workers or, with `of_driver`, the driver load.
 
     Raises:
-        CheckpointError: if a part is missing or wrong.
+        CheckpointError: if an entry is missing or wrong.
     """
     if of_driver:
         missing = [k for k in REQUIRED if not isinstance(state, Mapping) or k not in state]
         if missing:
             raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-    for part in SCHEMA:
-        is_there = part.key in state or part.key == "epoch"
-        if part.check is not None and part.is_of_driver == of_driver and is_there:
-            part.check(part.key, state.get(part.key))
+    for entry in SCHEMA:
+        is_there = entry.key in state or entry.key == "epoch"
+        if entry.check is not None and entry.is_of_driver == of_driver and is_there:
+            entry.check(entry.key, state.get(entry.key))
 
 
-def check_parts(
+def check_objects(
     name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
 ) -> None:
     """Raise CheckpointError if saved states of models, optimizers, or schedulers do not fit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
@@ -83,7 +83,9 @@ class StepIterator:
     @property
     def num_drawn(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_whole = self._tx.micro_batch.weight != 0 and self._train_state.micro_batching.split == 1
+        is_whole = (
+            self._tx.micro_batch.fraction != 0 and self._train_state.micro_batching.split == 1
+        )
         return self._source.num_drawn if is_whole else None
 
     @property
@@ -117,9 +119,8 @@ class StepIterator:
     def __next__(self) -> Any:
         self.drawn_from = True
         self._train_state.timing.enter(OTHER)
-        if self._tx.is_open and self._tx.is_last:
-            self._commit()
-            self._after_step()
+        if self._tx.is_open:
+            self._end_micro_batch("next")
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
@@ -151,38 +152,50 @@ class StepIterator:
         return self.paused
 
     def finish(self) -> None:
-        """Commit the last update after the loop has returned."""
-        tx = self._tx
-        if tx.is_open and not tx.is_last:
-            raise RuntimeError(
-                "train_epoch ended within an accumulation group, before the update. Draw whole "
-                f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
-            )
-        has_step = tx.is_open
-        self._end()
-        if has_step:
-            self._after_step()
+        """End the segment after the loop has returned."""
+        self._end_micro_batch("return")
 
     def settle(self) -> list[Any]:
-        """Commit or discard the update after the loop has raised. Return batches to train again."""
-        lost = []
-        if not (self._tx.is_updated and self._tx.is_last):
-            ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
-            lost = self._tx.drawn + ahead
-            self._next_batch, self.batch = _NOTHING, None
-            self._parts.clear()
-            self._train_state.roll_back()
-        self._end()
-        # Code after a committed update may have changed gradients and buffers.
-        self._train_state.roll_back()
-        return lost
+        """End the segment after the loop has raised. Return batches to train again."""
+        ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
+        self._next_batch = _NOTHING
+        return self._end_micro_batch("error") + ahead
 
-    def _end(self) -> None:
+    def _end_micro_batch(self, ending: Literal["next", "return", "error"]) -> list[Any]:
+        """Decide whether the update in progress counts. No other place decides.
+
+        ==================================  =============  =============  =============
+        the loop ...                        asks for more  returns        raises
+        ==================================  =============  =============  =============
+        within the update                   it continues   an error       it is undone
+        in its last micro-batch             it is counted  it is counted  it is undone
+        after all optimizers have updated   it is counted  it is counted  it is counted
+        ==================================  =============  =============  =============
+
+        Return the batches of an update that is undone.
+        """
+        tx, train_state = self._tx, self._train_state
+        counts = tx.is_open and tx.is_last and (ending != "error" or tx.is_updated)
         try:
-            if self._tx.is_open:
+            if counts:
                 self._commit()
+            elif ending == "return" and tx.is_open:
+                raise RuntimeError(
+                    "train_epoch ended within an accumulation group, before the update. Draw whole "
+                    f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
+                )
         finally:
-            self._train_state.offset = self._offset()
+            if ending != "next":
+                train_state.offset = self._offset()
+        if ending == "error":
+            drawn = tx.drawn
+            self._parts.clear()
+            # Also after a commit, because code after the update may have changed buffers.
+            train_state.roll_back()
+            return drawn
+        if counts:
+            self._after_step()
+        return []
 
     def _plan_batch(self) -> MicroBatch:
         """Return the plan of the newest batch. The first batch plans the whole update."""

@@ -38,6 +38,7 @@ class TrainState(SavedState):
         """Number of criteria with trained parameters, which are the last of `models`."""
         self.optimizers: list[Any] = []
         self.registered = False
+        self.is_new = False  # joins the group, and does not have its state yet
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
         # Global steps that user code set. Each key is the number of committed steps then.
         self.counted: dict[int, int] = {}
@@ -165,10 +166,11 @@ class TrainState(SavedState):
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""
 
-    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+    def enter(self, context: WorkerContext, config_batch: int | None) -> None:
+        self.is_new = self.is_new or self.context.alone
         self.settings.context = context
-        self.settings.batch_share = batch_share
-        self.transaction.reference = None  # new workers must use the same number
+        self.settings.config_batch = config_batch
+        self.transaction.weights.expected = None  # new workers must use the same number
         self.data.enter()
         for feature in self.features:
             feature.enter()

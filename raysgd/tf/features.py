@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.step import UpdateTransaction
 from raysgd.tf.communication import communication_of
 from raysgd.tf.train_state import KerasTrainState
@@ -55,7 +56,7 @@ class KerasOptimization(StepFeature):
         self._before: dict[int, tuple[Any, Any]] = {}
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        if tx.index > 0 and not self._accumulated:
+        if tx.weights.has_gap:
             self._state.micro_batching.refuse("train_batch does not call self.minimize()", tx)
 
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
@@ -64,7 +65,7 @@ class KerasOptimization(StepFeature):
         if tx.stepped:
             self._state.micro_batching.refuse("train_batch calls self.minimize() several times", tx)
         tx.stepped.add(id(optimizer))
-        _, weight = tx.weigh(None, communication.size)
+        weight = tx.weights.add(LossCount(), communication.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
         if not tx.is_only:

@@ -44,10 +44,10 @@ class KerasSources(DataSources):
             return ArraySource(
                 loader,
                 training=training,
-                batch_size=self.batch_size or settings.batch_share or _DEFAULT_BATCH_SIZE,
+                batch_size=self.batch_size or settings.config_batch or _DEFAULT_BATCH_SIZE,
                 shuffle=self.shuffle,
                 seed=self._seed,
-                batch_share=settings.batch_share,
+                config_batch=settings.config_batch,
                 **placing,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
@@ -163,7 +163,7 @@ class DatasetSource(BatchSource):
         self._plan = UpdatePlan()
         self._training, self._splits = training, splits
         self._world_size, self._rank = world_size, rank
-        self._weights: tuple[float, ...] | None = None
+        self._shares: tuple[float, ...] | None = None
         self._num_begun = 0
         self._iteration: _Iteration | None = None
         total = int(loader.cardinality().numpy())
@@ -191,11 +191,11 @@ class DatasetSource(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
 
-    def repartition(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._world_size, self._rank, self._weights = world_size, rank, None
+    def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
+        self._world_size, self._rank, self._shares = world_size, rank, None
 
-    def set_weights(self, weights: tuple[float, ...] | None) -> bool:
-        changed, self._weights = weights != self._weights, weights
+    def set_shares(self, shares: tuple[float, ...] | None) -> bool:
+        changed, self._shares = shares != self._shares, shares
         return changed
 
     def batch_positions(self) -> Iterator[int]:
@@ -276,7 +276,7 @@ class DatasetSource(BatchSource):
             self._rank,
             max_rows,
             in_parts and self.keeps_step,
-            self._weights,
+            self._shares,
         )
         own, number = self._own_part(group), len(self._plan.micro_batches)
         if number == 1:
@@ -288,13 +288,13 @@ class DatasetSource(BatchSource):
 
     def _own_part(self, group: list[Any]) -> Any:
         is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
-        if is_even and self._weights is None:
+        if is_even and self._shares is None:
             return group[self._rank]
         rows = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
         total = _num_rows(rows)
         if not self._training and self._rank >= total:
             return None
-        first, stop = part_of(total, self._world_size, self._rank, self._weights)
+        first, stop = part_of(total, self._world_size, self._rank, self._shares)
         return tf.nest.map_structure(lambda leaf: _rows(leaf, first, stop), rows)
 
     def reads(self) -> Any:

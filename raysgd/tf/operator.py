@@ -3,7 +3,7 @@
 For each ``trainer.train()``, a worker runs::
 
     operator.train_epoch(iterator, info, num_steps, epoch_idx)
-        for batch in iterator:                  # this worker's share of the training data
+        for batch in iterator:                  # this worker's part of the training data
             operator.train_batch(batch, batch_info)
                 self.minimize(loss_of, batch)       # averages gradients over the workers
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.nested import deep_copied, map_leaves
-from raysgd.loop.state_schema import check_parts
+from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
@@ -146,13 +146,13 @@ class KerasTrainState(TrainState):
         }
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        check_parts(
+        check_objects(
             "models", [model.weights for model in self.models], state.get("models"), _misfit
         )
         if "layers" in state:
-            check_parts("layers", self.models, state["layers"], misfit)
+            check_objects("layers", self.models, state["layers"], misfit)
         variables = [optimizer.variables for optimizer in self.optimizers]
-        check_parts("optimizers", variables, state.get("optimizers"), _misfit)
+        check_objects("optimizers", variables, state.get("optimizers"), _misfit)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         for model, states in zip(self.models, state.get("layers", ()), strict=False):

@@ -43,7 +43,8 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
     pieces: list[torch.Tensor] = []
     held = 0
     for tensor in filter(_has_bits, tensors):
-        content = tensor.detach().reshape(-1).view(torch.uint8)
+        content = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        content = content.contiguous().view(torch.uint8)
         num_bytes = content.numel()
         if num_bytes >= size and content.storage_offset() % 8 == 0:
             whole, num_bytes = num_bytes // 8 * 8, num_bytes % 8

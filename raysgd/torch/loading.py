@@ -87,7 +87,7 @@ class TorchSources(DataSources):
             training=training,
             partitions=settings.options.add_dist_sampler,
             seed=self._seed,
-            batch_share=settings.batch_share,
+            config_batch=settings.config_batch,
             order_batch=settings.global_batch,
             **settings.placing,
         )
@@ -151,7 +151,7 @@ class PartitionedLoader(PartitionedSource):
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
-        order, partition = self._order_of(epoch), self.partition
+        order, partition = self._order_of(epoch, offset), self.partition
         first, again = itertools.tee(partition.batches(offset, num_steps, in_parts))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
@@ -217,10 +217,11 @@ class PartitionedLoader(PartitionedSource):
     def own_seed(self) -> int | None:  # type: ignore[override]
         return None if self.loader.generator is None else self._seed
 
-    def _order_of(self, epoch: int) -> Order:
+    def _order_of(self, epoch: int, offset: int = 0) -> Order:
         sampler = self.order_sampler
         if self._numbered is not None:
-            return self._numbered.keys(epoch)
+            step = self._partition.stride if self._partition.even else 0  # predict keeps the order
+            return self._numbered.keys(epoch, offset, step)
         if not self._has_order(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)

@@ -26,6 +26,7 @@ import torch
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.compat.creators import TorchCreators
 from raysgd.compat.ray_sgd import OldOperator
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.operator_base import checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
@@ -124,7 +125,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
-        timers, tx = self.timers, self._train_state.transaction
+        timers = self.timers
         batch = self.to_device(batch)
         self._train_state.timing.enter(FORWARD)
         read = read_batch(batch, model)
@@ -133,17 +134,17 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             loss = loss_of(self, model(*read.arguments, **read.keywords), read)
         with timers.record("grad"):
             num_samples = self._count_samples(read, batch_info)
-            num_items = self._count_loss(batch, num_samples, read.target)
-            self.backward(loss, num_samples=num_items)
+            count = self._count_loss(batch, num_samples, read.target)
+            self.backward(loss, num_samples=count)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        loss = loss / (num_samples or 1) if tx.is_sum else loss
-        return {"train_loss": self._mean_of(loss, num_items), NUM_SAMPLES: num_samples}
+        return {"train_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
 
-    def _mean_of(self, loss: torch.Tensor, num_items: float | None) -> Any:
+    def _mean_of(self, loss: torch.Tensor, count: LossCount) -> Any:
+        loss = loss / (count.samples or 1) if count.is_sum else loss
         # A sum of tensors on an accelerator depends on their order.
         is_exact = self._train_state.settings.options.num_shards is not None
-        return mean_of(loss.cpu() if is_exact else loss, num_items)
+        return mean_of(loss.cpu() if is_exact else loss, count.items)
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return the number of items over which the loss of a batch is a mean.
@@ -176,35 +177,26 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             )
         return count
 
-    def _count_loss(self, batch: Any, num_samples: int, target: Any = None) -> float | None:
-        """Describe the next loss to the transaction. Return the count to pass to `backward`."""
-        tx = self._train_state.transaction
-        tx.num_samples, tx.is_sum = num_samples, target is not None and self._loss_is_sum
-        return self._count_items(batch, num_samples, target)
-
-    def _count_items(self, batch: Any, num_samples: int, target: Any = None) -> float | None:
-        """Return the items of a loss, or None for samples. A `target` is that of the criterion."""
+    def _count_loss(self, batch: Any, num_samples: int, target: Any = None) -> LossCount:
+        """Return the count of a loss for `backward`. A `target` is that of ``self.criterion``."""
         count = type(self).num_items
         # Whether workers communicate must not depend on the batch.
-        if count is TrainingOperator.num_items:
-            criterion = None if target is None else getattr(self, "criterion", None)
-            state = self._train_state
-            return num_counted(
-                criterion,
-                target,
-                state.data.ignores_targets,
-                state.global_step,
-                state.settings.warn_once,
+        if count is not TrainingOperator.num_items:
+            items = count(self, batch)
+            source = f"{type(self).__name__}.num_items returned {{}}"
+            return LossCount(
+                float(num_samples) if items is None else as_count(items, source), num_samples
             )
-        items = count(self, batch)
-        source = f"{type(self).__name__}.num_items returned {{}}"
-        return float(num_samples) if items is None else as_count(items, source)
-
-    @property
-    def _loss_is_sum(self) -> bool:
-        """Whether ``self.criterion`` is a loss of PyTorch that sums over the batch."""
-        is_default = type(self).num_items is TrainingOperator.num_items
-        return is_default and is_sum(getattr(self, "criterion", None))
+        criterion = None if target is None else getattr(self, "criterion", None)
+        state = self._train_state
+        items = num_counted(
+            criterion,
+            target,
+            state.data.ignores_targets,
+            state.global_step,
+            state.settings.warn_once,
+        )
+        return LossCount(items, num_samples, is_sum(criterion))
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
@@ -245,10 +237,8 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             loss = loss_of(self, output, read)
         batch_info["output"] = output
         num_samples = self._count_samples(read, batch_info)
-        num_items = self._count_items(batch, num_samples, read.target)
-        if read.target is not None and self._loss_is_sum:
-            loss = loss / (num_samples or 1)
-        metrics = {"val_loss": self._mean_of(loss, num_items), NUM_SAMPLES: num_samples}
+        count = self._count_loss(batch, num_samples, read.target)
+        metrics = {"val_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
         target = read.keywords.get("labels") if read.target is None else read.target
         ignored = ignored_index(getattr(self, "criterion", None))
         if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:
@@ -393,7 +383,9 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         """Return a context for mixed precision in the forward pass and the loss."""
         return self._train_state.optimization.precision.autocast()
 
-    def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None) -> None:
+    def backward(
+        self, loss: torch.Tensor, num_samples: float | torch.Tensor | LossCount | None = None
+    ) -> None:
         """Compute the gradients of `loss`. Gradients of several losses of one batch add up.
 
         Each batch is weighted by its samples, so that the update is the same as in one process with

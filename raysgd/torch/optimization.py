@@ -12,6 +12,7 @@ import torch
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.precision import Precision
@@ -71,6 +72,7 @@ class Optimization(StepFeature):
         self._seen: dict[int, list[tuple[int, int]]] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self.exchange = GradientExchange()
+        self._keeps_gradients = False  # train_batch itself accumulates them
 
     @property
     def needs_warm_up(self) -> bool:  # type: ignore[override]
@@ -97,28 +99,30 @@ class Optimization(StepFeature):
     # ---- hooks of a step
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        if tx.index > 0 and not tx.has_earlier_losses and any(map(_has_gradients, tx.optimizers)):
+        has_losses = tx.weights.has_earlier_losses
+        if tx.index > 0 and not has_losses and any(map(_has_gradients, tx.optimizers)):
             self._refuse_parts(_NO_BACKWARD)
-        if tx.has_earlier_losses:
+        if has_losses:
             for optimizer in self.optimizers:
                 self._accumulated.set_aside(_parameters(optimizer))
         self._note_gradients(self.precision.scales)
 
     def check_complete(self) -> None:
         tx = self._transaction
-        if tx.has_earlier_losses and not tx.has_updates:
+        if tx.weights.has_earlier_losses and not tx.has_updates:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def before_commit(self, tx: UpdateTransaction) -> None:
         self.check_complete()
-        if self._has_uneven_share(tx) and tx.has_updates and not tx.uses_backward:
+        self._keeps_gradients = not tx.has_updates and any(map(_has_gradients, self.optimizers))
+        if self._has_uneven_share(tx) and tx.has_updates and not tx.weights.uses_backward:
             self._state.settings.warn_once(
                 "weight",
                 "ElasticConfig(shares=...): train_batch does not call self.backward(loss), so the "
                 "losses of workers with different shares have equal weight. Call it instead of "
                 "loss.backward().",
             )
-        if tx.uses_backward and len(self.optimizers) > 1 and tx.has_updates:
+        if tx.weights.uses_backward and len(self.optimizers) > 1 and tx.has_updates:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
@@ -133,6 +137,13 @@ class Optimization(StepFeature):
         self._seen.clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
+        if self._keeps_gradients:
+            self._state.settings.warn_once(
+                "kept",
+                "A step failed, and the gradients that train_batch kept from earlier batches are "
+                "lost. To accumulate gradients, use register(gradient_accumulation_steps=...).",
+            )
+            self._keeps_gradients = False
         self._zero_gradients()
         self.commit()
 
@@ -142,11 +153,15 @@ class Optimization(StepFeature):
 
     # ---- within a micro-batch
 
-    def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None) -> None:
+    def backward(self, loss: torch.Tensor, count: LossCount | float | torch.Tensor | None) -> None:
         tx, state = self._transaction, self._state
-        count = None if num_samples is None else as_count(num_samples)
-        if count is None and not tx.is_sum and not state.data.knows_sizes:
-            count = tx.num_samples
+        if not isinstance(count, LossCount):
+            count = LossCount(None if count is None else as_count(count))
+        if not state.data.knows_sizes:
+            count = count.counting_samples()
+        counts_samples = count.items is None and not count.is_sum
+        if tx.weights.has_gap and counts_samples and state.num_averaged > 1:
+            self._reject(_NO_BACKWARD)
         if tx.stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in self.optimizers:
@@ -158,13 +173,13 @@ class Optimization(StepFeature):
                     "the losses, and call self.backward(loss)."
                 )
         copies = len(self.optimizers) > 1
-        self._accumulated.put_back(is_first=not tx.has_loss, copies=copies)
-        correction, weight = tx.weigh(count, state.num_averaged, state.sum_over_workers)
-        if correction != 1.0:
-            self._multiply_gradients(correction)
-        if count == 0 and not loss.detach().isfinite().all():
+        self._accumulated.put_back(is_first=not tx.weights.has_loss, copies=copies)
+        factors = tx.weights.add(count, state.num_averaged, state.sum_over_workers)
+        if factors.earlier != 1.0:
+            self._multiply_gradients(factors.earlier)
+        if count.items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
-        self.precision.backward(loss if weight == 1.0 else loss * weight, tx.is_last)
+        self.precision.backward(loss if factors.loss == 1.0 else loss * factors.loss, tx.is_last)
         is_part = not tx.is_last or state.settings.options.num_shards is not None
         self._note_gradients(self.precision.scales or is_part)
 
@@ -191,7 +206,7 @@ class Optimization(StepFeature):
                 "register(max_grad_norm=...), or change them in a hook: call "
                 "optimizer.register_step_pre_hook(fn) in setup, before register."
             )
-        if not tx.has_loss and (tx.has_earlier_losses or _has_gradients(optimizer)):
+        if not tx.weights.has_loss and (tx.weights.has_earlier_losses or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
         if not tx.is_last:
             if not self.exchange.keep(optimizer):
@@ -282,7 +297,7 @@ class Optimization(StepFeature):
             self._refuse_parts("train_batch calls optimizer.step(), not self.optimizer_step()")
         features = self._state.features
         why = next((each.needs_helper for each in features if each.needs_helper), "")
-        if not why and tx.uses_backward and self.precision.scales:
+        if not why and tx.weights.uses_backward and self.precision.scales:
             why = f"the scaled gradients of self.backward(loss) under {self.precision.name}"
         if why:
             raise RuntimeError(

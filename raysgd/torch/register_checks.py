@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
@@ -83,19 +82,12 @@ def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
             'register(schedulers=...): pass scheduler_step_freq="batch", "epoch", or "manual" to '
             "the trainer."
         )
-    needs_metric = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
-    if frequency != "manual" and needs_metric:
-        raise ValueError(
-            f"ReduceLROnPlateau needs a metric, and scheduler_step_freq={frequency!r} has none. "
-            'Pass scheduler_step_freq="manual" to the trainer, and call '
-            "trainer.update_scheduler(metric)."
-        )
     for each in schedulers if frequency != "manual" else ():
         if names := required_arguments(each.step):
             raise ValueError(
                 f"{type(each).__name__}.step() needs {', '.join(names)}, but raysgd calls step() "
-                'without arguments. Override step, or pass scheduler_step_freq="manual" to the '
-                "trainer, and call trainer.update_scheduler(value) after each epoch."
+                'without arguments. Pass scheduler_step_freq="manual" to the trainer, and call '
+                "trainer.update_scheduler(value) after each epoch."
             )
 
 

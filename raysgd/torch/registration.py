@@ -1,4 +1,4 @@
-"""Check and wrap what a PyTorch operator registers, and list the features of its steps."""
+"""Check and wrap what a PyTorch operator registers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd._internal.step_timing import OTHER
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch import ddp
+from raysgd.torch.feature_list import features_of
 from raysgd.torch.features.equal_bits import EqualBitsReplication
 from raysgd.torch.features.gradient_norms import GradientNorms
-from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.replication import Replication
-from raysgd.torch.features.rollback import BufferCopies, Rollback
+from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
@@ -80,7 +79,9 @@ def register(
     for optimizer in state.optimizers:
         optimizer.register_step_post_hook(state.optimization.end_update)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
-    _add_features(state, sharded, norms, ddp_args, horovod_args)
+    is_full = any(each.is_fully_sharded for each in sharded)
+    replication = None if is_full else _replicate(state, ddp_args, horovod_args)
+    _add_features(state, sharded, replication, norms)
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.transaction.optimizers = state.optimizers
@@ -116,34 +117,10 @@ def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[A
 
 
 def _add_features(
-    state: TorchTrainState,
-    sharded: list[Any],
-    norms: GradientNorms,
-    ddp_args: dict[str, Any],
-    horovod_args: dict[str, Any],
+    state: TorchTrainState, sharded: list[Any], replication: Any, norms: GradientNorms
 ) -> None:
-    replication: list[Any] = []
-    watched: tuple[Any, Any] = [], []
-    if not any(each.is_fully_sharded for each in sharded):
-        replication = [_replicate(state, ddp_args, horovod_args)]
-        watched = state.optimizers, state.models
     state.buffers = BufferCopies(state.models, lambda make, rank: state.from_rank(make, rank))
-    # Shards roll back before Rollback restores the optimizers.
-    state.features = [
-        *sharded,
-        state.optimization.precision,
-        *replication,
-        state.optimization,
-        norms,
-        Rollback(*watched, updates_late=bool(sharded)),
-        state.buffers,
-        state.micro_batching,
-        state.schedules,
-        state.averaging,
-        *([Speed(state)] if state.settings.options.elastic.shares == "measured" else []),
-    ]
-    if (guard := state.settings.options.guard) is not None and state.context.distributed:
-        state.features.append(ReplicaGuard(state, guard))
+    state.features = list(features_of(state, sharded, replication, norms))
     state.optimization.register_hooks()
     for each in sharded:
         each.shard_steps()

@@ -15,7 +15,6 @@ from raysgd._internal.imports import refuse_triton
 from raysgd.cluster.streams import Incoming
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.generators import TorchGenerators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
@@ -115,7 +114,7 @@ def build_operator(
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
-    state.features.append(Untracked(operator))
+    state.untracked.watch(operator)
     return operator
 
 

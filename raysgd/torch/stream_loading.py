@@ -49,9 +49,9 @@ class StreamSource(PartitionedSource):
         self._saved: Mapping[str, Any] = {}
         self.close_workers()
 
-    def set_batch_size(self, size: int, follows_share: bool) -> None:
-        super().set_batch_size(size, follows_share)
-        self._chunk_size = self._order_batch if follows_share and self._order_batch else size
+    def set_batch_size(self, size: int, follows_config: bool) -> None:
+        super().set_batch_size(size, follows_config)
+        self._chunk_size = self._order_batch if follows_config and self._order_batch else size
 
     @property
     def _dataset(self) -> Any:

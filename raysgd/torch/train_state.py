@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import loading
-from raysgd.loop.state_schema import check_parts
+from raysgd.loop.state_schema import check_objects
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.equal_bits import EqualBitsMicroBatching, EqualBitsTransaction
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
@@ -41,7 +42,8 @@ class TorchTrainState(RegisteredState):
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
         kind = TorchMicroBatching if options.num_shards is None else EqualBitsMicroBatching
         self.micro_batching: TorchMicroBatching = kind(self)
-        self.features = [self.micro_batching]
+        self.untracked = Untracked(self)
+        self.features = [self.micro_batching, self.untracked]  # `register` adds the others
         self.optimization = Optimization(self, precision)
         self.schedules = Schedules(self, self.optimization.check_complete)
         self.averaging = Averaging(self)
@@ -56,7 +58,7 @@ class TorchTrainState(RegisteredState):
         """
         device, lacks = self.settings.device, follows
         # Do not read a large state if no other worker can have it.
-        if self.minimum(-int(follows and self.global_step > 0)) < 0:
+        if self.minimum(-int(follows and not self.is_new)) < 0:
             state = self.training_state()
             state["models"] = [
                 ddp.without_buffers(model, model_state)
@@ -136,7 +138,7 @@ class TorchTrainState(RegisteredState):
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects, saved in self._stateful(state):
-            check_parts(name, objects, saved, state_problem)
+            check_objects(name, objects, saved, state_problem)
         if state.get("schedulers") and not self.schedulers:
             self.settings.warn_once(
                 "schedulers",

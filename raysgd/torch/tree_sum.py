@@ -67,16 +67,16 @@ def subtrees(first: int, stop: int) -> list[tuple[int, int]]:
 
 
 def sum_over_workers(
-    tree: TreeSum, num_leaves: int, weights: tuple[float, ...] | None = None
+    tree: TreeSum, num_leaves: int, shares: tuple[float, ...] | None = None
 ) -> Sequence[torch.Tensor]:
     """Return the sum of all workers' leaves. Every rank must call this with equal shapes.
 
-    The leaves of a rank are those of `part_of` for `num_leaves` and `weights`.
+    The leaves of a rank are those of `part_of` for `num_leaves` and `shares`.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tree.total()
     size = dist.get_world_size()
-    layout = [subtrees(*part_of(num_leaves, size, rank, weights)) for rank in range(size)]
+    layout = [subtrees(*part_of(num_leaves, size, rank, shares)) for rank in range(size)]
     summed: list[torch.Tensor] = []
     shapes = tree.roots[0][2]
     for part in _messages(shapes):

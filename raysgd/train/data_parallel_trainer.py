@@ -78,6 +78,8 @@ class DataParallelTrainer:
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
         for name in ("train_loop_config", "datasets", "metadata"):
             setattr(self, name, checked_dict(type(self).__name__, name, getattr(self, name)))
+        if not hasattr(self.dataset_config, "_datasets_to_split"):
+            self._check_split()
         self.scaling_config = checked_scaling(self.scaling_config)
         self.run_config = checked_run(self.run_config)
         bound_function(self.train_loop_per_worker, self.train_loop_config)
@@ -147,6 +149,18 @@ class DataParallelTrainer:
         copied = copy.copy(self)
         copied.train_loop_config = {**self.train_loop_config, **config}
         return copied
+
+    def _check_split(self) -> None:
+        where = type(self).__name__
+        defaults = checked_dict(where, "_dataset_config", self._dataset_config)
+        given = checked_dict(where, "dataset_config", self.dataset_config)
+        for name, choice in {**defaults, **given}.items():
+            is_known = name in (*self.datasets, "*") or name not in given or not self.datasets
+            if getattr(choice, "split", choice) not in (None, True, False) or not is_known:
+                raise ValueError(
+                    f"{where}(dataset_config={{{name!r}: {choice!r}}}): must be True or False for "
+                    f'names of data sets ({", ".join(self.datasets)}), or for "*".'
+                )
 
     def _is_split(self, name: str) -> bool:
         config = self.dataset_config

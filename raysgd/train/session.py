@@ -116,7 +116,7 @@ class Session:
             state = Checkpoint.taken_from(checkpoint).to_dict()
             # A number in the checkpoint rates it, even if the report has another of that name.
             own = {name: v for name, v in state.items() if not isinstance(v, Mapping)}
-            self._hand_over("report", content, numbers_in({**metrics, **own}), state)
+            self._hand_over("report", content, numbers_in(metrics) | numbers_in(own), state)
 
     def save(self, state: Mapping[str, Any]) -> None:
         self._check_process()

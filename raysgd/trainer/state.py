@@ -19,7 +19,7 @@ from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
 from raysgd.cluster.streams import Content, ReceivedFile, ReceivedValue, StorageError
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.snapshots import with_shares
+from raysgd.elastic.snapshots import with_shards
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
 from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
@@ -79,7 +79,7 @@ class TrainerState:
             # Copy the state, because it may be one that the user loaded.
             return copy.deepcopy(without_call(self.assemble(snapshot)))
         generators = self._generators(method)
-        state = self.assemble(with_shares(self._fetch(StateRequest(), method)))
+        state = self.assemble(with_shards(self._fetch(StateRequest(), method)))
         state["data"]["rng"] = generators
         return state
 

@@ -12,6 +12,7 @@ import torch
 from raysgd import EqualBits, TorchTrainer
 from raysgd.testing import chaos
 from raysgd.utils import BATCH_SIZE
+from tests.conftest import wait_until
 from tests.unit.torch.bits import CASES, NUM_SHARDS, Trains, digest
 
 NUM_STEPS = 12
@@ -66,7 +67,7 @@ def test_kills_and_joins_do_not_change_a_bit(undisturbed):
         faults = [chaos.Fault(rank=1, step=4), chaos.Fault(rank=0, step=NUM_STEPS + 6)]
         with chaos.Chaos(trainer, faults) as injected:
             assert result_of(trainer, trainer.train(), trainer.train()) == undisturbed
-        assert len(injected.injected) == len(faults)
+            wait_until(lambda: not injected.pending)  # a busy driver may kill late
 
 
 def test_a_step_counts_only_with_the_metrics_of_a_lost_worker(undisturbed, tmp_path):

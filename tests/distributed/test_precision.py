@@ -7,6 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from raysgd import ElasticConfig, TorchTrainer
 from tests.distributed.test_exactness import plain_training
 from tests.faulty import Faulty, faulty_trainer, fingerprints, order
+from tests.ledger import wait_if_short
 from tests.operators import NUM_SAMPLES, Adversaries, Classifier, parameters, replica_hash
 from tests.shared import Shared
 
@@ -53,7 +54,7 @@ class Grouped(Faulty):
     def train_batch(self, batch, batch_info):
         step = batch_info["global_step"]
         self.maybe("train", step)
-        self.wait_if_short()
+        wait_if_short(self, self.asked("until_size"))
         features, target, ids = batch
         with self.autocast():
             loss = self.criterion(self.model(features), target)

@@ -82,7 +82,7 @@ def check(trainer, results, register=None):
 @pytest.mark.slow("shares change after some seconds, and a worker starts")
 def test_measured_shares_change_no_result_through_losses_and_joins(module_cluster):
     register = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
-    costs, results = [0.0005, 0.0002, 0.0005], []
+    costs, results = [0.0025, 0.001, 0.0025], []
     with make_trainer(3, costs, register, shares="measured", resize_cooldown_s=0.5) as trainer:
         train_until(trainer, lambda: "rebalanced" in kinds(trainer), results)
         (event,) = [event for event in trainer.events if event.kind == "rebalanced"]

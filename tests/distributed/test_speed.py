@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.elastic import speed_monitor
 
-SLEEP_S, BATCH_SIZE = 0.03, 4
+SLEEP_S, BATCH_SIZE = 0.5, 4  # the sleep must exceed other work on a busy machine
 
 
 class SlowData(TensorDataset):
@@ -33,7 +33,7 @@ class OneSlowLoader(TrainingOperator):
         model = torch.nn.Sequential(torch.nn.Linear(8, 512), torch.nn.Linear(512, 512))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
-        data = SlowData(torch.randn(400, 8))
+        data = SlowData(torch.randn(96, 8))
         data.is_slow = self.world_rank == 1
         self.register_data(train_loader=DataLoader(data, batch_size=BATCH_SIZE))
 
@@ -52,12 +52,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(speed_monitor, "_LEAST_S", 0.5)
 
 
+@pytest.mark.slow("two workers start, and one of them sleeps for six seconds")
 def test_a_slow_loader_of_one_worker_is_named(module_cluster, quick, tmp_path, caplog):
     with TorchTrainer(
         training_operator_cls=OneSlowLoader, num_workers=2, logdir=tmp_path
     ) as trainer:
         for _ in range(3):
-            trainer.train(num_steps=10)
+            trainer.train(num_steps=2)
         trainer.fit(1, verbose=False)
         report, seconds = trainer.speed(), trainer.last_call.seconds
     fast, slow = report.workers
@@ -69,11 +70,11 @@ def test_a_slow_loader_of_one_worker_is_named(module_cluster, quick, tmp_path, c
     assert fast.seconds["wait"] > 0.8 * SLEEP_S, "the gradients of the other worker"
     assert fast.seconds["save"] > slow.seconds["save"] == 0, "worker 0 takes the snapshots"
     for worker in report.workers:
-        assert worker.num_steps == 50
+        assert worker.num_steps == 12
         parts = worker.seconds
         assert min(parts["forward"], parts["backward"], parts["optimizer"]) > 0
         assert parts["other"] < 0.2 * worker.step_s
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["kind"] == "train"
     spent = sum(line["speed"][f"{name}_s"][1] for name in slow.seconds)
-    assert spent * 20 == pytest.approx(seconds, rel=0.3)
+    assert spent * 6 == pytest.approx(seconds, rel=0.3)

@@ -53,7 +53,8 @@ def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, m
         # one worker has no process group
         assert trainer.apply_all_workers(torch.distributed.is_initialized) == [False]
         assert trainer.apply_all_operators(lambda op: type(op.model).__name__) == ["Sequential"]
-        monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", "1.5")
+        monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", "0.5")
+        monkeypatch.setattr(placement, "SETTLE_S", 0.0)  # log the wait immediately
         check_that_it_is_named(kept, caplog)
 
 

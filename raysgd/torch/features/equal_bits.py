@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
+from raysgd.loop.loss_weights import LossWeights
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.differences import kind_of
 from raysgd.torch.features.micro_batching import TorchMicroBatching
@@ -41,39 +42,42 @@ _SKIPPED = (
 )
 
 
-class EqualBitsTransaction(UpdateTransaction):
-    """A step whose losses have weights that do not depend on the workers.
+class EqualBitsWeights(LossWeights):
+    """Weights of losses that do not depend on the workers.
 
     The weight of a loss is ``items of the shard / samples of the update``. If user code counts
     items, the counts are added up like gradients, and the sum is then multiplied by
     ``samples / items of the update``.
     """
 
-    has_metrics = True  # all workers have the metrics, or ``train_epoch`` does not collect any
+    @property
+    def counted(self) -> float | None:
+        """Items of the current shard, or None if samples count."""
+        return None if self._count.items is None else self._items
+
+    def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        return float(self._plan.total or 1)
+
+    _exact = _planned
+
+
+class EqualBitsTransaction(UpdateTransaction):
+    """A step that counts when all workers have its metrics."""
+
+    new_weights = EqualBitsWeights
+    weights: EqualBitsWeights
+
+    has_metrics: bool | None = None
+    """Whether all workers have the metrics. None: ``train_epoch`` does not collect them."""
 
     @property
     def is_updated(self) -> bool:
-        """Whether the steps count. Without its metrics, a step does not count yet."""
-        return self._is_updated and self.has_metrics
-
-    @is_updated.setter
-    def is_updated(self, value: bool) -> None:
-        self._is_updated = value
+        """Whether the steps count."""
+        return super().is_updated if self.has_metrics is None else self.has_metrics
 
     @property
     def has_several_updates(self) -> bool:
         return True  # a worker can be lost between an update and the exchange of its metrics
-
-    @property
-    def counted(self) -> float | None:
-        """Items of the current shard, or None if samples count."""
-        return self._items if self._counts_items else None
-
-    def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        return float(self.plan.total or 1)
-
-    def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        return self._planned(num_workers, add_up)
 
 
 class EqualBitsMicroBatching(TorchMicroBatching):
@@ -155,7 +159,7 @@ class EqualBitsReplication(Replication):
 
     def begin(self, tx: UpdateTransaction) -> None:
         """Keep what an update changes besides the optimizer and the model."""
-        self._transaction.has_metrics = self._state.meters is None
+        self._transaction.has_metrics = None if self._state.meters is None else False
         self._scales = [t.clone() for t in self._precision.scales_of()]
         self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
 
@@ -219,7 +223,7 @@ class EqualBitsReplication(Replication):
         own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
         rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
         rows.sort(key=lambda row: row[0])
-        self._transaction.has_metrics = self._transaction.is_updated = True
+        self._transaction.has_metrics = True
         last = self._num_shards - 1
         return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
 
@@ -253,7 +257,7 @@ class EqualBitsReplication(Replication):
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
-        if (count := self._transaction.counted) is not None:
+        if (count := self._transaction.weights.counted) is not None:
             device = self._state.settings.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         if (earlier := self._earlier.pop(key, None)) is not None:
@@ -296,11 +300,11 @@ class EqualBitsReplication(Replication):
         parameters = _trained(optimizer)
         tree = self._trees.pop(id(optimizer))
         flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
-        kind = 2 * self._number_of(optimizer) + (tx.counted is not None)
+        kind = 2 * self._number_of(optimizer) + (tx.weights.counted is not None)
         flags = self._agree(kind, flags)
         partition = self._partition
-        total = sum_over_workers(tree, self._num_shards, partition.weights)
-        if tx.counted is not None:
+        total = sum_over_workers(tree, self._num_shards, partition.shares)
+        if tx.weights.counted is not None:
             *total, count = total
             if num_items := count.item():
                 multiply_all(total, (tx.plan.total or 1) / num_items)

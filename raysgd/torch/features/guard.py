@@ -33,7 +33,6 @@ _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
 _SMALL = 2**13
 """Number of elements up to which a comparison between calls reads all of a tensor."""
-_ABSTAINS = 2**63 - 1
 _MOST_SHOWN = 5
 
 
@@ -113,8 +112,13 @@ class ReplicaGuard(StepFeature):
             self._compare()
             self._settle()
 
+    def evaluating(self) -> contextlib.AbstractContextManager[Any]:
+        self._contents.has_run = True
+        return super().evaluating()
+
     def begin(self, tx: UpdateTransaction) -> None:
         if self._is_active:
+            self._contents.has_run = True
             self._contents.check_added()
             if self._steps >= self._next:
                 self._compare_in_step()
@@ -153,9 +157,8 @@ class ReplicaGuard(StepFeature):
     def _compare(self, in_step: bool = False, is_new: bool = False, num_parts: int = 1) -> None:
         """Send digests to the other workers. `_settle` reads the result."""
         self._settle()
-        digests, counts, is_complete = self._digests(in_step, is_new, num_parts)
-        digests = torch.where(counts, torch.stack([digests, ~digests]), _ABSTAINS)
-        found, event = collectives.lowest(digests.view(-1)), None
+        digests, is_complete = self._digests(in_step, is_new, num_parts)
+        found, event = collectives.lowest(torch.cat([digests, ~digests])), None
         if self._on_gpu:
             found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, True)
             event = torch.cuda.Event()
@@ -165,34 +168,29 @@ class ReplicaGuard(StepFeature):
         self._complete_at = self._steps if is_complete else self._complete_at
         self._next = self._steps + min(_LAG, self._every)
 
-    def _digests(
-        self, in_step: bool, is_new: bool, num_parts: int
-    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Return a digest of each kind, and whether it counts, on the device.
+    def _digests(self, in_step: bool, is_new: bool, num_parts: int) -> tuple[torch.Tensor, bool]:
+        """Return digests of options, of which buffers count, of tensors, and of these buffers.
 
         Of large tensors, this reads only the first of `num_parts` parts. The last result is whether
         it has read everything.
         """
-        device, kinds = self._state.settings.device, self._contents.kinds
-        tensors: dict[str, Any] = {kind: defaultdict(list) for kind in kinds}
-        values, counts, is_complete = [], dict.fromkeys(kinds, True), True
+        options, counted, is_complete = [], [], True
+        held: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
         for kind, name, value in self._contents.items(in_step, is_new):
-            if value is None:
-                counts[kind] = False
-            elif isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
                 if num_parts > 1 and value.numel() > _SMALL and value.is_contiguous():
                     size = max(_SMALL, value.numel() // num_parts)
                     value, is_complete = value.detach().view(-1)[:size], False
-                tensors[kind][value.device].append(value)
-            else:
-                values.append((name, value))
-        found = [torch.tensor(hash_of(values)).to(device, non_blocking=True)]
-        for kind in kinds[1:]:
-            parts = [digest_of(held, at) for at, held in tensors[kind].items()]
-            zero = torch.zeros((), dtype=torch.int64, device=device)
-            found.append(sum((part.to(device, non_blocking=True) for part in parts), zero))
-        which = torch.tensor(list(counts.values())).to(device, non_blocking=True)
-        return torch.stack(found), which, is_complete
+                held[kind == "buffers", value.device].append(value)
+            if kind == "options":
+                options.append((name, value))
+            elif kind == "buffers" and value is not None:
+                counted.append(name)
+        found = torch.tensor([hash_of(options), hash_of(counted), 0, 0])
+        found = found.to(self._state.settings.device, non_blocking=True)
+        for (is_buffer, device), tensors in held.items():
+            found[2 + is_buffer] += digest_of(tensors, device).to(found.device, non_blocking=True)
+        return found, is_complete
 
     def _settle(self, repairs: bool = True) -> None:
         """Read the result of a comparison. Report or repair a difference."""
@@ -200,8 +198,10 @@ class ReplicaGuard(StepFeature):
             (found, event, flags, is_complete), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
-            found = found.view(2, -1).tolist()
-            if not all(low in (~high, high) for low, high in zip(*found, strict=True)):
+            lowest, of_inverse = found.view(2, -1)
+            options, counted, tensors, buffers = (lowest == ~of_inverse).tolist()
+            # Forward passes may have changed other buffers on some workers.
+            if not (options and tensors and (buffers or not counted)):
                 self._handle(flags, repairs)
             elif is_complete:
                 self._equal_at = self._state.global_step

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
 Content = tuple[str, str, Any]
-"""A kind, a name, and a tensor, a plain value, or None for a buffer that does not count."""
+"""The kind "options", "tensors", or "buffers"; a name; and the value.
+
+It is None for a buffer that does not count."""
 _dtype = operator.attrgetter("dtype")
 
 
@@ -28,8 +30,11 @@ class ReplicaContents:
     """The registered objects of one worker, as the workers compare them.
 
     Forward passes change some buffers, such as statistics. A buffer counts only if it has not
-    changed since all workers last had the same.
+    changed since all workers last had the same. Some kernels change buffers without their versions,
+    so those of trained models count only before the next forward pass.
     """
+
+    has_run = False  # a forward pass may have run since all workers had the same buffers
 
     def __init__(self, state: TorchTrainState) -> None:
         options = state.settings.options
@@ -43,7 +48,8 @@ class ReplicaContents:
         """Record the modules and parameters of the registered models."""
         state = self._state
         modules = [module for model in state.models for module in model.modules()]
-        self._children = [held for m in modules for held in (m._modules, m._parameters)]
+        views = [(m._modules.values(), m._parameters.values()) for m in modules]
+        self._children = list(itertools.chain.from_iterable(views))
         self._named = [list(ddp.plain(model).named_parameters()) for model in state.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
         self.renormalized = {  # Each forward pass may change the rows of its batch.
@@ -60,7 +66,7 @@ class ReplicaContents:
         found: list[Any] = [
             len(g["params"]) for o in self._state.optimizers for g in o.param_groups
         ]
-        found += map(id, itertools.chain.from_iterable([held.values() for held in self._children]))
+        found += map(id, itertools.chain.from_iterable(self._children))
         found += map(_dtype, self._parameters)
         return found
 
@@ -93,14 +99,16 @@ class ReplicaContents:
     def equal_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have not changed since all workers had the same."""
         found = {}
-        for _, place, buffer in self._all_buffers():
+        for index, place, buffer in self._all_buffers():
+            counts = not (self.has_run and any(p.requires_grad for _, p in self._named[index]))
             held, version = self._buffers.get(place, (None, 0))
-            if held is buffer and version_of(buffer) == version:
+            if counts and held is buffer and version_of(buffer) == version:
                 found[place] = buffer
         return found
 
     def note_buffers(self, places: Container[str] | None = None) -> None:
         """Record all buffers, or those of `places`, because all workers have the same now."""
+        self.has_run = self.has_run and places is not None
         self._buffers = {
             place: (buffer, version_of(buffer))
             for _, place, buffer in self._all_buffers()
@@ -108,11 +116,6 @@ class ReplicaContents:
         }
 
     # ---- what must be equal
-
-    @property
-    def kinds(self) -> list[str]:
-        buffers = (f"buffers {index}" for index in range(len(self._named)))
-        return ["options", "parameters", "optimizers", *buffers]
 
     def items(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
@@ -130,22 +133,22 @@ class ReplicaContents:
                 flags = str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
                 yield "options", f"dtype, shape, and requires_grad of {place}", flags
                 if not (is_sharded or name in ignored or parameter in self.renormalized):
-                    yield "parameters", place, parameter
+                    yield "tensors", place, parameter
             if in_step:
                 modes = [module.training for module in model.modules()]
                 yield "options", f"the train or eval modes of models[{index}]", modes
         for index, place, _ in self._all_buffers():
             if compared[index]:
-                yield f"buffers {index}", place, equal.get(place)
+                yield "buffers", place, equal.get(place)
         divided = [feature.optimizer for feature in state.sharded_features]
         for index, optimizer in enumerate(state.optimizers):
             if self._wraps_all or replicated.issuperset(self._stepped):
                 is_divided = any(optimizer is each for each in divided)
                 yield from _of_optimizer(f"optimizers[{index}]", optimizer, replicated, is_divided)
         for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
-            yield from _items("optimizers", f"schedulers[{index}]", scheduler.state_dict())
-        yield from _items("optimizers", "scaler", state.optimization.precision.scales_of())
-        yield from _items("parameters", "averages", state.averaging.averages)
+            yield from _items(f"schedulers[{index}]", scheduler.state_dict())
+        yield from _items("scaler", state.optimization.precision.scales_of())
+        yield from _items("averages", state.averaging.averages)
         for name, held in ("models", state.models), ("criteria", state.criteria):
             for index, module in enumerate(held if is_new else ()):
                 if isinstance(module, torch.nn.Module):
@@ -159,27 +162,25 @@ def _of_optimizer(
     for index, group in enumerate(optimizer.param_groups):
         of_group = f"{place}.param_groups[{index}]"
         yield "options", f"the parameters of {of_group}", len(group["params"])
-        for key, value in group.items():
-            if key != "params":
-                yield from _items("optimizers", f"{of_group}[{key!r}]", value)
+        yield from _items(of_group, {key: group[key] for key in group if key != "params"})
         for parameter in group["params"]:
             which = next(number)
             if not (is_divided or parameter in known):
-                yield "parameters", f"parameter {which} of {place}", parameter
+                yield "tensors", f"parameter {which} of {place}", parameter
             if not is_divided and (held := optimizer.state.get(parameter)):
-                yield from _items("optimizers", f"{place}.state[{which}]", held)
+                yield from _items(f"{place}.state[{which}]", held)
 
 
-def _items(kind: str, place: str, value: Any) -> Iterator[Content]:
+def _items(place: str, value: Any) -> Iterator[Content]:
     """Iterate over the tensors and plain values in nested dicts, lists, and tuples."""
     if isinstance(value, torch.Tensor):
-        yield kind, place, value
+        yield "tensors", place, value
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from _items(kind, f"{place}[{key!r}]", value[key])
+            yield from _items(f"{place}[{key!r}]", value[key])
     elif isinstance(value, list | tuple):
         for key, each in enumerate(value):
-            yield from _items(kind, f"{place}[{key}]", each)
+            yield from _items(f"{place}[{key}]", each)
     elif isinstance(value, numbers.Real):  # a loaded state may have another type of number
         yield "options", place, float(value)
     elif isinstance(value, str | None):
@@ -194,3 +195,5 @@ def _hyperparameters(place: str, model: torch.nn.Module) -> Iterator[Content]:
                 is_option = isinstance(value, int | float | str | tuple) and key[0] != "_"
                 if is_option and key != "training":
                     yield "options", f"{name}.{key}", value
+        if type(module).__module__ == "torch.nn.modules.loss":  # such as the weights of classes
+            yield from _items(name, module._buffers)

@@ -101,7 +101,7 @@ class ShardBuffers:
             share = samples / (plan.total or 1)
             tree.add(0, shard, [(after[i] - before[i]) * share for i in places])
         assert partition.num_shards is not None
-        return sum_over_workers(tree, partition.num_shards, partition.weights)
+        return sum_over_workers(tree, partition.num_shards, partition.shares)
 
 
 def _change(before: torch.Tensor | None, after: torch.Tensor | None) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.train_state import TrainState
 from raysgd.torch.register_checks import held_by, is_metric
 from raysgd.torch.tensors import version_of
 
@@ -14,11 +15,16 @@ from raysgd.torch.tensors import version_of
 class Untracked(StepFeature):
     """Warns if training changes tensors of an operator that are not registered."""
 
-    def __init__(self, operator: Any) -> None:
-        self._operator, self._state = operator, operator._train_state
-        # Tensors that train_batch creates later may be caches.
-        self._names = list(self._versions())
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._operator: Any = None
+        self._names: list[str] = []
         self._before: dict[str, Any] = {}
+
+    def watch(self, operator: Any) -> None:
+        """Watch the tensors that ``setup`` created. Tensors of ``train_batch`` may be caches."""
+        self._operator = operator
+        self._names = list(self._versions())
 
     def begin_call(self, logs_steps: bool) -> None:
         self._before = self._before or self._versions()  # of the start, if the call has paused

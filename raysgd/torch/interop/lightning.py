@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
-from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.logged import REDUCTIONS, Reduced, TorchMetric, numbers_in
 
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
@@ -68,6 +67,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         with self._surrounded():
             loaders = self._load(config, unused)
             module.configure_model()
+            self.register_data(**loaders)
             optimizers, schedulers = self._configured()
             self.model, self.optimizer, *_ = self.register(
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
@@ -76,7 +76,6 @@ class LightningMethods(_Base):  # type: ignore[misc]
             self._surroundings.lr_scheduler_configs = [
                 SimpleNamespace(scheduler=each) for each in schedulers
             ]
-            self.register_data(**loaders)
             module.on_fit_start()
         unused.discard("max_epochs")
         if unused and self.world_rank == 0:
@@ -210,7 +209,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss, num_samples = outputs.get("loss"), self._num_samples(batch)
-        num_items = self._count_loss(batch, num_samples)
+        count = self._count_loss(batch, num_samples)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "
@@ -218,7 +217,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             )
         with self.timers.record("grad"):
             module.on_before_backward(loss)
-            self.backward(loss, num_samples=num_items)
+            self.backward(loss, num_samples=count)
             module.on_after_backward()
         with self.timers.record("apply"):
             if self._train_state.transaction.is_last:
@@ -228,7 +227,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 module.on_before_zero_grad(self.optimizer)
         module.on_train_batch_end(outputs, batch, index)
         logged = self._surroundings.take_logged()
-        return {"train_loss": mean_of(loss, num_items), **logged, NUM_SAMPLES: num_samples}
+        return {"train_loss": self._mean_of(loss, count), **logged, NUM_SAMPLES: num_samples}
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
         """Run a step of the module. In training, run it in the wrapper that averages gradients."""
@@ -288,7 +287,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         metrics = {}
         if isinstance(loss, torch.Tensor):
-            metrics["val_loss"] = mean_of(loss, self._count_items(batch, num_samples))
+            metrics["val_loss"] = self._mean_of(loss, self._count_loss(batch, num_samples))
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
@@ -323,7 +322,17 @@ class _Surroundings:
         """The first ``batch_size`` that the current batch has logged."""
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
-        self.strategy = SimpleNamespace(all_gather=self.all_gather)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "strategy":
+            return self
+        if name.startswith("_"):
+            raise AttributeError(name)
+        # Lightning would replace an AttributeError by one about Fabric.
+        raise NotImplementedError(
+            f"self.trainer.{name}: raysgd trains this module without Lightning's Trainer, and has "
+            "no such attribute. Pass the value in the config, or override a method of the operator."
+        )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all workers, stacked by rank."""
@@ -336,7 +345,21 @@ class _Surroundings:
 
     @property
     def max_epochs(self) -> int:
+        if "max_epochs" not in self._operator.config:
+            raise ValueError('self.trainer.max_epochs: pass config={"max_epochs": ...}.')
         return int(self._operator.config["max_epochs"])
+
+    @property
+    def num_training_batches(self) -> int:
+        return int(self._operator.steps_per_epoch)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return self.max_epochs * self.num_training_batches
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self._operator.optimizer]
 
     @property
     def current_epoch(self) -> int:

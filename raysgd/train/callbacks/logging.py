@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
-from raysgd.callbacks.services import MLflowRun, add_scalars, summary_writer_cls
+from raysgd.callbacks.services import MLflowRun, absolute_uri, add_scalars, summary_writer_cls
 from raysgd.callbacks.values import json_dict, numbers_in
 from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback
@@ -91,7 +91,7 @@ class MLflowLoggerCallback(FileCallback):
     ) -> None:
         super().__init__(logdir, worker_to_log)
         import_extra("MLflowLoggerCallback", "mlflow", "callbacks")
-        self._tracking_uri = None if tracking_uri is None else os.fspath(tracking_uri)
+        self._tracking_uri = absolute_uri(tracking_uri)
         self._new: dict[str, Any] = {
             "registry_uri": registry_uri,
             "experiment_id": experiment_id,

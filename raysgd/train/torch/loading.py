@@ -65,7 +65,7 @@ class PreparedLoader(DataLoader[Any]):
             seed=seed,
             full_size=full_size,
         )
-        source.set_weights(shares if world_size == len(shares or ()) else None)
+        source.set_shares(shares if world_size == len(shares or ()) else None)
         self.sampler = self._shared = _SharedSampler(source, seed, num_collectives)
         if loader.batch_size is not None:
             self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)

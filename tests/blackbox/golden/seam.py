@@ -43,7 +43,7 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
                     world_size=first,
                     rank=rank,
                     seed=seed,
-                    batch_share=share,
+                    config_batch=share,
                     full_size=full_size,
                     global_batch=global_batch,
                 )

@@ -150,13 +150,14 @@ def test_errors_of_gloo_reach_the_caller(group):
 )
 def test_operations_without_their_peer_time_out(monkeypatch, wait):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    store, timeout = HashStore(), datetime.timedelta(seconds=0.3)
+    store, timeout = HashStore(), datetime.timedelta(seconds=1)  # also to connect
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda rank: GlooGroup(store, rank, 2, timeout), range(2)))
     with pytest.raises(RuntimeError, match="imed out"):
         wait(groups[0])
-    wait_until(lambda: groups[0].collective() is None)
+    assert groups[0].collective() is None
     for group in groups:
+        wait_until(group._running.ended)
         group.release()
 
 
@@ -197,6 +198,7 @@ def test_an_operation_that_never_ends_does_not_block_the_release(group):
     def ending():
         return [each for each in threading.enumerate() if each.name == "raysgd-gloo-end"]
 
+    wait_until(lambda: not ending())  # of earlier tests
     group.release()
     assert not ending()
     group._running.begin(0, print, is_collective=True)
@@ -233,8 +235,8 @@ print("ready", flush=True)
 if rank == 0:  # in the midst of it
     threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
 try:
-    operations[operation]()
-    print("done", flush=True)
+    while True:
+        operations[operation]()
 except RuntimeError as error:
     print("RuntimeError", str(error).replace("\\n", " "), flush=True)
 started = time.monotonic()

@@ -26,38 +26,29 @@ def environment(monkeypatch):
     monkeypatch.setattr(module, "interface_of", lambda address: f"interface of {address}")
 
 
-def places(addresses, single_node=False):
-    rendezvous = HorovodRendezvous("10.0.0.9", 777, tuple(addresses), single_node)
-    return [
-        horovod_environment(
-            WorkerContext(world_rank=rank, world_size=len(addresses), node_ip=address),
-            rendezvous,
-            1800,
-        )
-        for rank, address in enumerate(addresses)
-    ]
+def slots(size):
+    return [{"rank": rank, "size": size} for rank in range(size)]
 
 
-def column(found, name):
-    return [place[f"HOROVOD_{name}"] for place in found]
-
-
-def test_ranks_are_counted_by_host(environment):
-    found = places(["a", "a", "b"])
-    assert column(found, "RANK") == ["0", "1", "2"]
-    assert column(found, "SIZE") == ["3"] * 3
-    assert column(found, "LOCAL_RANK") == ["0", "1", "0"]
-    assert column(found, "LOCAL_SIZE") == ["2", "2", "1"]
-    assert column(found, "CROSS_RANK") == ["0", "0", "1"]
-    assert column(found, "CROSS_SIZE") == ["2", "1", "2"]
-    assert column(found, "GLOO_IFACE") == [f"interface of {name}" for name in "aab"]
-
-
-def test_on_one_machine_workers_talk_over_loopback(environment):
-    (place,) = places(["10.0.0.9"], single_node=True)
-    assert place["HOROVOD_GLOO_IFACE"] == "interface of 127.0.0.1"
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.9", "a")])
+def test_a_worker_has_its_rank_and_the_interface_of_its_node(environment, host, address):
+    context = WorkerContext(world_rank=1, world_size=2, node_ip="a")
+    place = horovod_environment(context, HorovodRendezvous(host, 777, slots(2)), 1800)
+    assert (place["HOROVOD_RANK"], place["HOROVOD_SIZE"]) == ("1", "2")
+    assert place["HOROVOD_GLOO_IFACE"] == f"interface of {address}"
     assert place["HOROVOD_GLOO_RENDEZVOUS_PORT"] == "777"
     assert place["HOROVOD_CONTROLLER"] == place["HOROVOD_CPU_OPERATIONS"] == "gloo"
+
+
+def test_ranks_are_counted_by_host(monkeypatch):
+    import_horovod()
+    monkeypatch.setattr(module, "driver_address", lambda addresses: "127.0.0.1")
+    backend = HorovodBackend("horovod", 30)
+    found = backend.prepare(["a", "a", "b"]).slots
+    backend.close()
+    assert [slot["rank"] for slot in found] == [0, 1, 2]
+    assert [slot["local_rank"] for slot in found] == [0, 1, 0]
+    assert [slot["cross_size"] for slot in found] == [2, 1, 2]
 
 
 def test_a_worker_alone_needs_no_rendezvous(environment):
@@ -82,7 +73,7 @@ def without_framework(monkeypatch):
 
 def test_the_environment_of_a_group_is_set_and_removed(environment, without_framework):
     backend = without_framework
-    rendezvous = HorovodRendezvous("10.0.0.9", 777, ("a", "a"), False)
+    rendezvous = HorovodRendezvous("10.0.0.9", 777, slots(2))
     backend.setup(WorkerContext(world_rank=1, world_size=2, node_ip="a"), rendezvous)
     assert os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.0.0.9"
     assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == ("1", "2")

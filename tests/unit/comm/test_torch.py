@@ -8,7 +8,6 @@ import pickle
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import torch as torch_backend
 from raysgd.comm.gloo import Entry
-from raysgd.comm.network import listeners
-from raysgd.comm.torch import TorchStore
+from raysgd.comm.network import LOOPBACK, listeners
+from raysgd.comm.torch import TorchRendezvous, TorchStore
 from tests.conftest import Script, run_ranks, wait_until
 
 
@@ -49,7 +48,7 @@ def test_a_group_can_be_made_left_and_made_again(backend):
 def test_each_generation_has_a_store_of_its_own(backend):
     rendezvous = [backend.prepare(["127.0.0.1"]) for _ in range(3)]
     assert len({r.store for r in rendezvous}) == 3
-    assert all(r.store.host == "127.0.0.1" and r.single_node for r in rendezvous)
+    assert all(r.store.host == "127.0.0.1" for r in rendezvous)
     assert pickle.loads(pickle.dumps(rendezvous[0])) == rendezvous[0]
     with pytest.raises(dist.DistNetworkError):  # earlier stores are closed
         TorchStore(rendezvous[0].store, datetime.timedelta(seconds=30))
@@ -138,10 +137,11 @@ def test_small_groups_reduce_by_a_mesh_on_the_interface_of_gloo(
     assert address is None or tuple(address) not in listeners()
 
 
-@pytest.mark.parametrize(("single_node", "address"), [(True, "127.0.0.1"), (False, "10.1.2.3")])
-def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch, single_node, address):
+@pytest.mark.parametrize(("host", "address"), [(LOOPBACK, LOOPBACK), ("127.0.0.2", "10.1.2.3")])
+def test_gloo_uses_the_interface_of_the_node(backend, monkeypatch, host, address):
     monkeypatch.setattr(torch_backend, "interface_of", lambda address: f"of {address}")
-    rendezvous = replace(backend.prepare(["127.0.0.1"] * 2), single_node=single_node)
+    store, _ = backend.prepare(["127.0.0.1"] * 2)
+    rendezvous = TorchRendezvous(store._replace(host=host))
     backend.close()
     with pytest.raises(dist.DistNetworkError):
         backend.setup(WorkerContext(world_size=2, node_ip="10.1.2.3"), rendezvous)
@@ -260,7 +260,8 @@ PEER = """
 import datetime, os, pickle, signal, sys
 import torch, torch.distributed as dist
 from raysgd.comm.gloo import GlooGroup
-from raysgd.comm.torch import TorchStore
+from raysgd.comm.network import LOOPBACK
+from raysgd.comm.torch import TorchRendezvous, TorchStore
 
 class Dying(TorchStore):
     # dies as it gives its address to the others: they get it when nobody is there any more
@@ -288,7 +289,7 @@ def peer_of(rendezvous, conduct):
 
 
 def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatch):
-    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=2))
+    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=5))
     fetched = []
     get = TorchStore.get
     monkeypatch.setattr(
@@ -303,7 +304,7 @@ def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatc
         TorchStore(rendezvous.store, datetime.timedelta(seconds=20)).set(key, value)
         wait_until(lambda: key in fetched)
         backend.interrupt()
-        error = entered.exception(7)  # gloo would wait 10 s
+        error = entered.exception(20)  # gloo would wait 25 s
         assert backend.is_communication_error(error)
 
     # the next group forms, although PyTorch has counted the failed one

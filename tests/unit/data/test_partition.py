@@ -162,7 +162,7 @@ def shared_group(workers, full_size, *arguments, **others):
     if isinstance(workers, int):
         return group(*arguments, min(workers, full_size), full_size=full_size, **others)
     workers = workers[:full_size]
-    return group(*arguments, len(workers), full_size=full_size, weights=workers, **others)
+    return group(*arguments, len(workers), full_size=full_size, shares=workers, **others)
 
 
 @given(
@@ -212,7 +212,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         size: shared_group(workers, full_size, size, max_rows, global_batch=max(sizes))
         for size in sizes
     }
-    world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].weights
+    world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
     plans = [
         plan_update(tuple(sizes), world_size, rank, max_rows, in_parts, weighted)
         for rank in range(world_size)
@@ -243,8 +243,8 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         assert is_end == [now != later for now, later in itertools.pairwise([*steps, None])]
         weights_of_steps = Counter()
         for each in plan.micro_batches:
-            assert bool(each.weight) == bool(each.samples)  # metrics ignore repeated samples
-            weights_of_steps[each.step] += each.weight
+            assert bool(each.fraction) == bool(each.samples)  # metrics ignore repeated samples
+            weights_of_steps[each.step] += each.fraction
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 
@@ -260,12 +260,12 @@ def test_validation_steps_are_the_same_samples_with_any_workers(
 
 
 @given(shares, st.integers(1, 100))
-def test_parts_follow_the_shares(weights, total):
-    spans = [part_of(total, len(weights), rank, weights) for rank in range(len(weights))]
+def test_parts_follow_the_shares(shares, total):
+    spans = [part_of(total, len(shares), rank, shares) for rank in range(len(shares))]
     sizes = [stop - first for first, stop in spans]
     assert min(sizes) >= 1
-    if total >= len(weights):
+    if total >= len(shares):
         assert [first for first, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
         assert spans[-1][1] == total
-    if min(weights) / sum(weights) * total >= 2:
-        assert sizes == pytest.approx([total * w / sum(weights) for w in weights], abs=1)
+    if min(shares) / sum(shares) * total >= 2:
+        assert sizes == pytest.approx([total * w / sum(shares) for w in shares], abs=1)

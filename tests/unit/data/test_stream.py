@@ -86,6 +86,7 @@ def test_any_record_is_read_by_its_number(make, name):
     for _ in range(20):
         numbers = [generator.randrange(100) for _ in range(generator.randrange(1, 9))]
         assert [number(each) for each in records.read(numbers)] == numbers
+    assert [number(each) for each in records.read([35, 35, 37])] == [35, 35, 37]
     copy = pickle.loads(pickle.dumps(records))
     assert number(copy.read([57])[0]) == 57
 
@@ -118,6 +119,17 @@ def test_each_epoch_has_each_record_once_in_its_own_order(make, name, shuffle):
         assert orders == [list(range(100))] * 2
     other = Stream(records, transform=number, shuffle=shuffle, seed=5)
     assert (list(other) != orders[0]) == (shuffle > 1)
+
+
+@each_format
+def test_parts_of_the_data_take_turns(make, name):
+    records, number = make(name)
+    stream = Stream(records, transform=number, interleave=3)
+    turns = [n for turn in zip(range(33), range(33, 66), range(66, 99), strict=True) for n in turn]
+    assert list(stream) == [*turns, 99]
+    stream = Stream(records, transform=number, interleave=3, shuffle=20)
+    assert sorted(stream) == list(range(100))
+    assert list(Stream(records, transform=number, interleave=101)) == list(range(100))
 
 
 def test_long_stream_is_read_in_order_and_by_index(make):
@@ -254,6 +266,7 @@ def test_file_that_changes_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"interleave": 0}, r"Stream\(interleave=0\): must be"),
         ({"shuffle": -1}, r"Stream\(shuffle=-1\): must be at least 0"),
         ({"group": 0}, r"Stream\(group=0\): must be at least 1"),
         ({"seed": -2}, r"Stream\(seed=-2\)"),
@@ -455,7 +468,8 @@ def test_names_in_archives_of_any_kind(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"shuffle": 20}, {"seed": 2}, {"group": 5}, {"skip_broken": True}]
+    "changed",
+    [{"shuffle": 20}, {"seed": 2}, {"group": 5}, {"skip_broken": True}, {"interleave": 2}],
 )
 def test_other_arguments_within_an_epoch_are_an_error(tmp_path, changed):
     path = tmp_path / "data.txt"

@@ -63,7 +63,7 @@ def test_validation_counts_no_sample_twice(workers, samples, size, splits):
 def test_parts_of_a_step_follow_the_shares(splits):
     pair = sources(2, splits=splits)
     for source in pair:
-        assert source.set_weights((3.0, 1.0))
+        assert source.set_shares((3.0, 1.0))
     size = 8 if splits else 16
     for left, right in zip(*map(drawn, pair), strict=True):
         total = len(left) + len(right)
@@ -238,9 +238,9 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
 
 def test_a_worker_s_share_follows_the_number_of_workers():
     for share, sizes in ((2, [4, 4]), (None, [2, 2, 2, 2])):
-        resized = source(np.arange(16), batch_size=2, batch_share=share)
+        resized = source(np.arange(16), batch_size=2, config_batch=share)
         assert len(resized) == 8
-        resized.repartition(2, 1, batch_share=4)
+        resized.repartition(2, 1, config_batch=4)
         assert list(map(len, drawn(resized))) == sizes
         assert f"batch size {sizes[0]} on each of 2 workers" in resized.describe()
 

@@ -50,6 +50,9 @@ class Case:
     by_hand: bool = False
     """Whether user code partitions the data, so that raysgd does not know the sizes."""
 
+    skipped: int | None = None
+    """The number of the batch for which `SeveralLosses` computes no loss."""
+
     @property
     def full_size(self):
         return self.num_workers + self.num_missing
@@ -139,6 +142,8 @@ class Masked(Tokens):
 class SeveralLosses(Tokens):
     def train_batch(self, batch, batch_info):
         features, target = batch
+        if batch_info["batch_idx"] == self.case.skipped:
+            return {}
         self.optimizer.zero_grad()  # keeps the gradients of earlier batches in the group
         output, count = self.model(features), count_items(target)
         given = {"num_samples": count} if self.case.kind == "tokens" else {}

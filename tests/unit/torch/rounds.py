@@ -26,7 +26,7 @@ from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest
-from raysgd.elastic.snapshots import with_shares
+from raysgd.elastic.snapshots import with_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.features.fully_sharded import FullyShardedModel
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
@@ -418,7 +418,7 @@ class Player:
         held = [None] * dist.get_world_size()
         dist.all_gather_object(held, own)
         assert len({each["global_step"] for each in held}) == 1
-        return gather_state(with_shares(held))
+        return gather_state(with_shards(held))
 
 
 def check_equal(found, expected, place=""):

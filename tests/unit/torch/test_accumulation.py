@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.optimization import as_count
 
@@ -19,10 +20,10 @@ def weights_of(steps, planned=None, tx=None, num_workers=1, counts=True, others=
         tx.begin(MicroBatch(step=index), is_last=index == len(steps) - 1)
         if count is None:
             continue
-        given = (count if counts else None), num_workers, lambda total: total + others
-        correction, weight = tx.weigh(*given)
+        given = LossCount(count if counts else None), num_workers, lambda total: total + others
+        correction, weight = tx.weights.add(*given)
         held = [value * correction for value in held] + [weight]
-        assert tx.weigh(*given) == (1.0, weight)  # another loss
+        assert tx.weights.add(*given) == (1.0, weight)  # another loss
     tx.commit()
     return held
 
@@ -54,7 +55,7 @@ def test_the_usual_update_needs_no_correction_of_gradients():
         tx.begin_plan(UpdatePlan(tuple(batches), total))
         for micro_batch in batches:
             tx.begin(micro_batch, is_last=micro_batch.step == 1)
-            assert tx.weigh(None, 3) == (1.0, 0.5)
+            assert tx.weights.add(LossCount(), 3) == (1.0, 0.5)
 
 
 def test_first_loss_of_a_generation_is_not_scaled_up():
@@ -62,7 +63,7 @@ def test_first_loss_of_a_generation_is_not_scaled_up():
     tx = UpdateTransaction()
     tx.begin_plan(UpdatePlan(tuple(MicroBatch(step=step) for step in range(4))))
     tx.begin(MicroBatch(), is_last=False)
-    _, weight = tx.weigh(1000.0, 2, lambda count: 2 * count)
+    _, weight = tx.weights.add(LossCount(1000.0), 2, lambda count: 2 * count)
     assert weight == pytest.approx(1 / 4, rel=0.5)
 
 
@@ -75,20 +76,20 @@ def test_counts_for_some_batches_of_an_update_are_an_error():
     for first, second in ((None, 3), (3, None)):
         tx = UpdateTransaction()
         tx.begin(MicroBatch(), is_last=False)
-        tx.weigh(first)
+        tx.weights.add(LossCount(first))
         tx.begin(MicroBatch())
         with pytest.raises(ValueError, match="for all of them or for none"):
-            tx.weigh(second)
+            tx.weights.add(LossCount(second))
 
 
 def test_counts_of_losses_may_differ_only_between_optimizers():
     tx = UpdateTransaction()
     tx.begin(MicroBatch())
-    tx.weigh(3.0)
+    tx.weights.add(LossCount(3.0))
     with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):
-        tx.weigh(4.0)
+        tx.weights.add(LossCount(4.0))
     tx.end_update(object())
-    assert tx.weigh(4.0) == (1.0, 1.0)
+    assert tx.weights.add(LossCount(4.0)) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("count", ["3", True, [1], 1j, -1, math.inf, math.nan])

@@ -9,6 +9,7 @@ from raysgd._internal import step_timing
 from raysgd._internal.step_timing import DATA, FORWARD, OTHER, PHASES, SAVE
 from raysgd.torch import device_timing
 from raysgd.torch.device_timing import DeviceTiming
+from tests.operators import on_gpu
 
 
 class Device:
@@ -119,8 +120,7 @@ def test_few_steps_have_events(device, step_s):
     assert len(made) <= 3 * (device.now / device_timing._EVERY_S + 1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+@on_gpu
 def test_a_gpu_measures_its_phases():
     timing = DeviceTiming()
     matrix = torch.ones(4096, 4096, device="cuda")

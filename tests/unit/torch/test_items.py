@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
 from raysgd.metrics import merge_workers
-from tests.conftest import HAS_FULL_SHARDING, running_ranks
+from tests.conftest import HAS_FULL_SHARDING, needs_full_sharding, running_ranks
 from tests.unit.torch.items import LENGTH, NUM_RANKS, Case, expected
 
 PLAY = """
@@ -39,15 +39,14 @@ def workers():
             number = next(numbers)
             store.set(f"cases/{number}", pickle.dumps(case))
             keys = (f"results/{number}/{rank}" for rank in range(case.num_workers))
-            results = [pickle.loads(store.get(key)) for key in keys]
-            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
-            return results
+            return [pickle.loads(store.get(key)) for key in keys]
 
         yield train
         store.set(f"cases/{next(numbers)}", pickle.dumps(None))
 
 
 def check(case, results):
+    assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
     parameters, train_loss, val_loss = expected(case)
     for found, _ in results:
         torch.testing.assert_close(found, parameters, atol=1e-10, rtol=0)
@@ -108,3 +107,12 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 def test_update_equals_that_of_one_process(workers, case):
     assume(HAS_FULL_SHARDING or case.sharding != "full")
     check(case, workers(case))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("sharding", [None, pytest.param("full", marks=needs_full_sharding)])
+def test_batch_without_a_loss_is_an_error_with_several_workers(workers, sharding, by_hand):
+    """The number of samples with a loss would depend on the rank."""
+    given = {"sharding": sharding, "by_hand": by_hand, "kind": "samples", "skipped": 1}
+    for result in workers(Case([[1, 2]] * 17, 2, accumulation=3, num_losses=2, **given)):
+        assert "does not call self.backward(loss) for every batch" in str(result)

@@ -378,8 +378,8 @@ def test_validation_keeps_the_order_and_repeats_no_sample(make_data, world_size,
 
 
 def test_loader_with_the_batch_share_follows_it():
-    follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, batch_share=4)
-    other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, batch_share=4)
+    follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, config_batch=4)
+    other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, config_batch=4)
     for source in (follows, other):
         source.repartition(1, 0, 8)
     assert follows.batch_size == 8
@@ -393,8 +393,8 @@ def test_workers_read_by_their_shares_until_the_group_changes():
     sizes = {None: [[8, 8, 4], [8, 8, 4]], (3.0, 1.0): [[12, 12, 6], [4, 4, 2]]}
     for weights in (None, (3.0, 1.0), None, (3.0, 1.0)):
         for rank, source in enumerate(ranks):
-            source.set_weights(weights)
-            assert not source.set_weights(weights)  # no change
+            source.set_shares(weights)
+            assert not source.set_shares(weights)  # no change
             assert [len(batch) for batch in source.batches(0, 0)] == sizes[weights][rank]
             assert source.plan(0, 1, False).samples == sizes[weights][rank][0]
     ranks[0].repartition(2, 0, None)
@@ -402,7 +402,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
 
 
 def test_smaller_group_keeps_the_batch_size_of_the_full_group():
-    sizes = {"batch_share": 10, "full_size": 4, "global_batch": 20}
+    sizes = {"config_batch": 10, "full_size": 4, "global_batch": 20}
     source = wrap(DataLoader(tensors(), batch_size=10), training=False, world_size=2, **sizes)
     assert source.batch_size == 5
     ready = wrap(DataLoader(Numbers(4), batch_size=None), full_size=2)
@@ -412,8 +412,8 @@ def test_smaller_group_keeps_the_batch_size_of_the_full_group():
 @pytest.mark.parametrize("follows", [False, True])
 def test_replacement_adopts_the_batching_of_the_others(follows):
     """It sets up before it knows the group size, so its batch share may differ."""
-    member = wrap(DataLoader(tensors(), batch_size=6), batch_share=6 if follows else 3)
-    replacement = wrap(DataLoader(tensors(), batch_size=4), batch_share=2 if follows else 4)
+    member = wrap(DataLoader(tensors(), batch_size=6), config_batch=6 if follows else 3)
+    replacement = wrap(DataLoader(tensors(), batch_size=4), config_batch=2 if follows else 4)
     assert member.fingerprint() == replacement.fingerprint()
     for rank, source in enumerate((member, replacement)):
         source.repartition(2, rank, 3)

@@ -96,6 +96,26 @@ def test_group_with_an_error_is_repeated(when, at):
     assert torch.equal(found, trained(config, operator_cls=Failing)[0])
 
 
+@pytest.mark.parametrize("fails_at", [2, 3])
+def test_a_failure_warns_of_gradients_that_train_batch_has_kept(fails_at, caplog):
+    class Keeping(Classifier):
+        def train_batch(self, batch, batch_info):
+            step = batch_info["global_step"]
+            if step == fails_at:
+                raise KeyError
+            loss = self.criterion(self.model(batch[0]), batch[1])
+            loss.backward()
+            if step % 3 == 2:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            return {"train_loss": loss.item()}
+
+    with local(Keeping, {}) as trainer, pytest.raises(KeyError):
+        trainer.train()
+    has_kept = fails_at % 3 != 0
+    assert ("register(gradient_accumulation_steps=...)" in caplog.text) == has_kept
+
+
 # ---- several optimizers
 
 

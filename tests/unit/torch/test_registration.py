@@ -34,8 +34,8 @@ def sgd(*models):
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-def make_registration(device=CPU, context=None, batch_share=None, **options):
-    place = {"context": context or WorkerContext(), "device": device, "batch_share": batch_share}
+def make_registration(device=CPU, context=None, config_batch=None, **options):
+    place = {"context": context or WorkerContext(), "device": device, "config_batch": config_batch}
     return TorchTrainState(OperatorSettings(options=TorchOptions(**options), **place))
 
 
@@ -85,11 +85,11 @@ def test_data_set_of_a_call_keeps_its_batch_size():
     sizes = []
     for share in (4, 2):
         train_state, dataset = (
-            make_registration(batch_share=share),
+            make_registration(config_batch=share),
             Dataset(range(8), batch_size=4),
         )
         source = train_state.data.training_source(dataset)
-        train_state.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
+        train_state.enter(WorkerContext(world_rank=1, world_size=2), config_batch=2)
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
 
@@ -218,7 +218,7 @@ def test_reduce_lr_on_plateau_needs_a_metric():
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
     check_step_freq([constant, plateau], "manual")
     check_step_freq([constant], "epoch")
-    with pytest.raises(ValueError, match=r"scheduler_step_freq='epoch'.*update_scheduler\(metric"):
+    with pytest.raises(ValueError, match=r"needs metrics.*update_scheduler\(value"):
         check_step_freq([constant, plateau], "epoch")
 
 

@@ -4,7 +4,9 @@ import contextlib
 import copy
 import os
 import pickle
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
+from raysgd.loop import joining
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.loop.runner import LossReader
+from raysgd.metrics import AverageMeterCollection
 from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
@@ -140,7 +144,7 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
 
 
 def test_copy_of_a_partial_state_is_partial():
-    runner = make_runner()
+    runner = make_runner(context=WorkerContext(alone=True, in_driver=True))
     runner._train_state.from_rank = lambda make, rank: {**make(), "is_partial": True}
     runner._train_state.share_training_state = lambda leader, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
@@ -224,6 +228,18 @@ def test_progress_does_not_wait_for_the_gpu():
     meters.done.set()
 
 
+def test_control_threads_can_read_losses_at_the_same_time():
+    """A driver that got no answer in time asks again."""
+    reader, meters = LossReader(), AverageMeterCollection()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(found == {} for found in threads.map(reader.read, [meters] * 400))
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_stop_request_ends_a_validation_at_the_next_batch():
     runner, seen = make_runner(), set()
 
@@ -255,7 +271,9 @@ def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     runner.handle(TrainRequest(call=0, until_step=1))
     state = runner.operator._train_state
     monkeypatch.setattr(state, "enter", lambda *_: None)
-    monkeypatch.setattr(runner, "_follow", lambda _: vars(state).update(offset=2, global_step=2))
+    monkeypatch.setattr(
+        joining, "_state_of", lambda *_: vars(state).update(offset=2, global_step=2)
+    )
     runner.rejoin(WorkerContext(distributed=True), 0)
     runner.handle(TrainRequest(call=1, until_step=3))
     assert runner.operator.trained == [*EPOCH[:8], *EPOCH[16:24]]
@@ -459,7 +477,8 @@ class Staged(Recorder):
 JOIN_LATER = """
 from tests.unit.torch.test_runner import *
 
-runner = make_runner(Staged, num_workers=2)
+alone = WorkerContext(alone=rank == 1, in_driver=True)
+runner = make_runner(Staged, num_workers=2, context=alone)
 operator = runner.operator
 if rank == 0:
     runner.handle(TrainRequest(call=0, until_epoch=1))
@@ -597,3 +616,16 @@ def test_workers_use_the_default_dtype_of_the_script(monkeypatch):
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_only_a_new_worker_takes_the_models_of_another_one_without_replication():
+    """Each worker has its own models, also before their first step."""
+    follows = []
+    for alone in (False, True):
+        runner = make_runner(context=WorkerContext(alone=alone, in_driver=True))
+        runner._train_state.from_rank = lambda make, rank: make()
+        runner._train_state.share_training_state = lambda leader, is_led: follows.append(is_led)
+        for _ in range(2):
+            context = WorkerContext(world_rank=1, world_size=2, distributed=True)
+            runner.rejoin(context, leader=0)
+    assert follows == [False, False, True, False]

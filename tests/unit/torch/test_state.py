@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.errors import CheckpointError
-from raysgd.loop.state_schema import check_parts
+from raysgd.loop.state_schema import check_objects
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.tensors import copy_to_cpu, state_problem, to_cpu
@@ -109,7 +109,7 @@ Optim, Lr = torch.optim, torch.optim.lr_scheduler
 
 
 def check_fits(name, held, saved):
-    check_parts(name, held, saved, state_problem)
+    check_objects(name, held, saved, state_problem)
 
 
 def network(*sizes):

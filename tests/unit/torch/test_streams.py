@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from raysgd._internal.versions import is_at_least
-from raysgd.data import Stream, jsonl, text
+from raysgd.data import Stream, jsonl, parquet, text
+from raysgd.data.parquet_files import Parquet
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.loading import PartitionedLoader, wrap_loader
@@ -97,7 +98,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         assert (type(stream), type(known)) == (StreamSource, PartitionedLoader)
         if shares:
             for source in (stream, known):
-                source.set_weights(tuple(float(n + 1) for n in range(world_size)))
+                source.set_shares(tuple(float(n + 1) for n in range(world_size)))
         start = min(size, offset * stream.global_batch)
         found, end = read(stream, start, 100, group, in_parts)
         expected = []
@@ -263,6 +264,48 @@ def test_samples_of_web_dataset_are_trained_once_in_any_schedule(tmp_path, monke
     check_any_schedule(make, keeps_steps=True)
     assert os.environ["WORLD_SIZE"] == "2"
     gc.collect()
+
+
+@pytest.mark.parametrize("shuffle", [0, 9])
+def test_samples_of_parts_in_turn_are_trained_once_in_any_schedule(tmp_path, shuffle):
+    def make(size):
+        if not (file := tmp_path / f"{size}.txt").exists():
+            file.write_text("".join(f"{number}\n" for number in range(size)))
+        stream = Stream(
+            text(file, cache_dir=tmp_path),
+            transform=lambda line: (int(line), 0.0),
+            shuffle=shuffle,
+            interleave=3,
+        )
+        return DataLoader(stream, batch_size=3)
+
+    check_any_schedule(make, keeps_steps=True)
+
+
+@pytest.mark.parametrize(("interleave", "each"), [(1, 12), (2, 6), (4, 6)])
+def test_worker_decodes_only_row_groups_of_its_parts(tmp_path, monkeypatch, interleave, each):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet as pq
+
+    pq.write_table(pa.table({"n": range(84)}), tmp_path / "data.parquet", 7)
+    decode, decoded = Parquet._row_group, []
+    monkeypatch.setattr(
+        Parquet, "_row_group", lambda *args: decoded.append(args[-1]) or decode(*args)
+    )
+    by_rank = []
+    for rank in range(2):
+        stream = Stream(
+            parquet(tmp_path / "data.parquet", cache_dir=tmp_path),
+            transform=lambda row: (row["n"], 0.0),
+            interleave=interleave,
+        )
+        source = wrap(DataLoader(stream, batch_size=4), world_size=2, rank=rank)
+        by_rank.append([numbers_of(batch) for batch in source.batches(0, 0)])
+        assert len(decoded) == each
+        decoded.clear()
+    order = [number for number, _ in stream]
+    steps = [sorted(one + other) for one, other in zip(*by_rank, strict=True)]
+    assert steps == [sorted(order[start : start + 8]) for start in range(0, 84, 8)]
 
 
 def check_any_schedule(make, keeps_steps):
@@ -453,7 +496,7 @@ def test_order_of_loader_processes_does_not_depend_on_the_number_of_workers():
     whole = None
     for world_size in (1, 2, 4):
         loader = DataLoader(Numbers(50), batch_size=8 // world_size, num_workers=2)
-        arguments = {"batch_share": 8 // world_size, "order_batch": 8}
+        arguments = {"config_batch": 8 // world_size, "order_batch": 8}
         ranks = [
             wrap(loader, world_size=world_size, rank=rank, **arguments).batches(0, 0)
             for rank in range(world_size)

@@ -1,5 +1,6 @@
 """Arguments and folders of the trainers; no worker is started."""
 
+import re
 import threading
 from dataclasses import dataclass
 
@@ -89,6 +90,13 @@ def test_wrong_values_for_fit_are_refused_before_anything_starts(arguments, matc
         DataParallelTrainer(lambda: 1, **arguments)
 
 
+@pytest.mark.parametrize("choices", [{"val": "no"}, {"val": {"split": False}}, {"vall": True}])
+def test_choices_of_data_sets_to_split_are_checked(choices):
+    match = rf"dataset_config={re.escape(str(choices))}\): must be True or False .*\(train, val\)"
+    with pytest.raises(ValueError, match=match):
+        DataParallelTrainer(print, dataset_config=choices, datasets={"train": 1, "val": 2})
+
+
 def test_a_label_selector_of_ray_train_is_refused():
     try:
         selected = ray.train.ScalingConfig(label_selector={"region": "eu"})
@@ -109,6 +117,7 @@ WRONG_KINDS = [
     ({"train_loop_config": 0.1}, r"train_loop_config=0\.1\): must be a dict"),
     ({"datasets": [1, 2]}, r"datasets=\[1, 2\]\): must be a dict"),
     ({"metadata": "by me"}, r"metadata='by me'\): must be a dict"),
+    ({"dataset_config": ["train"]}, r"dataset_config=\['train'\]\): must be a dict"),
     (
         {"run_config": RunConfig(failure_config=FailureConfig(elastic={"max_s": 1}))},
         r"elastic={'max_s': 1}\): must be an ElasticConfig",

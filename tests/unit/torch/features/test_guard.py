@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 from raysgd import Guard
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.step_timing import FORWARD
 from raysgd.loop.requests import TrainRequest
+from raysgd.torch import device_timing
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import needs_full_sharding, needs_horovod
-from tests.operators import on_gpu
+from tests.operators import forbid_synchronization, on_gpu
 from tests.unit.torch.cases import running_cases
 from tests.unit.torch.features import guards
 from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
@@ -252,29 +254,42 @@ def test_cross_check_needs_several_workers_that_raysgd_keeps_equal(settings):
         TorchOptions(training_operator_cls=object, guard=Guard(crosscheck_every=3), **settings)
 
 
+class Watched(guards.Trains):
+    """Compares replicas before each step. Waiting for the GPU in steps 10 to 15 is an error."""
+
+    def train_batch(self, batch, batch_info):
+        if self.global_step == 2:  # the first comparison initializes NCCL
+            self._train_state.feature(ReplicaGuard)._is_active = True
+        elif self.global_step == 9:
+            self.forbidden = forbid_synchronization()
+        elif self.global_step == 15:
+            self.forbidden.close()
+        return super().train_batch(batch, batch_info)
+
+
 @on_gpu
-def test_comparison_within_a_call_does_not_wait_for_a_gpu():
+def test_steps_do_not_wait_for_a_gpu_that_is_compared_and_measured(monkeypatch):
+    monkeypatch.setattr(device_timing, "_EVERY_S", 0.0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     options = TorchOptions(
-        training_operator_cls=guards.Trains,
+        training_operator_cls=Watched,
         config={"case": Case()},
         scheduler_step_freq="batch",
         use_gpu=True,
+        guard=Guard(every=1),
     )
     runner = TorchRunner(options)
     try:
         runner.setup(WorkerContext(world_rank=0, world_size=1, distributed=True))
-        runner.handle(TrainRequest(call=0, until_step=2, until_epoch=99))
-        guard = runner.operator._train_state.feature(ReplicaGuard)
-        before, _, _ = guard._digests(True, False, 1)
-        for mode in ("default", "error"):  # the first comparison initializes NCCL
-            torch.cuda.set_sync_debug_mode(mode)
-            guard._compare(in_step=True)
-            torch.cuda.set_sync_debug_mode("default")
-            guard._settle()
+        runner.handle(TrainRequest(call=0, until_step=16, until_epoch=99))
+        state = runner.operator._train_state
+        guard = state.feature(ReplicaGuard)
+        assert guard._equal_at >= 14
+        assert state.timing.totals.seconds[FORWARD] > 0
+        before, _ = guard._digests(True, False, 1)
         runner.operator.model.head.weight.data.view(torch.int32)[0, 0] ^= 1
-        after, _, _ = guard._digests(True, False, 1)
-        assert (before != after).tolist() == [False, True, False, False, False]
+        after, _ = guard._digests(True, False, 1)
+        assert (before != after).tolist() == [False, False, True, False]
     finally:
         torch.cuda.set_sync_debug_mode("default")
         runner.teardown()

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.elastic.snapshots import with_shares
+from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.torch.features.averaging import Averaging
@@ -292,7 +292,7 @@ def start(given):
 
 
 def whole_state(runner):
-    return gather_state(with_shares([runner.state_dict()]))
+    return gather_state(with_shards([runner.state_dict()]))
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # about operations in place

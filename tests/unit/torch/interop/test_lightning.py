@@ -1,5 +1,6 @@
 """A LightningModule in an operator: steps, hooks, data, and errors."""
 
+import operator
 import pickle
 
 import pytest
@@ -287,6 +288,36 @@ def test_a_module_logs_metrics_of_torchmetrics_and_uses_its_trainer(capsys):
         workers = [operator.validate(iter([batch])) for batch in loader(20)]
     merged = merge_workers(pickle.loads(pickle.dumps(workers)))
     assert merged["val_mse"] == pytest.approx(found["val_mse"], rel=1e-5)
+
+
+class Planning(Line):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.planned = self.trainer.estimated_stepping_batches
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        self.planned += self.trainer.num_training_batches
+        assert self.optimizers() is self.trainer.optimizers[0]
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_plans_with_the_number_of_its_steps():
+    trainer = start(Planning, {"max_epochs": 4})
+    trainer.train(num_steps=1)
+    assert trainer.get_local_operator().module.planned == 4 * 5 + 5
+    with pytest.raises(ValueError, match=r"max_epochs: pass config={\"max_epochs\": ...}"):
+        start(Planning)
+
+
+@pytest.mark.parametrize("name", ["callback_metrics", "strategy.barrier()"])
+def test_other_attributes_of_the_trainer_of_lightning_are_refused(name):
+    class Asking(Line):
+        def on_train_start(self):
+            operator.attrgetter(name.removesuffix("()"))(self.trainer)
+
+    with pytest.raises(NotImplementedError, match=r"self\.trainer\.(callback_m|barrier).*config"):
+        start(Asking).train()
 
 
 def test_hooks_are_called_in_the_order_of_lightning():

@@ -112,6 +112,16 @@ def test_tensorboard_gets_numbers_as_scalars(tmp_path):
     assert found.Scalars("ray/train/loss")[0].step == 7
 
 
+def test_a_relative_folder_of_mlflow_is_that_of_the_first_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callback = MLflowLoggerCallback("runs")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")  # as a script that restores the run
+    callback.start_training(logdir=tmp_path / "run", config={})
+    callback.finish_training()
+    assert (tmp_path / "runs").is_dir()
+
+
 @pytest.mark.parametrize("uri", [None, "elsewhere"])
 @pytest.mark.parametrize("restored", [True, False])
 def test_a_restored_run_continues_its_mlflow_run(tmp_path, monkeypatch, uri, restored):

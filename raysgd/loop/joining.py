@@ -1,0 +1,72 @@
+"""What a worker does when it enters a generation, and what it gets from the leader.
+
+The leader is the worker whose state counts. It sends, and the other workers load, in this order:
+
+================================  ====================================  ==========
+entry of the state                loaded by                             on
+================================  ====================================  ==========
+``batching``                      `DataSources.set_batch_size`          all others
+``why_not_split``                 `MicroBatching`                       all others
+models, optimizers, schedulers,   `TrainState.share_training_state`,    followers
+and the entries of features       if they differ
+buffers and shards                `StepFeature.receive`                 followers
+``operator``                      the operator's ``load_state_dict``    followers
+``is_partial``, ``flags``         `UpdateTransaction`, `set_flags`      followers
+``data``, ``global_step``         `TrainState.move_to`                  all others
+``call``                          `CallProgress.join`                   all others
+``fingerprint``, ``batching``     `DataSources`, after the hook         all others
+                                  ``on_world_change``
+================================  ====================================  ==========
+
+New workers follow the leader. If models are replicated, all others do. Otherwise, survivors keep
+their own models. The leader does not send generators of random numbers, metrics, and snapshots.
+`raysgd.loop.state_schema` lists what each entry contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.loop import Loop
+
+
+def enter_generation(
+    loop: Loop, context: WorkerContext, leader: int, config_batch: int | None
+) -> None:
+    """Enter a generation with the state of rank `leader`. Every rank must call this."""
+    train_state, position = loop.train_state, loop.train_state.position()
+    train_state.enter(context, config_batch)
+    state = _state_of(loop, leader) if context.distributed else None
+    train_state.is_new = False
+    loop.keep_iteration(moved=train_state.position() != position)
+    if train_state.sharded_features:
+        loop.snapshots.clear()
+    loop.operator.on_world_change()
+    if state is not None:  # the hook may register the data of the leader
+        train_state.data.check_like(state["fingerprint"])
+        train_state.data.set_batch_size(state["batching"])
+    train_state.data.warn_of_stale_ranks()
+
+
+def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
+    """Load the state of the leader, and return it. Return None on the leader."""
+    train_state = loop.train_state
+    is_leader = train_state.context.world_rank == leader
+    state: Mapping[str, Any] = train_state.from_rank(lambda: loop.state_for("replacement"), leader)
+    if not is_leader:
+        train_state.data.set_batch_size(state["batching"])
+        micro_batching = train_state.micro_batching
+        micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
+    follows = not is_leader and (train_state.replicated or train_state.is_new)
+    train_state.share_training_state(leader, follows)
+    if follows:
+        loop.operator.load_state_dict(state["operator"])
+        train_state.transaction.is_partial = state["is_partial"]
+        train_state.set_flags(state["flags"])
+    if is_leader:
+        return None
+    train_state.move_to(state["data"], state["global_step"])
+    loop.progress.join(state["call"])
+    return state

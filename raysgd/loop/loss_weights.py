@@ -1,0 +1,162 @@
+"""The weights of losses: an update uses the mean over all items of all workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from raysgd.data.partition import MicroBatch, UpdatePlan
+
+
+@dataclass(frozen=True)
+class LossCount:
+    """What is known about a loss of a micro-batch. By default, it is a mean over its samples."""
+
+    items: float | None = None  # that the loss is a mean over, if user code or raysgd counts them
+    samples: float | None = None  # rows of the batch, if the ``train_batch`` of raysgd counts them
+    is_sum: bool = False  # a sum over samples, and not a mean
+
+    def counting_samples(self) -> LossCount:
+        """Return the count to use if workers do not know the sizes of all batches."""
+        return self if self.is_sum or self.items is not None else replace(self, items=self.samples)
+
+
+class Factors(NamedTuple):
+    """Factors that make gradients parts of the mean over an update."""
+
+    earlier: float  # of the gradients of earlier micro-batches
+    loss: float
+
+
+class LossWeights:
+    """Gives each loss of an update its weight: add up sums, and divide once.
+
+    An update is ``sum of (items * gradient of their mean loss) / total``. `num_workers` workers
+    average their gradients, so a loss has the weight ``items * num_workers / total``. Until the
+    last micro-batch, a planned total replaces the total. The first loss of the last micro-batch
+    multiplies earlier gradients by ``planned / total``. The five cases are::
+
+        a loss that is           items              planned total      total
+        1 a mean, counted        its count          previous, rounded  sum over all workers
+        2 a mean over samples    samples            all samples        all samples
+        3 of unknown samples     part of a batch    steps * workers    steps * workers
+        4 of repeated samples    0                  as above           as above
+        5 a sum                  the weight is `num_workers`, or 0 for repeated samples
+
+    The total and the factor are equal on all workers. Only case 1 communicates: once per update,
+    and once more in the first update of a generation. A micro-batch without a loss has no items.
+    In cases 2 and 3, several workers then do not know the total, so a loss after it is an error.
+    """
+
+    def __init__(self) -> None:
+        self.expected: float | None = None
+        """Planned total of counted items, equal on all workers. None: unknown."""
+        self.reset()
+
+    def reset(self) -> None:
+        self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
+        self.has_earlier_losses = False  # an earlier micro-batch of the update has one
+        self.has_gap = False  # an earlier micro-batch of the update has none
+        self._has_begun = False
+        self._is_first = True  # the next loss is the first of the micro-batch
+        self._count = LossCount()  # of the newest loss
+        self._items = self._num_items = self._total = 0.0
+        self._plan, self._num_planned = UpdatePlan(), 1
+        self._micro_batch, self._is_last, self._is_only = MicroBatch(), True, True
+
+    def begin(
+        self,
+        plan: UpdatePlan,
+        num_planned: int,
+        micro_batch: MicroBatch,
+        is_last: bool,
+        is_first: bool,
+    ) -> None:
+        """Begin a micro-batch, the first or the last of `num_planned` ones."""
+        self._plan, self._num_planned, self._micro_batch = plan, num_planned, micro_batch
+        self._is_last, self._is_only = is_last, is_first and is_last
+        self.has_earlier_losses = self.has_earlier_losses or self.has_loss
+        self.has_gap = not is_first and (self.has_gap or not self.has_loss)
+        self.has_loss, self._has_begun, self._is_first = False, True, True
+
+    def end_update(self) -> None:
+        """Allow losses with another count after the update of an optimizer."""
+        self._is_first = self._is_first or not self.has_earlier_losses
+
+    @property
+    def uses_backward(self) -> bool:
+        """Whether user code has passed a loss of the update to `backward` of the operator."""
+        return self.has_loss or self.has_earlier_losses
+
+    def add(
+        self,
+        count: LossCount,
+        num_workers: int = 1,
+        add_up: Callable[[float], float] = lambda number: number,
+    ) -> Factors:
+        """Add a loss. `add_up` returns the sum of a number over the workers.
+
+        Raises:
+            ValueError: If another loss of the micro-batch has another count, or if user code
+                counts items only for some batches of an update.
+        """
+        if not self._has_begun:  # a loop without the iterator of raysgd
+            self.reset()
+        is_repeated, self.has_loss = not self._micro_batch.fraction, True
+        if count.is_sum:
+            return Factors(1.0, 0.0 if is_repeated else float(num_workers))
+        earlier = 1.0
+        if self._is_first:
+            self._add_items(count, is_repeated)
+            # An update of one micro-batch needs no plan.
+            planned = 0.0 if self._is_only else self._planned(num_workers, add_up)
+            self._total = self._exact(num_workers, add_up) if self._is_last else planned
+            if self.has_earlier_losses and self._total:
+                is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
+                earlier = 1.0 if is_planned else planned / self._total
+        elif count.items not in (None, self._count.items):
+            raise ValueError(
+                f"backward(num_samples={count.items!r}) follows num_samples={self._count.items} "
+                "for another loss of the same batch. Pass the same number."
+            )
+        return Factors(earlier, self._items * num_workers / self._total if self._items else 0.0)
+
+    def _add_items(self, count: LossCount, is_repeated: bool) -> None:
+        if self.has_earlier_losses and (self._count.items is None) != (count.items is None):
+            raise ValueError(
+                "backward(num_samples=...) was passed for some batches of an accumulation "
+                "group. Pass it for all of them or for none."
+            )
+        self._count, items = count, count.items
+        if items is None:
+            items = self._micro_batch.samples
+        if items is None:
+            items = self._micro_batch.fraction
+        self._items = 0.0 if is_repeated else float(items)
+        self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
+        self._is_first = False
+
+    def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        if self._count.items is not None:
+            if self.expected is None:  # the first update of a generation
+                self.expected = _power_of_two(self._num_planned * add_up(self._items))
+            return self.expected
+        if self._plan.total is None:
+            return float(self._plan.num_steps * num_workers)
+        return self._plan.total if num_workers > 1 else self._plan.samples
+
+    def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        if self._count.items is not None:
+            total = add_up(self._num_items)
+            self.expected = _power_of_two(total)
+            return total
+        if num_workers > 1 and self._plan.total is not None:
+            return self._plan.total
+        return self._num_items * num_workers  # the mean of each worker weighs the same
+
+
+def _power_of_two(number: float) -> float:
+    """Return a power of two near a number. To multiply by it does not round."""
+    return 2.0 ** round(math.log2(number)) if number else 1.0
