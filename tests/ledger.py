@@ -64,15 +64,9 @@ class Ledger(TrainingOperator):
 
 
 def wait_if_short(operator, size):
-    """Delay a step of a smaller group, so that replacements join long before the last step.
-
-    Later steps wait longer, because workers start slowly on a busy machine.
-    """
-    if operator.world_size >= size:
-        operator.num_short = 0
-        return
-    operator.num_short = getattr(operator, "num_short", 0) + 1
-    time.sleep(0.4 if operator.num_short < 15 else 2.0)
+    """Delay a step of a smaller group, so that replacements join long before the last step."""
+    if operator.world_size < size:
+        time.sleep(1.0)  # an epoch lasts longer than the start of a worker on a busy machine
 
 
 class PacedLedger(Ledger):

@@ -427,7 +427,7 @@ def _write(path: Path, write: Callable[[Any], Any]) -> None:
 
 def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
-    bounds = np.flatnonzero(values[1:] - values[:-1] != step) + 1
+    bounds = (values[1:] - values[:-1] != step).nonzero()[0] + 1
     return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
 
 

@@ -36,7 +36,7 @@ class Parquet(Records):
         for first, stop in runs(groups, 0):
             group = int(groups[first])
             rows, table = numbers[first:stop] - index[group], self._table(file, group)
-            is_run = len(list(runs(rows, 1))) == 1
+            is_run = bool((rows[1:] - rows[:-1] == 1).all())
             part = table.slice(int(rows[0]), len(rows)) if is_run else table.take(rows)
             found += part.to_pylist()
         return found

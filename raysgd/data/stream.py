@@ -78,6 +78,10 @@ class NumberedSamples(ABC):
     def settings(self) -> str:
         """The arguments that decide the samples of an epoch and their order."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files until the next read."""
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of samples that are read by their numbers."""
         self.epoch = epoch
@@ -185,6 +189,9 @@ class Stream(NumberedSamples):
     def stamps(self) -> list[int]:
         return self._records.stamps()
 
+    def close(self) -> None:
+        self._records.close()
+
     @property
     def settings(self) -> str:
         group = self._group if self._is_list else None
@@ -208,7 +215,7 @@ class Stream(NumberedSamples):
     def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         if epoch != self._epoch_read:
             self._epoch_read = epoch
-            self._records.close()
+            self.close()
         return self._records.read(self._records_of(epoch, np.asarray(numbers, np.int64)))
 
     def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
@@ -346,6 +353,10 @@ class Mixed(NumberedSamples):
     def stamps(self) -> list[int]:
         return [stamp for stream in self._streams for stamp in stream.stamps()]
 
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         places = [self.place_of(number) for number in numbers]
         found: list[Any] = [None] * len(numbers)
@@ -403,6 +414,11 @@ def file_stamps(dataset: Any) -> dict[str, Any]:
     if not isinstance(dataset, NumberedSamples):
         return {}
     return {"files": dataset.stamps(), "settings": dataset.settings}
+
+
+def close_files(dataset: Any) -> None:
+    if isinstance(dataset, NumberedSamples):
+        dataset.close()
 
 
 def check_files(dataset: Any, position: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
-from raysgd.data.stream import NumberedSamples, check_files, file_stamps
+from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.losses import has_ignored
 from raysgd.torch.orders import (
@@ -204,6 +204,7 @@ class PartitionedLoader(PartitionedSource):
 
     def close_workers(self) -> None:
         self._kept_loader = None
+        close_files(self.loader.dataset)
 
     # ---- the order
 

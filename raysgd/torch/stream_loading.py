@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource
-from raysgd.data.stream import NumberedSamples, check_files, file_stamps
+from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
 from raysgd.torch.batches import map_batch
 from raysgd.torch.stream_reading import Chunks, StreamBuffer, can_jump, in_processes, name_of
 
@@ -174,6 +174,7 @@ class StreamSource(PartitionedSource):
     # ---- reading
 
     def close_workers(self) -> None:
+        close_files(self._dataset)
         self._reading: tuple[int, int] | None = None  # epoch and seed
         self._buffer = StreamBuffer()
         self._unit = 0, 0  # start and size of the newest step

@@ -233,7 +233,7 @@ def old_loops_trainer(module_cluster):
         num_workers=2,
         use_local=True,
         scheduler_step_freq="manual",
-        timeout_s=30,  # so that a hang ends soon
+        timeout_s=120,  # so that a hang ends soon
     ) as trainer:
         yield trainer
     assert not dist.is_initialized()
@@ -553,7 +553,7 @@ def own_ddp_trainer(module_cluster):
         num_workers=2,
         use_local=True,
         wrap_ddp=False,
-        timeout_s=30,  # so that a hang ends soon
+        timeout_s=120,  # so that a hang ends soon
     ) as trainer:
         yield trainer
 
@@ -767,7 +767,7 @@ def stream_trainer(module_cluster):
             initialization_hook=initialization_hook,
             config=config,
             num_workers=2,
-            timeout_s=30,  # so that a hang ends soon
+            timeout_s=120,  # so that a hang ends soon
         )
     assert config[BATCH_SIZE] == 21
     with trainer:

@@ -49,7 +49,7 @@ def three_workers(module_cluster):
     with (
         stranger() as attacked,
         TorchTrainer(
-            training_operator_cls=Classifier, config=config, num_workers=3, timeout_s=60
+            training_operator_cls=Classifier, config=config, num_workers=3, timeout_s=120
         ) as trainer,
     ):
         pids = trainer.apply_all_workers(os.getpid)

@@ -93,7 +93,7 @@ def trainer(module_cluster):
         backend="horovod",
         scheduler_step_freq="epoch",
         elastic=ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0),
-        timeout_s=60,
+        timeout_s=120,
     ) as made:
         yield made
 

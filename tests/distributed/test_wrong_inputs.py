@@ -158,7 +158,7 @@ class Moody(Classifier):
 
 @pytest.fixture(scope="module")
 def shared_trainer(module_cluster):
-    with TorchTrainer(training_operator_cls=Moody, num_workers=2, timeout_s=60) as trainer:
+    with TorchTrainer(training_operator_cls=Moody, num_workers=2, timeout_s=120) as trainer:
         yield trainer
 
 

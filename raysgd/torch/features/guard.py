@@ -101,6 +101,7 @@ class ReplicaGuard(StepFeature):
             raise ReplicasDifferError(self._problem)
         self._is_active = self._state.context.world_size > 1 and self._state.replicated
         if self._is_active and (self._is_due or self._in_call):
+            self._contents.check_added()
             share = self._every // max(1, self._steps - self._compared_at)
             self._compare(num_parts=1 if self._is_due else max(1, share))
             self._settle()
@@ -134,12 +135,10 @@ class ReplicaGuard(StepFeature):
             if not self._on_gpu:
                 self._settle()
 
-    def before_commit(self, tx: UpdateTransaction) -> None:
-        if self._checks_every and self._state.segment is not None:
-            self._batch = self._state.segment.batch
-
     def commit(self) -> None:
         self._steps += 1
+        if self._checks_every and self._state.segment is not None:
+            self._batch = self._state.segment.batch
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
         batch, self._batch, every = self._batch, None, self._checks_every

@@ -34,7 +34,8 @@ class TorchMetric(MergeableMetric):
     """A metric of torchmetrics, with the data since it was last logged."""
 
     def __init__(self, metric: Any) -> None:
-        metric.sync_on_compute = False  # workers may compute unequally often
+        for each in metric.modules():  # a wrapper contains other metrics
+            each.distributed_available_fn = bool  # False, as workers may compute unequally often
         self._metric = metric
 
     def merge(self, other: TorchMetric) -> TorchMetric:

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import os
+import pathlib
 import random
 import tarfile
 import weakref
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from raysgd._internal.versions import is_at_least
-from raysgd.data import Stream, jsonl, parquet, text
+from raysgd.data import Stream, jsonl, mix, parquet, text
 from raysgd.data.parquet_files import Parquet
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
@@ -489,6 +490,23 @@ def test_loop_over_the_source_releases_samples():
     for _ in source:
         most = max(most, len(alive))
     assert 0 < most < 20
+
+
+@pytest.mark.parametrize("kind", ["plain", "group", "mix"])
+def test_files_are_closed_with_the_source(tmp_path, kind):
+    (tmp_path / "data.txt").write_text("1\n2\n3\n")
+    group = 2 if kind == "group" else None
+    stream = Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), group=group)
+    source = wrap(DataLoader(mix([stream], [1]) if kind == "mix" else stream, batch_size=2))
+    folder = pathlib.Path("/proc/self/fd")
+
+    def is_open():
+        return str(tmp_path / "data.txt") in map(os.path.realpath, folder.iterdir())
+
+    next(source.batches(0, 0))
+    assert is_open()
+    source.close_workers()  # otherwise, a collected cycle of objects warns of open files
+    assert not is_open()
 
 
 def test_order_of_loader_processes_does_not_depend_on_the_number_of_workers():

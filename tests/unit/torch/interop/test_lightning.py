@@ -11,6 +11,7 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
+from raysgd.torch.interop.logged import TorchMetric
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
@@ -288,6 +289,17 @@ def test_a_module_logs_metrics_of_torchmetrics_and_uses_its_trainer(capsys):
         workers = [operator.validate(iter([batch])) for batch in loader(20)]
     merged = merge_workers(pickle.loads(pickle.dumps(workers)))
     assert merged["val_mse"] == pytest.approx(found["val_mse"], rel=1e-5)
+
+
+def test_a_logged_metric_of_torchmetrics_does_not_wait_for_other_workers():
+    def wait(*_, **__):
+        raise AssertionError
+
+    metric = torchmetrics.MinMaxMetric(
+        torchmetrics.SumMetric(dist_sync_fn=wait, distributed_available_fn=lambda: True)
+    )
+    metric.update(2.0)
+    assert TorchMetric(metric).compute() == {"raw": 2, "min": 2, "max": 2}
 
 
 class Planning(Line):
