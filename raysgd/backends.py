@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
@@ -30,8 +30,5 @@ def create_backend(name: str, timeout_s: float) -> CollectiveBackend:
     """
     if name not in _BACKENDS:
         raise ValueError(f"backend={name!r}: must be one of {', '.join(backend_names())}.")
-    module, _, attribute = _BACKENDS[name].partition(":")
-    backend: CollectiveBackend = getattr(importlib.import_module(module), attribute)(
-        name, timeout_s
-    )
+    backend: CollectiveBackend = pkgutil.resolve_name(_BACKENDS[name])(name, timeout_s)
     return backend

@@ -98,7 +98,9 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
 
 
 def json_dict(
-    values: Mapping[Any, Any], otherwise: Callable[[Any], Any] | None = None
+    values: Mapping[Any, Any],
+    otherwise: Callable[[Any], Any] | None = None,
+    keep_nan: bool = False,
 ) -> dict[str, Any]:
     """Return a dict with JSON types only. `otherwise` converts other values; None omits them.
 
@@ -108,7 +110,7 @@ def json_dict(
     converted = {}
     for key, value in values.items():
         try:
-            converted[str(key)] = jsonable(value)
+            converted[str(key)] = jsonable(value, keep_nan)
         except (TypeError, ValueError, RecursionError):
             if otherwise is not None:
                 converted[str(key)] = otherwise(value)

@@ -11,21 +11,11 @@ from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
 from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic import machine
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.machine import (
-    FormGroup,
-    FormingFailed,
-    GroupEvent,
-    GroupFormed,
-    Losses,
-    ProgressKnown,
-    StateLost,
-    WorkersLost,
-    too_few,
-)
 from raysgd.elastic.policies import assign_contexts, backoff_s, furthest
 from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
@@ -59,7 +49,7 @@ class GroupForming:
 
     # ---- next generation
 
-    def ask_progress(self) -> GroupEvent:
+    def ask_progress(self) -> machine.GroupEvent:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
         can_join = self._context.policy.can_join
@@ -78,7 +68,7 @@ class GroupForming:
         self._context.shares.poll(answers)
         members = self._group.members
         by_rank = [answers[member] for member in members]
-        return ProgressKnown(
+        return machine.ProgressKnown(
             progress=furthest(by_rank),
             by_rank=by_rank,
             joining=joining,
@@ -87,13 +77,13 @@ class GroupForming:
             can_restart=self._context.snapshots.exists or not self._group.options.inline,
         )
 
-    def _note_lost(self, lost: Losses) -> GroupEvent:
+    def _note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
         for member in lost:
             self._commands.busy.pop(member, None)
         members = {m: e for m, e in lost.items() if not self._scale_up.fail_member(m, e)}
-        return WorkersLost(lost=members) if members else FormingFailed()
+        return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
 
-    def form_group(self, action: FormGroup) -> GroupEvent:
+    def form_group(self, action: machine.FormGroup) -> machine.GroupEvent:
         before, joining = list(self._group.members), action.joining
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
@@ -104,7 +94,7 @@ class GroupForming:
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
-            return StateLost(why="all copies of some shards of the state are lost")
+            return machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.failed:
             return self._forming_failed(attempt, joining)
         self._group.members[:] = entering
@@ -119,11 +109,11 @@ class GroupForming:
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
         concerned = list(joining) or entering
         self._journal.record(kind, concerned, cause=left, seconds=seconds)
-        return GroupFormed()
+        return machine.GroupFormed()
 
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
-    ) -> GroupEvent:
+    ) -> machine.GroupEvent:
         # Discard lost replacements. If no worker is lost, discard all, because one may be the
         # cause.
         reason = None if attempt.lost else attempt.error()
@@ -134,10 +124,10 @@ class GroupForming:
         if attempt.lost:
             return self._note_lost(attempt.lost)
         if joining:
-            return FormingFailed()
+            return machine.FormingFailed()
         if isinstance(reason, CollectiveError):
             logger.warning("The workers could not form a process group: %s", reason)
-        return FormingFailed(error=reason)
+        return machine.FormingFailed(error=reason)
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
@@ -161,7 +151,7 @@ class GroupForming:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         config, call = self._context.elastic, self._context.call
         num_members, starting = len(self._group.members), not self._group.members
-        missing = too_few(num_members, min_workers)
+        missing = machine.too_few(num_members, min_workers)
         deadline, number = 0.0, 0
         while True:
             self._context.check_open()
@@ -188,7 +178,7 @@ class GroupForming:
                 deadline, number = now + wait_s, number + 1
             self._clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
 
-    def start_group(self) -> GroupEvent:
+    def start_group(self) -> machine.GroupEvent:
         """Form a group of the ready workers, with the state of the newest snapshot."""
         ready = self._scale_up.ready()
         joining = {r.member: r for r in ready if r.member is not None}
@@ -196,11 +186,11 @@ class GroupForming:
         if lost:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
-            return FormingFailed()
+            return machine.FormingFailed()
         progress = self._enter_together(joining)
         if progress is None:
             self._scale_up.set_up_alone()
-            return FormingFailed()
+            return machine.FormingFailed()
         # All workers repeat the steps after the snapshot, also those of departed workers.
         call, step = self._context.call, progress.global_step
         call.departed_results[:] = [
@@ -209,7 +199,7 @@ class GroupForming:
         self._scale_up.forget_joined(ready)
         self._scale_up.set_up_alone()
         self._record_start(step)
-        return GroupFormed(progress=progress)
+        return machine.GroupFormed(progress=progress)
 
     def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress | None:
         """Form a group, and return its progress. Return None if a worker was lost."""

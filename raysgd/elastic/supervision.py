@@ -42,6 +42,7 @@ class Supervision:
         self._journal, self._commands = context.journal, context.commands
         # Committed steps count, even if a later step has left the state partial.
         self._reached = replace(context.journal.progress, partial=False)
+        self._has_warned = False
         self._redo: Call | None = None
         self._attempt: Attempt | None = None
         self._split = 0
@@ -52,17 +53,18 @@ class Supervision:
     def is_behind(self) -> bool:
         """Whether steps were lost with all workers and a call can repeat them."""
         step, reached, call = self._journal.progress.global_step, self._reached, self._call
-        if step >= reached.global_step:
+        if step >= reached.global_step or not (call.has_batches or call.catch_up):
             return False
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Steps %d to %d were lost with all workers. They run again, with the `info` and "
+                "`dataset` of the newest call of train().",
+                step + 1,
+                reached.global_step,
+            )
         if self._redo is None and call.catch_up is not None:
             self._redo = call.catch_up(reached)
-            if self._redo is not None:
-                logger.warning(
-                    "Steps %d to %d were lost with all workers. They run again before %s().",
-                    step + 1,
-                    reached.global_step,
-                    call.name,
-                )
         return self._redo is not None
 
     def run(self, action: RunCall) -> GroupEvent:

@@ -1,10 +1,8 @@
-"""Learning rates that a trial's config changes in a saved state."""
+"""Learning rates that a trial's config changes in a loaded state."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import numpy as np
 
 
 def inspect(operator: Any) -> tuple[bool, list[float | None]]:
@@ -13,26 +11,18 @@ def inspect(operator: Any) -> tuple[bool, list[float | None]]:
     Runs on a worker, after ``setup``. The rate of a schedule is None.
     """
     train_state = operator._train_state
-    return train_state.data.has("validation"), [
-        _rate(optimizer) for optimizer in train_state.optimizers
-    ]
+    rates = map(_rate, train_state.optimizers)
+    return train_state.data.has("validation"), [r if r is None else float(r) for r in rates]
 
 
-def with_options(
-    state: dict[str, Any], then: list[float | None], now: list[float | None]
-) -> dict[str, Any]:
-    """Multiply each learning rate of a state in place by the ratio of initial rates, now / then."""
-    for optimizer, old, new in zip(state["optimizers"], then, now, strict=True):
-        if old is None or new is None or old == new:
-            continue
-        for name, value in optimizer.items():
-            if "learning_rate" in name and np.ndim(value) == 0:
-                ratio = float(value) / old if old else 1.0
-                optimizer[name] = np.asarray(new * ratio, np.asarray(value).dtype)
-    return state
+def change(then: list[float | None], now: list[float | None], operator: Any) -> None:
+    """Multiply each learning rate by the ratio of initial rates, now / then."""
+    for optimizer, old, new in zip(operator._train_state.optimizers, then, now, strict=True):
+        if old is not None and new is not None and old != new:
+            rate = _rate(optimizer)
+            rate.assign(new * (float(rate) / old if old else 1.0))
 
 
-def _rate(optimizer: Any) -> float | None:
+def _rate(optimizer: Any) -> Any:
     inner = getattr(optimizer, "inner_optimizer", None) or optimizer
-    rate: Any = inner._learning_rate
-    return float(rate) if hasattr(rate, "numpy") else None
+    return inner._learning_rate if hasattr(inner._learning_rate, "numpy") else None

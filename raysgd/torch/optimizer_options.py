@@ -1,4 +1,4 @@
-"""Change the options of optimizers in a state that is loaded under another config.
+"""Change the options of optimizers whose state was saved under another config.
 
 Population based training does this. Options that differ between the configs follow the new config,
 and keep the changes that schedulers made since.
@@ -6,7 +6,7 @@ and keep the changes that schedulers made since.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from raysgd.torch.operator import TrainingOperator
@@ -14,41 +14,32 @@ from raysgd.torch.operator import TrainingOperator
 Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
-Owners = Sequence[int | None]
-"""Index of the optimizer of each scheduler, or None if it has no registered optimizer."""
 
-
-def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
-    """Return whether a validation loader exists, the options, and the owners of schedulers."""
+def inspect(operator: TrainingOperator) -> tuple[bool, Options]:
+    """Return whether a validation loader exists, and the options."""
     state = operator._train_state
     options = [[_plain(group) for group in each.param_groups] for each in state.optimizers]
-    owners = [_owner(scheduler, state.optimizers) for scheduler in state.schedulers]
-    return state.data.has("validation"), options, owners
+    return state.data.has("validation"), options
 
 
-def with_options(
-    state: dict[str, Any], then: Options, now: Options, owners: Owners = ()
-) -> dict[str, Any]:
-    """Change the state of a trainer, in place, from the initial options `then` to `now`.
+def change(then: Options, now: Options, operator: TrainingOperator) -> None:
+    """Change the options of a loaded state from the initial options `then` to `now`.
 
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
     becomes a tenth of the new first value.
     """
-    for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):
-        for group, old, new in zip(optimizer["param_groups"], groups_then, groups_now, strict=True):
+    state = operator._train_state
+    for optimizer, groups_then, groups_now in zip(state.optimizers, then, now, strict=True):
+        groups = optimizer.param_groups
+        for group, old, new in zip(groups, groups_then, groups_now, strict=True):
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
                     group[name] = _move(group[name], old[name], new[name])
-    for scheduler, owner in zip(state.get("schedulers", ()), owners, strict=True):
-        if owner is not None:
-            _move_scheduler(scheduler, _rates(then[owner]), _rates(now[owner]))
-    return state
-
-
-def _owner(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
-    # Compare the groups, which a wrapper shares with its optimizer.
-    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
-    return next((i for i, o in enumerate(optimizers) if o.param_groups is groups), None)
+        for scheduler in state.schedulers:
+            # Compare the groups, which a wrapper shares with its optimizer.
+            own = getattr(scheduler, "optimizer", None)
+            if getattr(own, "param_groups", None) is groups:
+                _move_scheduler(scheduler, _rates(groups_then), _rates(groups_now))
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,9 +64,9 @@ def _rates(groups: list[dict[str, Any]]) -> list[Any]:
     return [group.get("initial_lr", group.get("lr")) for group in groups]
 
 
-def _move_scheduler(state: Any, old: list[Any], new: list[Any]) -> None:
-    for name, value in state.items():
-        if name in ("base_lrs", "_last_lr"):
-            state[name] = _move(value, old, new)  # inner schedulers may share the list
-        for inner in value if name == "_schedulers" else ():
-            _move_scheduler(inner, old, new)
+def _move_scheduler(scheduler: Any, old: list[Any], new: list[Any]) -> None:
+    for name in ("base_lrs", "_last_lr"):
+        if hasattr(scheduler, name):
+            setattr(scheduler, name, _move(getattr(scheduler, name), old, new))
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _move_scheduler(inner, old, new)

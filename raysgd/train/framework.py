@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from typing import Any
 
 from raysgd.backends import CollectiveBackend
@@ -101,6 +101,5 @@ def checked_config(backend: Any) -> BackendConfig:
         kind = ValueError if isinstance(backend, str) else TypeError
         names = ", ".join(sorted(CONFIGS))
         raise kind(f"backend={backend!r}: must be one of {names}, or a BackendConfig.")
-    module, _, name = CONFIGS[backend].partition(":")
-    config: BackendConfig = getattr(importlib.import_module(module), name)()
+    config: BackendConfig = pkgutil.resolve_name(CONFIGS[backend])()
     return config

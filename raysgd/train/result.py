@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import end_line
-from raysgd.callbacks.values import jsonable
+from raysgd.callbacks.values import json_dict
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 
@@ -77,9 +77,5 @@ class ReportLog:
     def write(self, result: Mapping[str, Any]) -> None:
         """Append a report, without the values that JSON cannot represent."""
         self.last = dict(result)
-        shown: dict[str, Any] = {}
-        for key, value in result.items():
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                shown |= jsonable({key: value}, keep_nan=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(shown) + "\n")
+            file.write(json.dumps(json_dict(result, keep_nan=True)) + "\n")

@@ -86,7 +86,6 @@ class OperatorTrainer(TrainerInfo):
             self._keeps_batch = bool(dispatcher.make(call)[0])
 
     def _tell_event(self) -> None:
-        self._dispatcher.warn_of_replay()
         self._callback_list.tell_events(self)
 
     # ---- training

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,8 +18,6 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
-
-logger = logging.getLogger(__name__)
 
 
 class WorkerMetrics(NamedTuple):
@@ -85,8 +82,6 @@ class Dispatcher:
     _failed_validation: int | None = None
     _max_steps: int | None = None
     _log_every: int | None = None
-    _changed_at: int = 0
-    """Step at which `info` or `dataset` of train last changed."""
 
     def check_open(self, moves: bool = False) -> None:
         """Check that the trainer may call its workers now and, if `moves`, change the state."""
@@ -143,9 +138,7 @@ class Dispatcher:
     def make(self, call: Call, moves: bool = False) -> list[Any]:
         """Run a call, and return the answers by rank."""
         self.check_open(moves)
-        if isinstance(call.request, LoadRequest):
-            self._changed_at = 0
-        else:
+        if not isinstance(call.request, LoadRequest):
             call.catch_up = self._catch_up
         return [outcome.value() for outcome in self.controller.run(call)]
 
@@ -160,18 +153,6 @@ class Dispatcher:
             callback_pause=None,
         )
         return Call(request=request, has_batches=True, can_pause=True)
-
-    def warn_of_replay(self) -> None:
-        """Warn if a restart repeats steps of earlier calls with the newest call's arguments."""
-        event = self.controller.events[-1]
-        if event.kind in ("restarted", "grown", "moved") and event.step < self._changed_at:
-            logger.warning(
-                "Steps %d to %d were lost with all workers. They run again with the `info` and "
-                "`dataset` of the newest call of train(), although an earlier call had others.",
-                event.step + 1,
-                self._changed_at,
-            )
-            self._changed_at = 0
 
     def train(
         self,
@@ -191,8 +172,6 @@ class Dispatcher:
             profile=profile,
             dataset=dataset,
         )
-        if self._newest is not None and not _has_same_input(self._newest.request, request):
-            self._changed_at = self.controller.progress.global_step
         call = TrainCall(
             request=request,
             num_steps=num_steps,
@@ -288,13 +267,6 @@ class Dispatcher:
             self._failed_validation = None
         merged = merge_workers(results)
         return WorkerMetrics(results, merged, False, LastCall("validate", time.time(), seconds))
-
-
-def _has_same_input(first: TrainRequest, second: TrainRequest) -> bool:
-    try:
-        return first.dataset is second.dataset and bool(first.info == second.info)
-    except Exception:  # comparing whole arrays raises
-        return False
 
 
 def _next_multiple(number: int, step: int) -> int:

@@ -48,22 +48,13 @@ class TrainerInfo:
         """The current number of workers."""
         return len(self._controller.members)
 
-    @property
-    def max_workers(self) -> int:
-        """The maximum number of workers, ``num_workers`` of the constructor."""
-        return self._controller.max_workers
-
-    @property
-    def min_workers(self) -> int:
-        """The minimum number of workers."""
-        return self._controller.min_workers
-
     use_local = argument("use_local")
     use_tqdm = argument("use_tqdm")
     add_dist_sampler = argument("add_dist_sampler")
     timeout_s = argument("timeout_s")
     num_cpus_per_worker = argument("num_cpus_per_worker")
-
+    min_workers = argument("min_workers")
+    max_workers = argument("num_workers")
     backend = argument("backend")
     use_fp16 = argument("use_fp16")
 

@@ -7,6 +7,7 @@ the trial's placement group. With ``use_local=True`` the actor is worker 0.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ class BaseTrainable(Trainable):
     }
     """The arguments of the trainer that the config of a trial may set, and their defaults."""
     options_module: ClassVar[str]
-    """Module that changes the options of optimizers in a checkpoint."""
+    """Module that changes the options of optimizers for the config of a trial."""
     trainer_cls: ClassVar[Callable[..., OperatorTrainer]]
     trainer_kwargs: ClassVar[Mapping[str, Any]]
     override_tune_step: ClassVar[TuneStep | None] = None
@@ -71,7 +72,7 @@ class BaseTrainable(Trainable):
         self.trainer = self._create_trainer(config)
         self._changes: Any = importlib.import_module(self.options_module)
         inspected = self.trainer.apply_all_operators(self._changes.inspect)[0]
-        self._has_validation, self._options, *self._owners = inspected
+        self._has_validation, self._options = inspected
 
     def _create_trainer(self, config: dict[str, Any]) -> OperatorTrainer:
         arguments = self.trainer_arguments(config)
@@ -105,9 +106,8 @@ class BaseTrainable(Trainable):
         saved = Path(checkpoint) / _OPTIONS
         then = json.loads(saved.read_text()) if saved.exists() else self._options
         if then != self._options:
-            state = self.trainer.state_dict()
-            state = self._changes.with_options(state, then, self._options, *self._owners)
-            self.trainer.load_state_dict(state)
+            change = functools.partial(self._changes.change, then, self._options)
+            self.trainer.apply_all_operators(change)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()

@@ -10,16 +10,6 @@ from typing import Any
 from raysgd.callbacks.values import numbers_in
 from raysgd.compat.ray_train import alias_modules
 
-__all__ = [
-    "AverageResultsPreprocessor",
-    "ExcludedKeysResultsPreprocessor",
-    "IndexedResultsPreprocessor",
-    "MaxResultsPreprocessor",
-    "ResultsPreprocessor",
-    "SequentialResultsPreprocessor",
-    "WeightedAverageResultsPreprocessor",
-]
-
 logger = logging.getLogger(__name__)
 
 alias_modules(__name__, "aggregate", "index", "keys", "preprocessor")
@@ -138,3 +128,6 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
             )
             return sum(numbers.values()) / len(numbers)
         return sum(value * weights[rank] for rank, value in numbers.items()) / total
+
+
+__all__ = sorted(name for name in globals() if name.endswith("ResultsPreprocessor"))

@@ -458,6 +458,15 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     assert len(world.reservations) == 1  # the restart reuses their slots
 
 
+def test_steps_of_earlier_calls_that_run_again_are_logged_once(world, caplog):
+    controller = world.drive(3).controller
+    run_until(controller, 25)
+    lose_all(world)
+    run_until(controller, 30, max_losses=1)
+    (warned,) = [text for text in caplog.messages if "were lost with all workers" in text]
+    assert warned.startswith(f"Steps {controller.events[-1].step + 1} to 25 ")
+
+
 def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
     controller = world.drive(3).controller
     for member in controller.members:

@@ -3,7 +3,7 @@
 import pytest
 
 from raysgd import TFTrainer
-from raysgd.tf.optimizer_options import inspect, with_options
+from raysgd.tf.optimizer_options import change, inspect
 from tests.tf_operators import Digits, digits, make_model
 
 
@@ -13,8 +13,8 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     assert has_validation
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
     slow.optimizer.learning_rate.assign(0.005)  # lowered during training
-    state = with_options(slow._train_state.training_state(), then, now)
-    fast._train_state.load_training_state(state)
+    fast._train_state.load_training_state(slow._train_state.training_state())
+    change(then, now, fast)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 
 

@@ -11,7 +11,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
 from raysgd import TorchTrainer
-from raysgd._internal.context import Progress
 from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import read_manifest
 from raysgd.checkpoint.file import OpenFile
@@ -128,28 +127,6 @@ def test_events_record_errors_and_recoveries(make_trainer):
     assert trainer.events[2].generation > trainer.events[0].generation
     trainer.events.clear()
     assert trainer.events
-
-
-def test_warning_if_a_restart_repeats_steps_with_other_info(make_trainer, caplog):
-    trainer = make_trainer()
-    journal = trainer._controller.journal
-
-    def warnings_of_restart(step):
-        caplog.clear()
-        reached, journal.progress = journal.progress, Progress(global_step=step)
-        journal.record("restarted", [])
-        journal.progress = reached
-        return [text for text in caplog.messages if "`info` and `dataset`" in text]
-
-    info = {"weights": torch.ones(2)}
-    trainer.train(num_steps=2, info=info)
-    trainer.train(num_steps=2, info=info)
-    assert not warnings_of_restart(step=0)
-    trainer.train(num_steps=2, info={"weights": torch.zeros(2)})
-    assert not warnings_of_restart(step=4), "steps 5 and 6 belong to the newest call"
-    (warned,) = warnings_of_restart(step=1)
-    assert "Steps 2 to 4 " in warned
-    assert not warnings_of_restart(step=1), "all steps belong to the newest call now"
 
 
 # ---- functions on workers
