@@ -11,15 +11,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd.elastic.config import ElasticConfig as ElasticConfig
-    from raysgd.tf import TFTrainer as TFTrainer
-    from raysgd.torch import CreatorOperator as CreatorOperator
-    from raysgd.torch import TorchTrainer as TorchTrainer
-    from raysgd.torch import TrainingOperator as TrainingOperator
-    from raysgd.torch.options import EqualBits as EqualBits
-    from raysgd.torch.options import Guard as Guard
+    from raysgd.elastic.config import ElasticConfig
+    from raysgd.tf import TFTrainer
+    from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
+    from raysgd.torch.options import EqualBits, Guard
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CreatorOperator",
+    "ElasticConfig",
+    "EqualBits",
+    "Guard",
+    "TFTrainer",
+    "TorchTrainer",
+    "TrainingOperator",
+    "__version__",
+]
 
 _HOMES = {
     "CreatorOperator": "raysgd.torch",
@@ -30,7 +38,6 @@ _HOMES = {
     "TorchTrainer": "raysgd.torch",
     "TrainingOperator": "raysgd.torch",
 }
-__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+__all__ = [
+    "CallbackError",
+    "CheckpointError",
+    "CollectiveError",
+    "InsufficientResourcesError",
+    "RaySGDError",
+    "RemoteError",
+    "RemoteTraceback",
+    "ReplicasDifferError",
+    "WorkerLostError",
+    "WorkerTimeoutError",
+]
+
 
 class RaySGDError(Exception):
     """Base class of all errors that raysgd raises at run time."""
@@ -99,6 +112,3 @@ class RemoteTraceback(Exception):  # noqa: N818  a cause, never raised by itself
     def __str__(self) -> str:
         """Start the text on its own line, like a traceback."""
         return f"\n{self.text}"
-
-
-__all__ = sorted(name for name in globals() if name.startswith("Remote") or name.endswith("Error"))
