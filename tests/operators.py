@@ -18,14 +18,20 @@ def on_gpu(test):
     return pytest.mark.gpu(lacking(test))
 
 
-def forbid_synchronization():
-    """Make waiting for a GPU an error, until the result is closed."""
+def set_sync_mode(mode):
+    """Make waiting for a GPU an "error" or not ("default")."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode")
-        torch.cuda.set_sync_debug_mode("error")
-    stack = contextlib.ExitStack()
-    stack.callback(torch.cuda.set_sync_debug_mode, "default")
-    return stack
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def no_synchronization():
+    set_sync_mode("error")
+    try:
+        yield
+    finally:
+        set_sync_mode("default")
 
 
 def make_data(num_samples=NUM_SAMPLES):

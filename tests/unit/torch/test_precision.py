@@ -11,7 +11,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.step import UpdateTransaction
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision, create_precision
-from tests.operators import Classifier, forbid_synchronization, on_gpu, parameters
+from tests.operators import Classifier, no_synchronization, on_gpu, parameters
 from tests.unit.torch import fake_apex
 
 CPU = torch.device("cpu")
@@ -296,7 +296,7 @@ def test_on_a_gpu_the_default_loop_never_synchronizes(make_trainer, dtype):
     meters = operator._new_meters()
     batches = [operator.to_device(batch) for batch in islice(operator.train_loader, 6)]
     torch.cuda.synchronize()
-    with forbid_synchronization():
+    with no_synchronization():
         for index, batch in enumerate(batches):
             metrics = operator.train_batch(batch, {"batch_idx": index})
             meters.update(metrics, metrics["num_samples"])

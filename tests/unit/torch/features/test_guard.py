@@ -15,7 +15,7 @@ from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import needs_full_sharding, needs_horovod
-from tests.operators import forbid_synchronization, on_gpu
+from tests.operators import on_gpu, set_sync_mode
 from tests.unit.torch.cases import running_cases
 from tests.unit.torch.features import guards
 from tests.unit.torch.features.guards import NUM_WORKERS, ODD, Case
@@ -267,10 +267,10 @@ class Watched(guards.Trains):
         if self.global_step == 2:  # the first comparison initializes NCCL
             self._train_state.feature(ReplicaGuard)._is_active = True
         elif self.global_step == 9:
-            self.forbidden = forbid_synchronization()
+            set_sync_mode("error")
         elif self.global_step == 15:
-            self.forbidden.close()
-        return super().train_batch(batch, batch_info)
+            set_sync_mode("default")
+        return super().train_batch(self.to_device(batch), batch_info)
 
 
 @on_gpu
@@ -297,6 +297,6 @@ def test_steps_do_not_wait_for_a_gpu_that_is_compared_and_measured(monkeypatch):
         after, _ = guard._digests(True, False, 1)
         assert (before != after).tolist() == [False, False, True, False]
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        set_sync_mode("default")
         runner.teardown()
         dist.destroy_process_group()
