@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -271,13 +271,17 @@ def buffer_names(module: torch.nn.Module) -> list[str]:
     return list(module._buffers)
 
 
-def copy_all(into: Iterable[torch.Tensor], content: Iterable[torch.Tensor]) -> None:
-    """Copy each tensor of `content` into the corresponding tensor of `into`.
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first.
 
-    On a GPU, one kernel copies many tensors of one dtype.
+    On a GPU, one kernel copies many tensors, but only if all of them have the same types.
     """
-    if into := list(into):
-        torch._foreach_copy_(into, list(content))
+    groups = defaultdict(list)
+    for pair in pairs:
+        groups[pair[0].dtype, pair[1].dtype, pair[0].device].append(pair)
+    for group in groups.values():
+        into, content = map(list, zip(*group, strict=True))
+        torch._foreach_copy_(into, content)
 
 
 def multiply_all(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:

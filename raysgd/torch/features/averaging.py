@@ -66,7 +66,7 @@ class Averaging(StepFeature):
     def _add(self) -> None:
         parameters, averages = map(list, zip(*self._pairs(), strict=True))
         if self._count == 0:
-            copy_all(averages, parameters)
+            copy_all(zip(averages, parameters, strict=True))
         else:
             decay = self._decay
             update = get_swa_multi_avg_fn() if decay is None else get_ema_multi_avg_fn(decay)

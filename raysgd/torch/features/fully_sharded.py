@@ -116,8 +116,7 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
 
     def _put_in_place(self) -> None:
         self._wait_for_updates()
-        pairs = [(self._now(p), p.value) for p in self._pieces if p.value is not None]
-        copy_all([base for base, _ in pairs], [value for _, value in pairs])
+        copy_all((self._now(p), p.value) for p in self._pieces if p.value is not None)
         self._received = {}
 
     def _wait_for_updates(self) -> None:

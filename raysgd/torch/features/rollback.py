@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class Rollback(StepFeature):
         if self._has_copies:
             for image in self._images:
                 image.take()
-        self._versions = [version_of(parameter) for parameter in self._parameters]
+        self._versions = list(map(version_of, self._parameters))
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         self._moves_parameters = self._moves_parameters or bool(self._changed())
@@ -90,12 +91,12 @@ class _BeforeImage:
         self.parameters: set[torch.Tensor] = set()
         self._state: dict[Any, Any] = {}
         self._groups: list[dict[str, Any]] = []
-        self._tensors: dict[Any, list[torch.Tensor]] = {}
-        self._copies: dict[Any, list[torch.Tensor]] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._copies: list[Any] = []
 
     @torch.no_grad()
     def take(self) -> None:
-        self._tensors, self.parameters = {}, set()
+        self._tensors, self.parameters = [], set()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 # A frozen parameter with state may be trained later in the step.
@@ -108,22 +109,16 @@ class _BeforeImage:
             {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        for kind, tensors in self._tensors.items():
-            copies = self._copies.get(kind, [])
-            if [c.shape for c in copies] != [t.shape for t in tensors]:
-                copies = self._copies[kind] = [torch.empty_like(t) for t in tensors]
-            copy_all(copies, tensors)
+        self._copies = _copies_of(self._tensors, self._copies)
 
     def _note(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            # Group by device and dtype so that `_foreach_copy_` stays fused.
-            self._tensors.setdefault((leaf.device, leaf.dtype), []).append(leaf)
+            self._tensors.append(leaf)
         return leaf
 
     @torch.no_grad()
     def restore(self) -> None:
-        for kind, tensors in self._tensors.items():
-            copy_all(tensors, self._copies[kind])
+        copy_all(zip(self._tensors, self._copies, strict=True))
         self.optimizer.state.clear()
         self.optimizer.state.update(self._state)
         for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
@@ -150,29 +145,21 @@ class BufferCopies(StepFeature):
             for module in model.modules()
             for name in buffer_names(module)
         ]
-        self.copies: list[torch.Tensor | None] = [None] * len(self._slots)
+        self.copies: list[torch.Tensor | None] = []
         self.update()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        buffers = [getattr(module, name, None) for module, name in self._slots]
+        buffers = [module._buffers.get(name) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in buffers]
 
     def commit(self) -> None:
         self.update()
 
+    @torch.no_grad()
     def update(self) -> None:
         """Copy the buffers."""
-        copies, buffers = [], []
-        for index, buffer in enumerate(self.tensors()):
-            copy = self.copies[index]
-            if buffer is None:
-                self.copies[index] = None
-                continue
-            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype:
-                copy = self.copies[index] = torch.empty_like(buffer)
-            copies.append(copy)
-            buffers.append(buffer)
-        copy_all(copies, buffers)
+        buffers = [module._buffers.get(name) for module, name in self._slots]
+        self.copies = _copies_of(buffers, self.copies)
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)
@@ -208,3 +195,16 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
         buffer.detach().copy_(value)
     else:
         setattr(module, name, value.clone())
+
+
+def _copies_of(tensors: Sequence[torch.Tensor | None], earlier: list[Any]) -> list[Any]:
+    """Copy tensors, into the memory of `earlier` copies if these have the same kind."""
+    found, pairs = [], []
+    for tensor, copy in itertools.zip_longest(tensors, earlier[: len(tensors)]):
+        if tensor is not None:
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = torch.empty_like(tensor)
+            pairs.append((copy, tensor))
+        found.append(None if tensor is None else copy)
+    copy_all(pairs)
+    return found

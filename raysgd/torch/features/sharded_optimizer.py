@@ -133,7 +133,7 @@ class ShardedOptimizer(ShardedFeature):
                 pieces.append(piece)
                 views.append(view)
                 content.append(self._now(piece) if updated is None else updated)
-        copy_all(views, content)
+        copy_all(zip(views, content, strict=True))
         group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         params: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -178,13 +178,12 @@ class ShardedOptimizer(ShardedFeature):
 
     def _put_in_place(self) -> None:
         """Copy the updates of all workers into the parameters."""
-        into, content = [], []
+        pairs = []
         for shard, of_shard in self._exchange().items():
             for which, updated in of_shard.parts.items():
                 start, stop = self._layout.shards[shard][which]
-                into.append(flat(self._parameters[which])[start:stop])
-                content.append(updated)
-        copy_all(into, content)
+                pairs.append((flat(self._parameters[which])[start:stop], updated))
+        copy_all(pairs)
 
     def _exchange(self) -> dict[int, UpdateBuffers]:
         """Return the updated elements of all shards.

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.step import UpdateTransaction
@@ -225,3 +226,25 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
             change(model)
         copies.roll_back(UpdateTransaction())
         torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+
+
+class Copied(TorchDispatchMode):
+    """Records the types of the tensors that each operation copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "copy" in str(function):
+            self.dtypes.append({tensor.dtype for tensor in args[0]})
+        return function(*args, **kwargs or {})
+
+
+def test_one_operation_copies_all_buffers_of_a_type():
+    """On a GPU, an operation on several types launches one kernel per tensor."""
+    norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(2) for _ in range(3)))
+    copies = BufferCopies([norms])
+    with Copied() as copied:
+        copies.commit()
+    assert copied.dtypes == [{torch.float32}, {torch.int64}]
