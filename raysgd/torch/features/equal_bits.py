@@ -351,6 +351,8 @@ def _check_modules(models: Sequence[torch.nn.Module]) -> None:
             why, remedy = "with max_norm changes its weight in each forward pass", "Leave it out"
         elif any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
             why, remedy = "has uninitialized parameters", "Call the model once before register()"
+        elif any(b.layout is not torch.strided for b in module.buffers(recurse=False)):
+            why, remedy = "has sparse buffers", "Create them with to_dense()"
         else:
             continue
         raise ValueError(f'exact="bits" does not work with {name}, which {why}. {remedy}.')

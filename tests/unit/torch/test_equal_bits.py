@@ -124,6 +124,12 @@ def skipped(operator, batch):
         operator.optimizer_step(operator.optimizer)
 
 
+def with_sparse_buffer():
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    return model
+
+
 def forward_after_step(operator, batch):
     operator.backward(operator.model(batch[0]).mean())
     operator.optimizer_step(operator.optimizer)
@@ -177,6 +183,7 @@ class Refused(TrainingOperator):
         ),
         ({"model": partial(torch.nn.SyncBatchNorm, 2)}, ["exact", "SyncBatchNorm"]),
         ({"model": partial(torch.nn.Embedding, 2, 2, max_norm=1.0)}, ["exact", "max_norm"]),
+        ({"model": with_sparse_buffer}, ["exact", "Linear", "sparse buffers", "to_dense"]),
         ({"model": partial(torch.nn.LazyLinear, 2)}, ["exact", "LazyLinear", "uninitialized"]),
     ],
 )
