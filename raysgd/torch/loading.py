@@ -69,10 +69,13 @@ class TorchSources(DataSources):
         keeps_order = type(source) is PartitionedLoader and not source.shuffles
         keeps_order = keeps_order and type(source.order_sampler) is SequentialSampler
         if keeps_order and self._settings.context.generation <= 1:
+            advice = "DataLoader(..., shuffle=True)"
+            if isinstance(source.loader.dataset, NumberedSamples):
+                advice = "Stream(..., shuffle=10_000)"
             self._settings.warn_once(
                 "order",
-                "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
-                "shuffle=True), unless you want the order of the data set.",
+                f"The train loader does not shuffle, and RaySGD v1 did. Write {advice}, unless you "
+                "want the order of the data set.",
             )
 
     @property
