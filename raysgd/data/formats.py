@@ -105,6 +105,8 @@ class Records(ABC):
         self._storage_options = storage_options
         self.kept_rows = 0
         """Number of decoded records to keep in memory."""
+        self.in_order = False
+        """Whether records that are decoded together are read in order."""
         self.close()
         self._indexes = [self._load_index(number) for number in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]

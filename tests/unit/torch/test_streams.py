@@ -283,8 +283,12 @@ def test_samples_of_parts_in_turn_are_trained_once_in_any_schedule(tmp_path, shu
     check_any_schedule(make, keeps_steps=True)
 
 
-@pytest.mark.parametrize(("interleave", "each"), [(1, 12), (2, 6), (4, 6)])
-def test_worker_decodes_only_row_groups_of_its_parts(tmp_path, monkeypatch, interleave, each):
+@pytest.mark.parametrize(
+    ("interleave", "world_size", "each"), [(1, 2, 12), (2, 2, 6), (4, 2, 6), (4, 1, 12)]
+)
+def test_worker_decodes_only_row_groups_of_its_parts(
+    tmp_path, monkeypatch, interleave, world_size, each
+):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet as pq
 
@@ -294,18 +298,19 @@ def test_worker_decodes_only_row_groups_of_its_parts(tmp_path, monkeypatch, inte
         Parquet, "_row_group", lambda *args: decoded.append(args[-1]) or decode(*args)
     )
     by_rank = []
-    for rank in range(2):
+    for rank in range(world_size):
         stream = Stream(
             parquet(tmp_path / "data.parquet", cache_dir=tmp_path),
             transform=lambda row: (row["n"], 0.0),
             interleave=interleave,
         )
-        source = wrap(DataLoader(stream, batch_size=4), world_size=2, rank=rank)
+        loader = DataLoader(stream, batch_size=8 // world_size)
+        source = wrap(loader, world_size=world_size, rank=rank)
         by_rank.append([numbers_of(batch) for batch in source.batches(0, 0)])
         assert len(decoded) == each
         decoded.clear()
     order = [number for number, _ in stream]
-    steps = [sorted(one + other) for one, other in zip(*by_rank, strict=True)]
+    steps = [sorted(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)]
     assert steps == [sorted(order[start : start + 8]) for start in range(0, 84, 8)]
 
 
