@@ -170,12 +170,14 @@ class StepIterator:
         within the update                   it continues   an error       it is undone
         in its last micro-batch             it is counted  it is counted  it is undone
         after all optimizers have updated   it is counted  it is counted  it is counted
+        after a feature has refused it      -              -              it is undone
         ==================================  =============  =============  =============
 
         Return the batches of an update that is undone.
         """
         tx, train_state = self._tx, self._train_state
         counts = tx.is_open and tx.is_last and (ending != "error" or tx.is_updated)
+        counts = counts and not tx.is_refused
         try:
             if counts:
                 self._commit()

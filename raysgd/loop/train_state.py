@@ -115,6 +115,7 @@ class TrainState(SavedState):
 
     def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
+        tx.is_refused = True  # unless all features accept it
         for feature in self.features:
             feature.before_commit(tx)
         tx.commit()
