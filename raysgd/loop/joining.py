@@ -70,5 +70,5 @@ def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
     if is_leader:
         return None
     train_state.move_to(state["data"], state["global_step"])
-    loop.progress.join(state["call"])
+    loop.call_progress.join(state["call"])
     return state

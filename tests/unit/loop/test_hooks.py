@@ -172,5 +172,5 @@ def test_steps_that_were_logged_before_have_a_segment_of_their_own(make_trainer)
     request = TrainRequest(call=0, until_step=10, logged=6)
     loop.train(dataclasses.replace(request, callback_pause=2))
     assert loop.train(request)["batch_count"] == 10
-    assert [start for start, _ in loop.progress.results] == [0, 2, 6]
+    assert [start for start, _ in loop.call_progress.results] == [0, 2, 6]
     assert loop.measured(0, since=6)["batch_count"] == 4
