@@ -21,7 +21,51 @@ from raysgd.metrics import AverageMeterCollection
 _Feature = TypeVar("_Feature", bound=StepFeature)
 
 
-class TrainState(ABC):
+class SavedState(ABC):
+    """What checkpoints, snapshots, and new workers get."""
+
+    @abstractmethod
+    def user_settings(self) -> Any:
+        """Return values that user code may set between steps, such as learning rates."""
+
+    def flags(self) -> Any:
+        """Return what user code may set on models and no state dict has, for new workers."""
+        return None
+
+    def set_flags(self, flags: Any) -> None:  # noqa: B027
+        """Apply the result of `flags`."""
+
+    @abstractmethod
+    def training_state(self) -> dict[str, Any]:
+        """Return models, optimizers, and the state of features. Tensors stay on their device."""
+
+    @abstractmethod
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if a state does not fit the registered objects."""
+
+    @abstractmethod
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `training_state`."""
+
+    def places_of(
+        self, state: dict[str, Any], addresses: set[int]
+    ) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Replace arrays at `addresses` in a state by equal ones of the training state.
+
+        Also return where to write the content of these arrays.
+        """
+        return state, {}
+
+    @abstractmethod
+    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
+        """Return a copy of a leaf of a state, on its device or in the memory of the host."""
+
+    @abstractmethod
+    def to_cpu(self, state: Any) -> Any:
+        """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
+
+
+class TrainState(SavedState):
     """Models, optimizers, and the position in the data. Features add the rest of an update."""
 
     data: DataSources
@@ -99,48 +143,6 @@ class TrainState(ABC):
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.seed = seed
         self.data.reseed(seed, loader_seeds or {})
-
-    # ---- what checkpoints, snapshots, and new workers get
-
-    @abstractmethod
-    def user_settings(self) -> Any:
-        """Return values that user code may set between steps, such as learning rates."""
-
-    def flags(self) -> Any:
-        """Return what user code may set on models and no state dict has, for new workers."""
-        return None
-
-    def set_flags(self, flags: Any) -> None:  # noqa: B027
-        """Apply the result of `flags`."""
-
-    @abstractmethod
-    def training_state(self) -> dict[str, Any]:
-        """Return models, optimizers, and the state of features. Tensors stay on their device."""
-
-    @abstractmethod
-    def check_training_state(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError if a state does not fit the registered objects."""
-
-    @abstractmethod
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `training_state`."""
-
-    def places_of(
-        self, state: dict[str, Any], addresses: set[int]
-    ) -> tuple[dict[str, Any], dict[int, Any]]:
-        """Replace arrays at `addresses` in a state by equal ones of the training state.
-
-        Also return where to write the content of these arrays.
-        """
-        return state, {}
-
-    @abstractmethod
-    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
-        """Return a copy of a leaf of a state, on its device or in the memory of the host."""
-
-    @abstractmethod
-    def to_cpu(self, state: Any) -> Any:
-        """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
 
     # ---- steps
 
