@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from raysgd import ElasticConfig, TrainingOperator
+from raysgd import ElasticConfig, EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset, Stream, text
 from raysgd.data.partition import MicroBatch
@@ -207,6 +207,13 @@ def test_unshuffled_training_data_cause_one_warning(
     assert ("Write DataLoader(..., shuffle=True)" in caplog.text) == warned
     train_state.data.wrap(Dataset(range(8)), training=True)
     assert caplog.text.count("does not shuffle") == warned
+
+
+def test_loader_that_cannot_be_divided_into_shards_is_an_error_without_other_advice(caplog):
+    train_state = make_registration(num_workers=2, exact=EqualBits(2))
+    with pytest.raises(ValueError, match=r'exact="bits" needs a DataLoader'):
+        train_state.data.register([torch.zeros(2)], None)
+    assert not caplog.text
 
 
 def test_warning_about_a_stream_without_shuffle_names_the_argument_of_the_stream(tmp_path, caplog):
