@@ -159,6 +159,10 @@ class PartitionedLoader(PartitionedSource):
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
             return self._complete(rows, order, again, epoch)
+        data: Any = self.loader.dataset
+        if isinstance(data, NumberedSamples) and self._numbered is None:
+            data.set_epoch(epoch)  # the keys of a sampler have no epoch
+            self._kept_loader = None  # its processes have copies of the data set
         loader, seeds = self._reader(), (self._seed, epoch)
         loader._index_sampler.begin(order, first, None if partition.num_shards is None else seeds)
         # The seeds of loader processes come from this generator, not from generators of the user.

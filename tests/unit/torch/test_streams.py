@@ -314,6 +314,16 @@ def test_worker_decodes_only_row_groups_of_its_parts(
     assert steps == [sorted(order[start : start + 8]) for start in range(0, 84, 8)]
 
 
+def test_random_changes_differ_between_epochs_with_a_sampler(tmp_path):
+    (tmp_path / "data.txt").write_text("1\n2\n")
+    records = text(tmp_path / "data.txt", cache_dir=tmp_path)
+    stream = Stream(records, augment=lambda _, generator: generator.random())
+    source = wrap(DataLoader(stream, 2, shuffle=True, num_workers=1, persistent_workers=True))
+    epochs = [set(next(source.batches(epoch, 0)).tolist()) for epoch in (0, 1, 0)]
+    assert epochs[0] == epochs[2]
+    assert len(epochs[0] | epochs[1]) == 4
+
+
 def check_any_schedule(make, keeps_steps):
     @examples(60)
     @given(size=st.integers(1, 70), schedule=events)
