@@ -43,10 +43,11 @@ class Keys:
         numbers: Sequence[int] = range(span.start, span.stop)
         if self._parts > 1:
             skip = (span.start - self._offset) % self._step
-            first = span.start - skip
-            in_step = range(first, min(first + self._step, self._size))
-            by_part = sorted(in_step, key=lambda number: number % self._parts)
-            numbers = by_part[skip : skip + len(numbers)]
+            first, parts = span.start - skip, self._parts
+            stop = min(first + self._step, self._size)
+            starts = sorted(range(first, min(first + parts, stop)), key=lambda n: n % parts)
+            by_part = itertools.chain(*(range(start, stop, parts) for start in starts))
+            numbers = list(by_part)[skip : skip + len(numbers)]
         return [(self._epoch, number) for number in numbers]
 
 
