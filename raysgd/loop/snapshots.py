@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -150,5 +151,10 @@ class Snapshots:
 
 def _num_bytes(state: Any) -> int:
     sizes: list[int] = []
-    map_leaves(state, lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)))
+
+    def count(leaf: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # PyTorch does not know it for sparse tensors
+            sizes.append(getattr(leaf, "nbytes", 0))
+
+    map_leaves(state, count)
     return sum(sizes)

@@ -324,7 +324,8 @@ class Optimization(StepFeature):
         if not self._transaction.is_only:
             raise RuntimeError(
                 f"{why}. With {self.needs_helper}, call self.backward(loss) and "
-                "self.optimizer_step(optimizer) once for every batch."
+                "self.optimizer_step(optimizer) once for every batch. For a batch without a loss, "
+                "pass num_samples=0, and pass the number of samples for all other batches."
             )
 
 

@@ -6,8 +6,11 @@ and keep the changes that schedulers made since.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from raysgd.torch.operator import TrainingOperator
 
@@ -35,7 +38,7 @@ def change(then: Options, now: Options, operator: TrainingOperator) -> None:
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
                     group[name] = _move(group[name], old[name], new[name])
-        for scheduler in state.schedulers:
+        for scheduler in itertools.chain.from_iterable(map(_flat, state.schedulers)):
             # Compare the groups, which a wrapper shares with its optimizer.
             own = getattr(scheduler, "optimizer", None)
             if getattr(own, "param_groups", None) is groups:
@@ -45,6 +48,8 @@ def change(then: Options, now: Options, operator: TrainingOperator) -> None:
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {}
     for name, value in group.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
         values = list(value) if isinstance(value, list | tuple) else [value]
         if name != "params" and all(isinstance(v, int | float) for v in values):
             options[name] = values if isinstance(value, list | tuple) else value
@@ -55,6 +60,8 @@ def _move(value: Any, old: Any, new: Any) -> Any:
     """Return `value` scaled by the change of the initial value from `old` to `new`."""
     if isinstance(new, list):
         return type(value)(map(_move, value, old, new))
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, _move(value.item(), old, new))
     if isinstance(new, bool) or value == old or not old:
         return new
     return value / old * new
@@ -64,9 +71,15 @@ def _rates(groups: list[dict[str, Any]]) -> list[Any]:
     return [group.get("initial_lr", group.get("lr")) for group in groups]
 
 
+def _flat(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler and the schedulers in it, also in a wrapper such as that of Accelerate."""
+    yield scheduler
+    inner = getattr(scheduler, "scheduler", None)
+    for each in getattr(scheduler, "_schedulers", [] if inner is None else [inner]):
+        yield from _flat(each)
+
+
 def _move_scheduler(scheduler: Any, old: list[Any], new: list[Any]) -> None:
-    for name in ("base_lrs", "_last_lr"):
+    for name in ("base_lrs", "max_lrs", "_last_lr"):
         if hasattr(scheduler, name):
             setattr(scheduler, name, _move(getattr(scheduler, name), old, new))
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _move_scheduler(inner, old, new)

@@ -275,7 +275,8 @@ class EqualBitsReplication(Replication):
             self._trees.setdefault(key[0], TreeSum()).add(0, self._shard, leaf)
         if self._stepped:  # another optimizer
             self._check_buffers()
-        self._buffers.keep()
+        else:
+            self._buffers.keep()
         self._stepped.append(self._number_of(optimizer))
         return True
 

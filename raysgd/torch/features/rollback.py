@@ -11,7 +11,7 @@ import torch
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import UpdateTransaction
-from raysgd.torch.tensors import buffer_names, copy_all, version_of
+from raysgd.torch.tensors import buffer_names, copy_all, is_like, version_of
 
 
 class Rollback(StepFeature):
@@ -152,6 +152,9 @@ class BufferCopies(StepFeature):
         buffers = [module._buffers.get(name) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in buffers]
 
+    def begin_call(self, logs_steps: bool) -> None:
+        self.update()  # user code may have changed them between calls
+
     def commit(self) -> None:
         self.update()
 
@@ -166,8 +169,9 @@ class BufferCopies(StepFeature):
 
     def write(self, values: Sequence[torch.Tensor | None]) -> None:
         """Write the values into the buffers, in the order of `tensors`."""
-        for slot, value in zip(self._slots, values, strict=True):
-            _set_buffer(*slot, value)
+        for (module, name), value in zip(self._slots, values, strict=True):
+            if name in module._buffers:  # user code may have replaced it with a parameter
+                _set_buffer(module, name, value)
 
     def set(self, values: Sequence[torch.Tensor | None]) -> None:
         self.write(values)
@@ -183,12 +187,12 @@ class BufferCopies(StepFeature):
 
 
 def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
-    buffer = getattr(module, name, None)
+    buffer: Any = getattr(module, name, None)
     if value is None:
         setattr(module, name, None)
     elif (
-        buffer is not None
-        and buffer.shape == value.shape
+        is_like(buffer, value)
+        and (buffer.shape, buffer.dtype) == (value.shape, value.dtype)
         and buffer.layout is torch.strided
         and 0 not in buffer.stride()  # elements of an expanded tensor share memory
     ):
@@ -202,7 +206,8 @@ def _copies_of(tensors: Sequence[torch.Tensor | None], earlier: list[Any]) -> li
     found, pairs = [], []
     for tensor, copy in itertools.zip_longest(tensors, earlier[: len(tensors)]):
         if tensor is not None:
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            is_dense = copy is not None and copy.layout is tensor.layout is torch.strided
+            if not is_dense or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty_like(tensor)
             pairs.append((copy, tensor))
         found.append(None if tensor is None else copy)

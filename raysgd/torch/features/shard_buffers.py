@@ -44,14 +44,13 @@ class ShardBuffers:
 
     def keep(self) -> None:
         """Store the buffers that the shard has changed."""
-        before, after = self._versions, self._newest_versions()
-        if before == after:
-            return
-        kept = self._kept[self._shard] = list(self._start)
-        for index, buffer in enumerate(self._state.buffers.tensors()):
-            if before[index] != after[index]:
-                kept[index] = None if buffer is None else buffer.clone()
-        self._versions = after
+        # Compare contents, because kernels such as that of BatchNorm do not count versions.
+        newest = zip(self._start, self._state.buffers.tensors(), strict=True)
+        self._kept[self._shard] = [
+            before if _is_equal(before, after) else None if after is None else after.clone()
+            for before, after in newest
+        ]
+        self._versions = self._newest_versions()
 
     def changes(self) -> list[int]:
         """Return for each buffer how to merge it, as numbers of which the largest counts."""
@@ -102,6 +101,12 @@ class ShardBuffers:
             tree.add(0, shard, [(after[i] - before[i]) * share for i in places])
         assert partition.num_shards is not None
         return sum_over_workers(tree, partition.num_shards, partition.shares)
+
+
+def _is_equal(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    return before.dtype == after.dtype and torch.equal(before, after)
 
 
 def _change(before: torch.Tensor | None, after: torch.Tensor | None) -> int:

@@ -49,6 +49,32 @@ def test_all_numbers_of_workers_have_the_same_bits(results, name):
     assert len({digest(merged(results[name, size])) for size in SIZES}) == 1
 
 
+class Normed(TrainingOperator):
+    def setup(self, config):
+        layers = torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)
+        model = torch.nn.Sequential(*layers)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=torch.nn.MSELoss(),
+            gradient_accumulation_steps=2,
+        )
+        x = torch.arange(32.0).reshape(16, 2)
+        self.register_data(train_loader=DataLoader(TensorDataset(x, torch.zeros(16, 1)), 4))
+
+
+def test_running_statistics_change_by_the_mean_of_all_shards():
+    """Kernels of batch normalization do not count the versions of the statistics."""
+    runner = make_runner({}, 1, num_shards=2, operator_cls=Normed)
+    runner.setup(WorkerContext(in_driver=True))
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    norm, plain = runner.operator.model[0], torch.nn.BatchNorm1d(2)
+    for shards in torch.arange(32.0).reshape(2, 2, 4, 2):
+        plain(shards.mean(0))  # has the mean of both shards
+    torch.testing.assert_close(norm.running_mean, plain.running_mean)
+    assert norm.num_batches_tracked == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -116,3 +116,4 @@ def test_batch_without_a_loss_is_an_error_with_several_workers(workers, sharding
     given = {"sharding": sharding, "by_hand": by_hand, "kind": "samples", "skipped": 1}
     for result in workers(Case([[1, 2]] * 17, 2, accumulation=3, num_losses=2, **given)):
         assert "does not call self.backward(loss) for every batch" in str(result)
+        assert "pass num_samples=0" in str(result)

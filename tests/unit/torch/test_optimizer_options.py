@@ -1,6 +1,7 @@
 """Optimizer options of a state that is loaded under another config."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -71,7 +72,28 @@ def test_inspect_finds_the_validation_loader():
     assert inspect(own)[0] is False
 
 
+class Wrapper:
+    """Wraps a scheduler, as Accelerate does."""
+
+    def __init__(self, optimizer):
+        self.optimizers = [optimizer]
+        self.scheduler = Lr.SequentialLR(
+            optimizer,
+            [Lr.LinearLR(optimizer, 0.1, total_iters=3), Lr.LambdaLR(optimizer, lambda n: 0.9**n)],
+            milestones=[2],
+        )
+        for name in ("step", "state_dict", "load_state_dict", "get_last_lr"):
+            setattr(self, name, getattr(self.scheduler, name))
+
+
+def cyclic(optimizer):
+    rate = optimizer.param_groups[0]["lr"]
+    return Lr.CyclicLR(optimizer, rate / 10, rate, step_size_up=4, cycle_momentum=False)
+
+
 SCHEDULERS = {
+    "cyclic": cyclic,
+    "wrapped": Wrapper,
     "step": lambda optimizer: Lr.StepLR(optimizer, 2, gamma=0.1),
     "cosine": lambda optimizer: Lr.CosineAnnealingLR(optimizer, T_max=20),
     "lambda": lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
@@ -138,3 +160,27 @@ def test_scheduler_follows_its_own_optimizer(schedulers, order):
             assert mine.get_last_lr() == pytest.approx(other.get_last_lr())
         heir.advance()
         always.advance()
+
+
+class OfTensor(TrainingOperator):
+    def setup(self, config):
+        model, rate = torch.nn.Linear(2, 2), torch.tensor(config["lr"], dtype=torch.float64)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        self.schedule = Lr.LambdaLR(self.optimizer, lambda epoch: 0.5**epoch)
+        self.register(models=model, optimizers=self.optimizer, schedulers=self.schedule)
+
+
+def test_rates_in_tensors_change_too():
+    donor, heir = (
+        run_operator(OfTensor, {"lr": lr}, scheduler_step_freq="manual") for lr in (0.25, 0.5)
+    )
+    (_, then), (_, now) = json.loads(json.dumps([inspect(donor), inspect(heir)]))
+    donor.optimizer.step()
+    donor.schedule.step()
+    heir._train_state.load_training_state(copy.deepcopy(donor._train_state.training_state()))
+    change(then, now, heir)
+    (group,) = heir.optimizer.param_groups
+    assert isinstance(group["lr"], torch.Tensor)
+    assert group["lr"] == 0.25
+    heir.schedule.step()
+    assert group["lr"] == 0.125

@@ -6,9 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raysgd import TrainingOperator
+from raysgd._internal.context import WorkerContext
 from raysgd.data.partition import MicroBatch
+from raysgd.loop.requests import TrainRequest
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.rollback import BufferCopies, Rollback
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
 
 
 def stepped(optimizer):
@@ -164,6 +169,7 @@ class Model(torch.nn.Module):
         self.register_buffer("sparse", torch.eye(3).to_sparse())
         self.register_buffer("wide", torch.zeros(1).expand(5))
         self.register_buffer("part", self.table[:2])
+        self.register_buffer("graph", torch.eye(3))
 
 
 def batch_norm(model):
@@ -191,6 +197,19 @@ def of_other_forms(model):
     model.sparse = model.sparse * 2
 
 
+def of_another_layout(model):
+    dense = model.graph.to_dense() + 1
+    model.graph = dense.triu().to_sparse_csr() if model.graph.layout is torch.strided else dense
+
+
+def with_more_entries(model):
+    model.graph = (model.graph.to_dense() + 1).to_sparse_csr()
+
+
+def of_another_type(model):
+    model.average = model.average.to(torch.float16)
+
+
 def removed(model):
     model.cache = None
 
@@ -200,6 +219,7 @@ def filled(model):
 
 
 CHANGES = [of_other_forms, filled, batch_norm, in_place, replaced, grown, through_data, removed]
+CHANGES += [of_another_layout, with_more_entries, of_another_type]
 
 
 def values(model):
@@ -208,6 +228,7 @@ def values(model):
     }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @given(
     steps=st.lists(st.lists(st.sampled_from(CHANGES), max_size=3), max_size=5),
     failing=st.lists(st.sampled_from(CHANGES), max_size=3),
@@ -226,6 +247,41 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
             change(model)
         copies.roll_back(UpdateTransaction())
         torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
+
+
+class Changed(TrainingOperator):
+    """Changes buffers after `register`. Its first step fails."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(2, 1)
+        for name in ("filled", "folded"):
+            model.register_buffer(name, torch.zeros(2))
+        model.register_buffer("sparse", torch.eye(2).to_sparse())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+        model.filled.fill_(1)
+        del model.folded
+        model.folded = torch.ones(2)
+        self.register_data(train_loader=[(torch.ones(1, 2),)])
+
+    def train_batch(self, batch, batch_info):
+        self.failed = not getattr(self, "failed", False)
+        if self.failed:
+            raise ValueError("fails once")
+        self.backward(self.model(*batch).mean())
+        self.optimizer_step(self.optimizer)
+        return {}
+
+
+def test_failed_step_keeps_what_setup_changed_after_register():
+    runner = TorchRunner(TorchOptions(training_operator_cls=Changed, use_gpu=False))
+    runner.setup(WorkerContext())
+    request, model = TrainRequest(call=0, until_epoch=1), runner.operator.model
+    with pytest.raises(ValueError, match="fails once"):
+        runner.handle(request)
+    runner.handle(request)
+    assert (model.filled.tolist(), model.folded.tolist()) == ([1, 1], [1, 1])
+    assert model.sparse.to_dense().tolist() == [[1, 0], [0, 1]]
 
 
 class Copied(TorchDispatchMode):
