@@ -256,11 +256,12 @@ def started_trainer(args, operator=Operator, num_workers=1, use_local=False, **e
     if not use_local:
         import ray
 
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        ray.init("local", include_dashboard=False, log_to_driver=False)
     trainer = TorchTrainer(
         training_operator_cls=operator,
         config=vars(args),
         num_workers=num_workers,
+        num_cpus_per_worker=max(1, os.cpu_count() // num_workers),  # the other sides have all
         use_local=use_local,
         use_gpu=DEVICE == "cuda",
         resources_per_worker={"GPU": 0.5} if num_workers == 2 and DEVICE == "cuda" else None,

@@ -31,6 +31,8 @@ import numpy as np
 from fsspec.core import url_to_fs
 from fsspec.utils import infer_compression
 
+from raysgd._internal.arguments import unknown_argument
+
 T = TypeVar("T")
 
 _BLOCK_BYTES = 4 * 2**20
@@ -65,7 +67,8 @@ class Records(ABC):
         storage_options: Arguments of the fsspec file system, such as credentials.
 
     Raises:
-        FileNotFoundError: If no file matches one of `paths`.
+        FileNotFoundError: If no file matches one of `paths`, or `paths` is empty.
+        TypeError: If local files get `storage_options`.
     """
 
     block = 1  # records that are decoded together
@@ -79,6 +82,8 @@ class Records(ABC):
         **storage_options: Any,
     ) -> None:
         given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if not given:
+            raise FileNotFoundError(f"{type(self).__name__}({paths!r}): needs at least one path.")
         cache = cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "raysgd")
         self._cache = Path(cache).expanduser()
         self.paths: list[str] = []
@@ -86,6 +91,9 @@ class Records(ABC):
         for each in given:
             path = os.fspath(each)
             fs, pattern = url_to_fs(path, **storage_options)
+            if storage_options and not is_remote(fs):
+                name = next(iter(storage_options))
+                raise unknown_argument(type(self).__name__, name, ["cache_dir"])
             is_pattern = any(mark in pattern for mark in "*?[")
             glob = functools.partial(fs.glob, pattern)
             found = sorted(_retried(glob)) if is_pattern else [pattern]
@@ -97,13 +105,15 @@ class Records(ABC):
         self._storage_options = storage_options
         self.kept_rows = 0
         """Number of decoded records to keep in memory."""
+        self.in_order = False
+        """Whether records that are decoded together are read in order."""
         self.close()
         self._indexes = [self._load_index(number) for number in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]
         self._ends = np.cumsum(counts, dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.paths else 0
+        return int(self._ends[-1])
 
     def __repr__(self) -> str:
         return f"{len(self.paths)} files with {len(self)} records"

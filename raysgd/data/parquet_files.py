@@ -39,6 +39,8 @@ class Parquet(Records):
             is_run = bool((rows[1:] - rows[:-1] == 1).all())
             part = table.slice(int(rows[0]), len(rows)) if is_run else table.take(rows)
             found += part.to_pylist()
+            if self.in_order and numbers[stop - 1] == index[group + 1] - 1:
+                self._tables.move_to_end((file, group), last=False)  # the first to be released
         return found
 
     def _row_group(self, opened: Any, group: int) -> Any:

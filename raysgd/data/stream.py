@@ -45,8 +45,9 @@ class Keys:
             skip = (span.start - self._offset) % self._step
             first, parts = span.start - skip, self._parts
             stop = min(first + self._step, self._size)
-            by_part = [range(first + (part - first) % parts, stop, parts) for part in range(parts)]
-            numbers = list(itertools.chain(*by_part))[skip : skip + len(numbers)]
+            starts = sorted(range(first, min(first + parts, stop)), key=lambda n: n % parts)
+            by_part = itertools.chain(*(range(start, stop, parts) for start in starts))
+            numbers = list(by_part)[skip : skip + len(numbers)]
         return [(self._epoch, number) for number in numbers]
 
 
@@ -111,7 +112,8 @@ class Stream(NumberedSamples):
         shuffle: Number of samples in a window, within which the order is random. The order of parts
             of the files is random too. 0 keeps the order of the files.
         interleave: Number of parts of the data that take turns in the order. With one part per
-            worker, or a multiple, each worker decodes only the Parquet row groups of its parts.
+            worker, or a multiple, each worker decodes only the Parquet row groups of its parts. It
+            saves nothing with `group`, `skip_broken`, and in a `mix`.
         seed: Determines the order of each epoch, and the random numbers of `augment`.
         group: Number of consecutive records that `transform` gets as a list. It then returns any
             number of samples, for example to pack texts or to drop records. Because the number of
@@ -163,7 +165,7 @@ class Stream(NumberedSamples):
         # would decode the same row group more often.
         self._chunk = max(1, self._window // _CHUNKS_PER_WINDOW, records.block)
         rows = 2 * (self._window + records.block) if self.shuffles else records.block
-        records.kept_rows = self.interleave * rows
+        records.kept_rows, records.in_order = self.interleave * rows, not self.shuffles
 
     def __len__(self) -> int:
         return len(self._records)

@@ -34,7 +34,7 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
-    catch_up: Callable[[Progress], Call | None] | None = None
+    replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""

@@ -263,7 +263,7 @@ class Controller:
             num_joining=len(joining),
             num_leaving=len(leaving),
             must_save=self._context.preemption.must_save and self._context.call.can_pause,
-            is_behind=self._supervision.is_behind(),
+            must_replay=self._supervision.must_replay(),
             can_restart=bool(self.members) or self.can_restart(),  # may read a large file
         )
 

@@ -109,7 +109,7 @@ class Surveyed(GroupEvent):
     num_leaving: int = 0
     must_save: bool = False
     """Whether to save, because workers leave before others can replace them."""
-    is_behind: bool = False
+    must_replay: bool = False
     """Whether to repeat steps that were lost with all workers."""
     can_restart: bool = True
 
@@ -220,7 +220,7 @@ class RunCall:
 
     begins: bool
     """Whether to set the goal of the call: in the first attempt, and after `Do.SAVE_STATE`."""
-    is_redo: bool
+    is_replay: bool
     """Whether to run the call that repeats steps lost with all workers."""
 
 
@@ -327,10 +327,10 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
             return _broken(state), (*collect, Do.RESCUE_STATE)
         return _restart_from_snapshot(state, event.can_restart)
     save = [Do.SAVE_STATE] if event.must_save else []
-    begins = not event.is_behind and (event.must_save or not budget.has_begun)
+    begins = not event.must_replay and (event.must_save or not budget.has_begun)
     has_begun = begins or (budget.has_begun and not event.must_save)
     running = Running(replace(budget, has_begun=has_begun))
-    return running, (*save, RunCall(begins=begins, is_redo=event.is_behind))
+    return running, (*save, RunCall(begins=begins, is_replay=event.must_replay))
 
 
 def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:

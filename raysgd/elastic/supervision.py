@@ -43,17 +43,17 @@ class Supervision:
         # Committed steps count, even if a later step has left the state partial.
         self._reached = replace(context.journal.progress, partial=False)
         self._has_warned = False
-        self._redo: Call | None = None
+        self._replay: Call | None = None
         self._attempt: Attempt | None = None
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
         self.sent: dict[WorkerHandle, Future[Outcome]] | None = None
         """The call on each worker, or None before the first worker receives it."""
 
-    def is_behind(self) -> bool:
+    def must_replay(self) -> bool:
         """Whether steps were lost with all workers and a call can repeat them."""
         step, reached, call = self._journal.progress.global_step, self._reached, self._call
-        if step >= reached.global_step or not (call.has_batches or call.catch_up):
+        if step >= reached.global_step or not (call.has_batches or call.replay):
             return False
         if not self._has_warned:
             self._has_warned = True
@@ -63,18 +63,18 @@ class Supervision:
                 step + 1,
                 reached.global_step,
             )
-        if self._redo is None and call.catch_up is not None:
-            self._redo = call.catch_up(reached)
-        return self._redo is not None
+        if self._replay is None and call.replay is not None:
+            self._replay = call.replay(reached)
+        return self._replay is not None
 
     def run(self, action: RunCall) -> GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         self.sent = self._attempt = None
         self._commands.cancel_pause()
         call = self._call
-        if action.is_redo:
-            assert self._redo is not None
-            call = self._redo
+        if action.is_replay:
+            assert self._replay is not None
+            call = self._replay
         elif action.begins:
             call.begin(furthest([self._journal.progress, self._reached]))
         members = list(
@@ -112,7 +112,7 @@ class Supervision:
         if attempt.failed:
             return self._failure(call, attempt, newest)
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
-        is_complete = not paused and not action.is_redo
+        is_complete = not paused and not action.is_replay
         if is_complete:
             self._context.snapshots.settle(progress)
         return CallReturned(

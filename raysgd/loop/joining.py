@@ -9,7 +9,8 @@ entry of the state                loaded by                             on
 ``why_not_split``                 `MicroBatching`                       all others
 models, optimizers, schedulers,   `TrainState.share_training_state`,    followers
 and the entries of features       if they differ
-buffers and shards                `StepFeature.receive`                 followers
+buffers                           `StepFeature.receive`                 followers
+shards, also from other workers   `StepFeature.receive`                 all
 ``operator``                      the operator's ``load_state_dict``    followers
 ``is_partial``, ``flags``         `UpdateTransaction`, `set_flags`      followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
@@ -19,7 +20,8 @@ buffers and shards                `StepFeature.receive`                 follower
 ================================  ====================================  ==========
 
 New workers follow the leader. If models are replicated, all others do. Otherwise, survivors keep
-their own models. The leader does not send generators of random numbers, metrics, and snapshots.
+their own models. The leader does not send generators of random numbers, metrics (but those that
+equal bits share), and snapshots.
 `raysgd.loop.state_schema` lists what each entry contains.
 """
 
@@ -68,5 +70,5 @@ def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
     if is_leader:
         return None
     train_state.move_to(state["data"], state["global_step"])
-    loop.progress.join(state["call"])
+    loop.call_progress.join(state["call"])
     return state

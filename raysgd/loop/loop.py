@@ -90,8 +90,8 @@ class Loop:
         self._in_parts = False
         self._source: BatchSource | None = None
         self._shortest: int | None = None  # rank of the worker with the fewest batches
-        self.progress = CallProgress(self.train_state)
-        self.evaluation = Evaluation(operator, signal, self.progress)
+        self.call_progress = CallProgress(self.train_state)
+        self.evaluation = Evaluation(operator, signal, self.call_progress)
         self.snapshots = Snapshots(self.train_state, lambda: self.state_for("snapshot"))
 
     def forget_iteration(self) -> None:
@@ -106,7 +106,7 @@ class Loop:
     # ---- state
 
     def state_for(self, receiver: Receiver) -> dict[str, Any]:
-        return state_for(receiver, self.operator, self.progress.saved())
+        return state_for(receiver, self.operator, self.call_progress.saved())
 
     # ---- train
 
@@ -121,8 +121,8 @@ class Loop:
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=logged is not None)
-        if self.progress.state.number != request.call:
-            self.progress.begin(request.call)
+        if self.call_progress.state.number != request.call:
+            self.call_progress.begin(request.call)
         if request.split is not None:
             train_state.micro_batching.raise_split(request.split)
         train_state.timers.enabled = request.profile
@@ -141,7 +141,7 @@ class Loop:
                     raise PausedError
                 return None
             if train_state.global_step <= request.start_step:
-                self.progress.clear()
+                self.call_progress.clear()
             self._train_segment(source, limit, request)
         offset = train_state.offset
         if source.is_partitioned and offset and source.steps_left(offset) == 0:
@@ -152,7 +152,7 @@ class Loop:
             feature.end_call()
         for feature in train_state.features if train_state.context.distributed else ():
             feature.sync_buffers()
-        return self.progress.result()
+        return self.call_progress.result()
 
     def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none.
@@ -160,7 +160,7 @@ class Loop:
         With `since`, merge only the segments from that step on, and add learning rates and the
         metrics of features.
         """
-        progress = self.progress
+        progress = self.call_progress
         segments = progress.results if since is None else progress.segments
         if progress.state.number != call or not segments:
             return None
@@ -179,7 +179,10 @@ class Loop:
         """
         train_state, step = self.train_state, self.train_state.global_step
         epochs, until = request.until_epoch, request.until_step
-        if epochs is not None and train_state.epoch >= epochs + self.progress.state.more_epochs:
+        if (
+            epochs is not None
+            and train_state.epoch >= epochs + self.call_progress.state.more_epochs
+        ):
             return 0
         if until is not None and step >= until:
             return 0
@@ -220,7 +223,7 @@ class Loop:
         metrics = checked_result(operator.train_epoch, metrics)
         if segment.num_batches or not segment.drawn_from:
             num_batches = max(1, segment.num_batches)
-            self.progress.add(started_at, weighted(metrics, num_batches))
+            self.call_progress.add(started_at, weighted(metrics, num_batches))
         if not segment.drawn_from:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
@@ -262,7 +265,7 @@ class Loop:
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield the rest of an iteration over a loader."""
-        in_parts = self.train_state.micro_batching.in_use
+        in_parts = self.train_state.micro_batching.in_parts
         if self._batches is None or (source.is_partitioned and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts
@@ -286,7 +289,7 @@ class Loop:
         else:
             self._batches = itertools.chain(again, self._batches or ())
         if self.train_state.meters is not None:
-            self.progress.add(segment.start_step, self.train_state.meters.summary())
+            self.call_progress.add(segment.start_step, self.train_state.meters.summary())
         self.train_state.segment = None
 
     def _check_empty_segment(
@@ -300,10 +303,10 @@ class Loop:
             if segment.start == 0:
                 raise no_batch("train", source, self._shortest)
             train_state = self.train_state
-            is_last = train_state.epoch + 1 >= until_epoch + self.progress.state.more_epochs
-            if train_state.global_step == self.progress.state.began_at and is_last:
+            is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.more_epochs
+            if train_state.global_step == self.call_progress.state.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
-                self.progress.state.more_epochs += 1
+                self.call_progress.state.more_epochs += 1
         else:
             loop = f"{type(self.operator).__name__}.train_epoch"
             drew_none = f"{loop} drew no batch from its iterator"

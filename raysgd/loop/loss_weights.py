@@ -48,6 +48,8 @@ class LossWeights:
     The total and the factor are equal on all workers. Only case 1 communicates: once per update,
     and once more in the first update of a generation. A micro-batch without a loss has no items.
     In cases 2 and 3, several workers then do not know the total, so a loss after it is an error.
+    `LossCount.counting_samples` makes case 3 of the default ``train_batch`` case 1. Only equal bits
+    have another rule (`EqualBitsWeights`).
     """
 
     def __init__(self) -> None:
@@ -60,7 +62,7 @@ class LossWeights:
         self.has_earlier_losses = False  # an earlier micro-batch of the update has one
         self.has_gap = False  # an earlier micro-batch of the update has none
         self._has_begun = False
-        self._is_first = True  # the next loss is the first of the micro-batch
+        self._awaits_first_loss = True  # the next loss is the first of the micro-batch
         self._count = LossCount()  # of the newest loss
         self._items = self._num_items = self._total = 0.0
         self._plan, self._num_planned = UpdatePlan(), 1
@@ -79,11 +81,11 @@ class LossWeights:
         self._is_last, self._is_only = is_last, is_first and is_last
         self.has_earlier_losses = self.has_earlier_losses or self.has_loss
         self.has_gap = not is_first and (self.has_gap or not self.has_loss)
-        self.has_loss, self._has_begun, self._is_first = False, True, True
+        self.has_loss, self._has_begun, self._awaits_first_loss = False, True, True
 
     def end_update(self) -> None:
         """Allow losses with another count after the update of an optimizer."""
-        self._is_first = self._is_first or not self.has_earlier_losses
+        self._awaits_first_loss = self._awaits_first_loss or not self.has_earlier_losses
 
     @property
     def uses_backward(self) -> bool:
@@ -108,7 +110,7 @@ class LossWeights:
         if count.is_sum:
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
-        if self._is_first:
+        if self._awaits_first_loss:
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
             planned = 0.0 if self._is_only else self._planned(num_workers, add_up)
@@ -136,7 +138,7 @@ class LossWeights:
             items = self._micro_batch.fraction
         self._items = 0.0 if is_repeated else float(items)
         self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
-        self._is_first = False
+        self._awaits_first_loss = False
 
     def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._count.items is not None:

@@ -28,7 +28,7 @@ class MicroBatching(StepFeature):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.why_not_split: str | None = None  # why batches must not be split
-        self.in_use = False  # the loop takes large batches in parts
+        self.in_parts = False  # the loop takes large batches in parts
         self.split = 1  # parts of each batch; more than 1 after memory ran out
 
     def refuse(self, why: str, tx: UpdateTransaction) -> None:

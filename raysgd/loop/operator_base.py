@@ -151,8 +151,8 @@ class OperatorBase:
             )
         return steps
 
-    def _in_parts(self, iterator: Iterable[Any]) -> Iterable[Any]:
-        return iterator.in_parts() if isinstance(iterator, StepIterator) else iterator
+    def _with_parts(self, iterator: Iterable[Any]) -> Iterable[Any]:
+        return iterator.allow_parts() if isinstance(iterator, StepIterator) else iterator
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int, iterator: Any = None

@@ -295,10 +295,10 @@ class OperatorRunner(Runner, ABC):
                 incoming.fill(places)
             train_state.load_training_state(state)
         self._running.forget_iteration()
-        self._running.progress.state.validation = None
+        self._running.call_progress.state.validation = None
         self._running.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
-            self._running.progress.join(state["call"])
+            self._running.call_progress.join(state["call"])
             train_state.data.set_batch_size(state["batching"])
             train_state.set_flags(state["flags"])
         else:

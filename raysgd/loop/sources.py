@@ -56,7 +56,8 @@ class DataSources(ABC):
         if inspect.isgeneratorfunction(loader):
             loader = GeneratorFunction(loader)
         source = self.wrap(loader, training=training)
-        if source.reads_everything and self._settings.options.num_workers > 1:
+        options = self._settings.options
+        if source.reads_everything and options.num_workers > 1:
             self._settings.warn_once(
                 argument,
                 "%s: %s. To read each sample on one worker only, use a data set that can be "
@@ -64,7 +65,8 @@ class DataSources(ABC):
                 argument,
                 source.describe_reading(),
             )
-        if not source.partitioned_by and self._settings.options.num_workers > 1:
+        # With shards, an error follows.
+        if not source.partitioned_by and options.num_workers > 1 and options.num_shards is None:
             self._settings.warn_once(
                 argument,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "

@@ -38,6 +38,7 @@ class UpdateTransaction:
 
     def _reset(self) -> None:
         self.is_open = False  # has a batch, and was neither committed nor discarded
+        self.is_refused = False  # a feature raised an error at the commit
         self.updating: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
         # Batches of the loader, to train them again. None: the source can read the batch again.

@@ -59,7 +59,7 @@ class StepIterator:
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
         self._batch_is_last = True  # the newest batch of the source is the last of the update
-        train_state.micro_batching.in_use = False
+        train_state.micro_batching.in_parts = False
         self._next_batch = _NOTHING
         self._exhausted = False
         self._ended = False
@@ -109,11 +109,11 @@ class StepIterator:
     def __iter__(self) -> StepIterator:
         return self
 
-    def in_parts(self) -> StepIterator:
+    def allow_parts(self) -> StepIterator:
         """Allow large batches to be split into parts."""
         micro_batching = self._train_state.micro_batching
         if not self.drawn_from:
-            micro_batching.in_use = micro_batching.why_not_split is None
+            micro_batching.in_parts = micro_batching.why_not_split is None
         return self
 
     def __next__(self) -> Any:
@@ -170,12 +170,14 @@ class StepIterator:
         within the update                   it continues   an error       it is undone
         in its last micro-batch             it is counted  it is counted  it is undone
         after all optimizers have updated   it is counted  it is counted  it is counted
+        after a feature has refused it      -              -              it is undone
         ==================================  =============  =============  =============
 
         Return the batches of an update that is undone.
         """
         tx, train_state = self._tx, self._train_state
         counts = tx.is_open and tx.is_last and (ending != "error" or tx.is_updated)
+        counts = counts and not tx.is_refused
         try:
             if counts:
                 self._commit()
@@ -204,7 +206,7 @@ class StepIterator:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             num_steps = size if left is None else min(size, left)
-            in_parts = train_state.micro_batching.in_use
+            in_parts = train_state.micro_batching.in_parts
             self._tx.begin_plan(self._source.plan(self._offset(), num_steps, in_parts))
         planned = self._tx.plan.micro_batches
         self._batch_is_last = index + 1 == len(planned)

@@ -65,7 +65,7 @@ class TrainingOperator(OperatorBase):
         if num_steps is None:
             self._train_state.data.check_end()
         meters = self._new_meters()
-        for batch in self._in_parts(iterator):
+        for batch in self._with_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
             self._measure(meters, _plain(self.train_batch(batch, batch_info)))
         return meters.summary()

@@ -69,10 +69,13 @@ class TorchSources(DataSources):
         keeps_order = type(source) is PartitionedLoader and not source.shuffles
         keeps_order = keeps_order and type(source.order_sampler) is SequentialSampler
         if keeps_order and self._settings.context.generation <= 1:
+            advice = "DataLoader(..., shuffle=True)"
+            if isinstance(source.loader.dataset, NumberedSamples):
+                advice = "Stream(..., shuffle=10_000)"
             self._settings.warn_once(
                 "order",
-                "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
-                "shuffle=True), unless you want the order of the data set.",
+                f"The train loader does not shuffle, and RaySGD v1 did. Write {advice}, unless you "
+                "want the order of the data set.",
             )
 
     @property
@@ -156,6 +159,10 @@ class PartitionedLoader(PartitionedSource):
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
             return self._complete(rows, order, again, epoch)
+        data: Any = self.loader.dataset
+        if isinstance(data, NumberedSamples) and self._numbered is None:
+            data.set_epoch(epoch)  # the keys of a sampler have no epoch
+            self._kept_loader = None  # its processes have copies of the data set
         loader, seeds = self._reader(), (self._seed, epoch)
         loader._index_sampler.begin(order, first, None if partition.num_shards is None else seeds)
         # The seeds of loader processes come from this generator, not from generators of the user.

@@ -94,7 +94,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         epoch_idx = epoch_idx or self._train_state.epoch
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
-        for batch in self._in_parts(iterator):
+        for batch in self._with_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))

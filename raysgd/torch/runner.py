@@ -84,10 +84,10 @@ class TorchRunner(OperatorRunner):
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running
-        if loop.progress.state.scheduled == call:
+        if loop.call_progress.state.scheduled == call:
             return  # the schedulers have already stepped in the loaded state
         self._train_state.schedules.step_with(metric)
-        loop.progress.state.scheduled = call
+        loop.call_progress.state.scheduled = call
         loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take()
 

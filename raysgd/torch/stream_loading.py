@@ -190,8 +190,9 @@ class StreamSource(PartitionedSource):
             raise RuntimeError(
                 f"Training cannot continue in epoch {epoch} after {offset} samples, because the "
                 f"stream, {name_of(self._dataset)}, now gives other samples. It must give "
-                "the same samples in each iteration of an epoch: seed its shuffles, and do not "
-                "change its files. Otherwise, continue from a checkpoint of the end of an epoch."
+                "the same samples in each iteration of an epoch: seed its shuffles, do not change "
+                "its files, and use config[BATCH_SIZE] with loader processes. Otherwise, continue "
+                "from a checkpoint of the end of an epoch."
             )
         self._buffer.trim(offset)
 

@@ -139,10 +139,10 @@ class Dispatcher:
         """Run a call, and return the answers by rank."""
         self.check_open(moves)
         if not isinstance(call.request, LoadRequest):
-            call.catch_up = self._catch_up
+            call.replay = self._replay_of
         return [outcome.value() for outcome in self.controller.run(call)]
 
-    def _catch_up(self, reached: Progress) -> Call | None:
+    def _replay_of(self, reached: Progress) -> Call | None:
         """Return the call that repeats training up to `reached`."""
         if self._newest is None:
             return None

@@ -48,7 +48,7 @@ class TorchMicroBatching(MicroBatching):
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         whole = [(in_own_containers(batch), micro_batch)]
         self._num_samples = micro_batch.samples or 0
-        is_wanted = self.in_use and self._settings.options.split_on_oom
+        is_wanted = self.in_parts and self._settings.options.split_on_oom
         if self.split == 1 or not is_wanted:
             return whole
         factor, rows = self.split, num_rows(batch, self._num_samples)
@@ -87,7 +87,7 @@ class TorchMicroBatching(MicroBatching):
             why_not = why_not or "the batch cannot be split"
         if rows // self._smallest_part <= self.split:
             why_not = why_not or "smaller parts would have too few samples"
-        if not self.in_use:
+        if not self.in_parts:
             why_not = why_not or "train_epoch is not the default one"
         if self._train_state.transaction.is_partial:
             why_not = why_not or "memory ran out within the step of an optimizer"

@@ -222,6 +222,14 @@ def test_missing_files_are_named(tmp_path):
         text(str(tmp_path / "none-*.txt"))
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         text(str(tmp_path / "none.txt"))
+    with pytest.raises(FileNotFoundError, match=r"Text\(\[\]\): needs at least one path"):
+        text([])
+
+
+def test_unknown_arguments_of_local_files_are_refused(tmp_path):
+    write_text(tmp_path / "data.txt", range(3))
+    with pytest.raises(TypeError, match=r"argument 'cach_dir'\. Did you mean 'cache_dir'\?"):
+        text(tmp_path / "data.txt", cach_dir=tmp_path)
 
 
 def test_broken_line_is_an_error_with_its_place_or_is_skipped(tmp_path):

@@ -39,7 +39,7 @@ surveyed = st.builds(
     num_joining=st.integers(0, 2),
     num_leaving=st.integers(0, 1),
     must_save=booleans,
-    is_behind=booleans,
+    must_replay=booleans,
     can_restart=booleans,
 )
 progress_known = st.builds(
@@ -173,7 +173,7 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
         for action in actions:
             if action is Do.SAVE_STATE:
                 has_begun = False
-            elif key(action) is machine.RunCall and not action.is_redo:
+            elif key(action) is machine.RunCall and not action.is_replay:
                 assert action.begins != has_begun
                 has_begun = True
         assert after.budget.has_begun == has_begun

@@ -673,9 +673,9 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1)
     joining, _ = loop_of(Streaming)
-    joining.progress.join(vars(loop.progress.state))
-    assert joining.progress.state == loop.progress.state
-    assert joining.progress.state.more_epochs == 1
+    joining.call_progress.join(vars(loop.call_progress.state))
+    assert joining.call_progress.state == loop.call_progress.state
+    assert joining.call_progress.state.more_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):

@@ -159,7 +159,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert (state["global_step"], state["call"]["number"]) == (3, 7)
     other = make_runner()
     other.load_state_dict(state)
-    assert other._loop.progress.state.number == 7
+    assert other._loop.call_progress.state.number == 7
     other.handle(TrainRequest(call=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
     runner.operator._train_state.transaction.is_partial = True

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from raysgd import ElasticConfig, TrainingOperator
+from raysgd import ElasticConfig, EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
-from raysgd.data import Dataset
+from raysgd.data import Dataset, Stream, text
 from raysgd.data.partition import MicroBatch
 from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
@@ -207,6 +207,20 @@ def test_unshuffled_training_data_cause_one_warning(
     assert ("Write DataLoader(..., shuffle=True)" in caplog.text) == warned
     train_state.data.wrap(Dataset(range(8)), training=True)
     assert caplog.text.count("does not shuffle") == warned
+
+
+def test_loader_that_cannot_be_divided_into_shards_is_an_error_without_other_advice(caplog):
+    train_state = make_registration(num_workers=2, exact=EqualBits(2))
+    with pytest.raises(ValueError, match=r'exact="bits" needs a DataLoader'):
+        train_state.data.register([torch.zeros(2)], None)
+    assert not caplog.text
+
+
+def test_warning_about_a_stream_without_shuffle_names_the_argument_of_the_stream(tmp_path, caplog):
+    (tmp_path / "data.txt").write_text("1\n2\n")
+    data = Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), transform=float)
+    make_registration(num_workers=2).data.register(DataLoader(data), None)
+    assert "Write Stream(..., shuffle=10_000)" in caplog.text
 
 
 # ---- checks of what is registered

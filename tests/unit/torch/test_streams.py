@@ -283,8 +283,12 @@ def test_samples_of_parts_in_turn_are_trained_once_in_any_schedule(tmp_path, shu
     check_any_schedule(make, keeps_steps=True)
 
 
-@pytest.mark.parametrize(("interleave", "each"), [(1, 12), (2, 6), (4, 6)])
-def test_worker_decodes_only_row_groups_of_its_parts(tmp_path, monkeypatch, interleave, each):
+@pytest.mark.parametrize(
+    ("interleave", "world_size", "each"), [(1, 2, 12), (2, 2, 6), (4, 2, 6), (4, 1, 12)]
+)
+def test_worker_decodes_only_row_groups_of_its_parts(
+    tmp_path, monkeypatch, interleave, world_size, each
+):
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet as pq
 
@@ -294,19 +298,30 @@ def test_worker_decodes_only_row_groups_of_its_parts(tmp_path, monkeypatch, inte
         Parquet, "_row_group", lambda *args: decoded.append(args[-1]) or decode(*args)
     )
     by_rank = []
-    for rank in range(2):
+    for rank in range(world_size):
         stream = Stream(
             parquet(tmp_path / "data.parquet", cache_dir=tmp_path),
             transform=lambda row: (row["n"], 0.0),
             interleave=interleave,
         )
-        source = wrap(DataLoader(stream, batch_size=4), world_size=2, rank=rank)
+        loader = DataLoader(stream, batch_size=8 // world_size)
+        source = wrap(loader, world_size=world_size, rank=rank)
         by_rank.append([numbers_of(batch) for batch in source.batches(0, 0)])
         assert len(decoded) == each
         decoded.clear()
     order = [number for number, _ in stream]
-    steps = [sorted(one + other) for one, other in zip(*by_rank, strict=True)]
+    steps = [sorted(itertools.chain(*parts)) for parts in zip(*by_rank, strict=True)]
     assert steps == [sorted(order[start : start + 8]) for start in range(0, 84, 8)]
+
+
+def test_random_changes_differ_between_epochs_with_a_sampler(tmp_path):
+    (tmp_path / "data.txt").write_text("1\n2\n")
+    records = text(tmp_path / "data.txt", cache_dir=tmp_path)
+    stream = Stream(records, augment=lambda _, generator: generator.random())
+    source = wrap(DataLoader(stream, 2, shuffle=True, num_workers=1, persistent_workers=True))
+    epochs = [set(next(source.batches(epoch, 0)).tolist()) for epoch in (0, 1, 0)]
+    assert epochs[0] == epochs[2]
+    assert len(epochs[0] | epochs[1]) == 4
 
 
 def check_any_schedule(make, keeps_steps):
@@ -435,7 +450,7 @@ def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
     source.plan(3, 1, False)
     resumed = wrap(loader)
     resumed.move_to(source.position(0, 3))
-    with pytest.raises(RuntimeError, match="Unseeded, now gives other samples"):
+    with pytest.raises(RuntimeError, match=r"Unseeded, now gives other samples.*config\[BATCH"):
         next(resumed.batches(0, 3))
 
 
