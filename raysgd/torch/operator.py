@@ -395,7 +395,8 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             loss: A tensor of one element, the mean over the samples of the batch.
             num_samples: Number of items, such as tokens, if `loss` is a mean over these items. A
                 batch of 0 items is ignored. Pass `num_samples` on all workers or on none, and
-                the same number for all losses of a batch. None counts samples.
+                the same number for all losses of a batch. None counts samples. The default
+                ``train_batch`` passes a `LossCount`, which an override of this method passes on.
         """
         timing = self._train_state.timing
         timing.enter(BACKWARD)
