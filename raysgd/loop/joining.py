@@ -20,9 +20,8 @@ shards, also from other workers   `StepFeature.receive`                 all
 ================================  ====================================  ==========
 
 New workers follow the leader. If models are replicated, all others do. Otherwise, survivors keep
-their own models. The leader does not send generators of random numbers, metrics (but those that
-equal bits share), and snapshots.
-`raysgd.loop.state_schema` lists what each entry contains.
+their own models. The leader does not send snapshots, generators of random numbers, and metrics,
+except those that equal bits share. `raysgd.loop.state_schema` lists what each entry contains.
 """
 
 from __future__ import annotations

@@ -179,10 +179,8 @@ class Loop:
         """
         train_state, step = self.train_state, self.train_state.global_step
         epochs, until = request.until_epoch, request.until_step
-        if (
-            epochs is not None
-            and train_state.epoch >= epochs + self.call_progress.state.more_epochs
-        ):
+        more_epochs = self.call_progress.state.more_epochs
+        if epochs is not None and train_state.epoch >= epochs + more_epochs:
             return 0
         if until is not None and step >= until:
             return 0

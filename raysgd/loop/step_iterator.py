@@ -176,8 +176,8 @@ class StepIterator:
         Return the batches of an update that is undone.
         """
         tx, train_state = self._tx, self._train_state
-        counts = tx.is_open and tx.is_last and (ending != "error" or tx.is_updated)
-        counts = counts and not tx.is_refused
+        is_complete = tx.is_open and tx.is_last and not tx.is_refused
+        counts = is_complete and (ending != "error" or tx.is_updated)
         try:
             if counts:
                 self._commit()

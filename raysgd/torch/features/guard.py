@@ -168,10 +168,10 @@ class ReplicaGuard(StepFeature):
         self._next = self._steps + min(_LAG, self._every)
 
     def _digests(self, in_step: bool, is_new: bool, num_parts: int) -> tuple[torch.Tensor, bool]:
-        """Return digests of options, of which buffers count, of tensors, and of these buffers.
+        """Return four digests: of options, of names of buffers that count, of tensors, of buffers.
 
-        Of large tensors, this reads only the first of `num_parts` parts. The last result is whether
-        it has read everything.
+        Of large tensors, this reads only the first of `num_parts` parts. The second result is
+        whether it has read everything.
         """
         options, counted, is_complete = [], [], True
         held: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
 Content = tuple[str, str, Any]
-"""The kind "options", "tensors", or "buffers"; a name; and the value.
-
-It is None for a buffer that does not count."""
+"""The kind "options", "tensors", or "buffers"; a name; and the value, None for a buffer that does
+not count."""
 _dtype = operator.attrgetter("dtype")
 
 
