@@ -207,8 +207,6 @@ class Loop:
                 metrics = operator.train_epoch(segment, *positional, **named)
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
-            if segment.num_batches == 0:
-                train_state.meters = None  # the repeated step adds its metrics again
             self._settle_failure(segment, source)
             train_state.transaction.check_whole(train_state.global_step)
             return
