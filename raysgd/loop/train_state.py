@@ -157,7 +157,7 @@ class TrainState(SavedState):
 
     def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
-        tx.is_refused = True  # unless all features accept it
+        tx.begin_commit()
         for feature in self.features:
             feature.before_commit(tx)
         tx.commit()
