@@ -16,16 +16,17 @@ The life of an update. The hooks of features get its state ``tx``, an
         # The loop asks for the next batch, or returns:
         feature.before_commit(tx)
         tx.commit()                           # COMMITTED: the steps count
-        feature.commit()
+        feature.commit(tx)
+        tx.reset()
 
     if train_epoch raises:
-        if tx is UPDATED:
+        if tx.counts(raised=True):            # UPDATED
             ...                               # COMMITTED, as above
         feature.roll_back(tx)                 # restores what changed since the last commit
-        tx.roll_back()                        # DISCARDED: the next attempt trains its batches again
+        tx.reset()                            # DISCARDED: the next attempt trains its batches again
         raise
 
-`StepIterator._end_micro_batch` decides between COMMITTED and DISCARDED.
+`UpdateTransaction.counts` decides between COMMITTED and DISCARDED.
 
 How a segment ends:
 

@@ -23,7 +23,7 @@ class UpdateTransaction:
 
     The loop begins each micro-batch, and passes the transaction to the hooks of all features. The
     docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch is one.
-    Each worker has one object. `commit` and `roll_back` reset it for the next update.
+    Each worker has one object, and `reset` prepares it for the next update.
     """
 
     new_weights = LossWeights
@@ -32,11 +32,12 @@ class UpdateTransaction:
         self.optimizers: Sequence[Any] = ()
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_partial = False  # a discarded update left changes that no feature could restore
-        self.weights = self.new_weights()
+        self.weights = self.new_weights(self)
         self._most_updates: Counter[int] = Counter()
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forget the update, so that the next one can begin."""
         self.is_open = False  # has a batch, and was neither committed nor discarded
         self.is_refused = False  # a feature raised an error at the commit
         self.updating: Any = None  # the optimizer whose step runs
@@ -77,7 +78,7 @@ class UpdateTransaction:
         self.is_open = True
         self.index += 1
         self._set(micro_batch, is_last)
-        self.weights.begin(self.plan, self.num_planned, micro_batch, is_last, self.index == 0)
+        self.weights.begin()
 
     @property
     def is_only(self) -> bool:
@@ -130,10 +131,22 @@ class UpdateTransaction:
                 "cannot be restored. Load a checkpoint to continue: trainer.load(path)."
             )
 
-    def commit(self) -> None:
-        """Make the steps of this update count."""
-        self._most_updates |= self._updates
-        self._reset()
+    def counts(self, raised: bool = False) -> bool:
+        """Return whether the update counts if the loop now ends it. No other place decides.
 
-    def roll_back(self) -> None:
-        self._reset()
+        ==================================  =============  =============  =============
+        the loop ...                        asks for more  returns        has `raised`
+        ==================================  =============  =============  =============
+        within the update                   it continues   an error       it is undone
+        in its last micro-batch             it is counted  it is counted  it is undone
+        after all optimizers have updated   it is counted  it is counted  it is counted
+        after a feature has refused it      -              -              it is undone
+        ==================================  =============  =============  =============
+        """
+        is_complete = self.is_open and self.is_last and not self.is_refused
+        return is_complete and (not raised or self.is_updated)
+
+    def commit(self) -> None:
+        """Make the steps of this update count. `reset` follows, after the hooks of features."""
+        self._most_updates |= self._updates
+        self.is_open = False

@@ -60,7 +60,7 @@ class StepIterator:
         self.batch: Any = None
         self._batch_is_last = True  # the newest batch of the source is the last of the update
         train_state.micro_batching.in_parts = False
-        self._next_batch = _NOTHING
+        self._ahead: deque[Any] = deque()  # batches of the loader that no update has
         self._exhausted = False
         self._ended = False
         self.start = train_state.offset
@@ -124,12 +124,12 @@ class StepIterator:
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
-        batch, self._next_batch = self._next_batch, _NOTHING
-        if batch is _NOTHING and (self._tx.is_open or not self._is_at_end()):
-            batch = self._take()
-        if batch is _NOTHING:
+        if not self._ahead and (self._tx.is_open or not self._is_at_end()):
+            self._read()
+        if not self._ahead:
             self._ended = True
             raise StopIteration
+        batch = self._ahead.popleft()
         # A partitioned source can read the batch again by its offset.
         self._tx.draw(None if self._source.is_partitioned else batch)
         micro_batch = self._plan_batch()
@@ -157,27 +157,15 @@ class StepIterator:
 
     def settle(self) -> list[Any]:
         """End the segment after the loop has raised. Return batches to train again."""
-        ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
-        self._next_batch = _NOTHING
-        return self._end_micro_batch("error") + ahead
+        return [*self._end_micro_batch("error"), *self._ahead]
 
     def _end_micro_batch(self, ending: Literal["next", "return", "error"]) -> list[Any]:
-        """Decide whether the update in progress counts. No other place decides.
-
-        ==================================  =============  =============  =============
-        the loop ...                        asks for more  returns        raises
-        ==================================  =============  =============  =============
-        within the update                   it continues   an error       it is undone
-        in its last micro-batch             it is counted  it is counted  it is undone
-        after all optimizers have updated   it is counted  it is counted  it is counted
-        after a feature has refused it      -              -              it is undone
-        ==================================  =============  =============  =============
+        """Commit the update in progress if it now counts, and undo it after an error.
 
         Return the batches of an update that is undone.
         """
         tx, train_state = self._tx, self._train_state
-        is_complete = tx.is_open and tx.is_last and not tx.is_refused
-        counts = is_complete and (ending != "error" or tx.is_updated)
+        counts = tx.counts(raised=ending == "error")
         try:
             if counts:
                 self._commit()
@@ -212,12 +200,12 @@ class StepIterator:
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:
             # The loader may end before its claimed length.
-            self._next_batch = self._take()
-            self._batch_is_last = self._next_batch is _NOTHING
+            self._read()
+            self._batch_is_last = not self._ahead
         return planned[index]
 
-    def _take(self) -> Any:
-        """Return the next batch, or _NOTHING if any rank has no more batches."""
+    def _read(self) -> None:
+        """Read a batch ahead, unless any rank has no more batches."""
         timers, timing = self._train_state.timers, self._train_state.timing
         timing.enter(DATA)
         try:
@@ -227,15 +215,13 @@ class StepIterator:
             self.loader_failed = True
             raise
         timing.enter(OTHER)
-        if self._go_on is not None:
-            self._next_batch = batch  # keeps the batch if a worker is lost during the collective
-            if not self._go_on(int(batch is not _NOTHING)):
-                batch = _NOTHING
-            self._next_batch = _NOTHING
-        if batch is _NOTHING:
+        if batch is not _NOTHING:
+            self._ahead.append(batch)  # a worker may be lost during the collective
+        if self._go_on is not None and not self._go_on(len(self._ahead)):
+            self._ahead.clear()
+        if not self._ahead:
             self._exhausted = True
             self._check_length()
-        return batch
 
     def _check_length(self) -> None:
         train_state = self._train_state

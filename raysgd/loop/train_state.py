@@ -163,13 +163,16 @@ class TrainState(SavedState):
             feature.before_commit(tx)
         tx.commit()
         self.global_step += num_steps
-        for feature in self.features:
-            feature.commit()
+        try:
+            for feature in self.features:
+                feature.commit(tx)
+        finally:
+            tx.reset()
 
     def roll_back(self) -> None:
         for feature in self.features:
             feature.roll_back(self.transaction)
-        self.transaction.roll_back()
+        self.transaction.reset()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -99,7 +99,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
-                if per_batch and train_state.transaction.is_updated:
+                if per_batch and train_state.transaction.counts(raised=True):
                     self.step_schedulers()  # the step counts as done
                 raise
             if per_batch and train_state.transaction.is_last:

@@ -56,7 +56,7 @@ class EqualBitsWeights(LossWeights):
         return None if self._count.items is None else self._items
 
     def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        return float(self._plan.total or 1)
+        return float(self._tx.plan.total or 1)
 
     _exact = _planned
 
@@ -191,15 +191,14 @@ class EqualBitsReplication(Replication):
             )
 
     def before_commit(self, tx: UpdateTransaction) -> None:
-        has_stepped = bool(self._stepped)
         self._end_shard()
-        if not has_stepped and tx.index >= 0:
-            if self._state.meters is None:
-                self._agree(0, [])
-            self._state.buffers.write(self._state.buffers.copies)
+        if not self._stepped_before and self._state.meters is None:
+            self._agree(0, [])
 
-    def commit(self) -> None:
-        super().commit()
+    def commit(self, tx: UpdateTransaction) -> None:
+        super().commit(tx)
+        if not self._stepped_before:
+            self._state.buffers.write(self._state.buffers.copies)
         self._clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
@@ -208,7 +207,8 @@ class EqualBitsReplication(Replication):
                 scale.copy_(before)
             for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
                 scheduler.load_state_dict(state)
-        self.commit()
+        super().roll_back(tx)
+        self._clear()
 
     # ---- metrics
 

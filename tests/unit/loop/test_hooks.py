@@ -51,7 +51,7 @@ STEP = [
     "begin_micro_batch 0",
     "before_update 0",
     "before_commit 0",
-    "commit",
+    "commit closed",
 ]
 CALL = ["check_trained", "begin_call False"]
 END = ["check_trained", "end_call"]
@@ -139,8 +139,8 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert state.global_step == len(asked) == 1
-    assert [name for name in called if name in ("commit", "roll_back 0")] == [
-        "commit",
+    assert [name for name in called if name in ("commit closed", "roll_back 0")] == [
+        "commit closed",
         "roll_back 0",
     ]
     assert not state.transaction.is_open
