@@ -209,7 +209,6 @@ def fingerprint(state: Any) -> bytes:
 
     A state that cannot be pickled gets a random digest.
     """
-
     tensors: dict[torch.device, list[torch.Tensor]] = {}
 
     def summary(leaf: Any) -> Any:

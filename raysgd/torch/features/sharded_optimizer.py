@@ -280,7 +280,7 @@ class ShardedOptimizer(ShardedFeature):
 
     def shards(self) -> list[tuple[Any, ...]]:
         return [
-            (self._numbers[piece.which], *piece.place_in(self._parameters), piece.state)
+            ((self._numbers[piece.which],), *piece.place_in(self._parameters), piece.state)
             for piece in self._layout.own_pieces(self._pieces)
             if piece.state
         ]
