@@ -132,14 +132,12 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
         return self.models.on_demand()
 
     def sync_buffers(self) -> None:
-        assert self._train_state is not None
         models = self.models.models
         buffers = [buffer for model in models for buffer in model.buffers()]
         self._train_state.broadcast_buffers(buffers)
 
     def start_together(self) -> None:
         super().start_together()
-        assert self._train_state is not None
         buffers = self._train_state.buffers
         buffers.set(self._train_state.from_rank(buffers.tensors, 0))
 
@@ -180,7 +178,6 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
     def take_state(self) -> None:
         super().take_state()
         self._values = {}
-        assert self._train_state is not None
         is_alone = self._train_state.context.alone  # a replacement places its rows when it joins
         if dist.is_initialized() and not is_alone:
             self._place()
@@ -205,7 +202,6 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
         ]
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
-        assert self._train_state is not None
         if self._train_state.context.alone:  # a GPU may have no room for all rows
             return None
         elements = self._values[which].detach().reshape(-1)[start:stop]
