@@ -17,7 +17,6 @@ import lzma
 import os
 import shutil
 import tarfile
-import tempfile
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -32,6 +31,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import infer_compression
 
 from raysgd._internal.arguments import unknown_argument
+from raysgd._internal.files import replacing
 
 T = TypeVar("T")
 
@@ -181,10 +181,12 @@ class Records(ABC):
         path = self._cached(number, f"{type(self).__name__}.npy")
         if not path.exists():
             index = self._build_index(number)
-            _write(path, lambda target: np.save(target, index))
+            with replacing(path) as target:
+                np.save(target, index)
         return np.load(path, mmap_mode="r") if path.stat().st_size > 2**16 else np.load(path)
 
     def _cached(self, number: int, kind: str) -> Path:
+        self._cache.mkdir(parents=True, exist_ok=True)
         key = hashlib.sha256(f"{self.paths[number]} {self._stamps[number]}".encode()).hexdigest()
         return self._cache / f"{key[:24]}.{kind}"
 
@@ -217,8 +219,8 @@ class Records(ABC):
             target = self._cached(number, "raw")
             if not target.exists():
                 options = {"compression": compression, **self._storage_options}
-                with fsspec.open(path, **options) as source:
-                    _write(target, lambda file: shutil.copyfileobj(source, file, 2**20))
+                with fsspec.open(path, **options) as source, replacing(target) as file:
+                    shutil.copyfileobj(source, file, 2**20)
             return open(target, "rb")
         if not is_remote(fs):
             return open(name, "rb")
@@ -419,20 +421,6 @@ def _retried(function: Callable[[], T]) -> T:
         except Exception:
             time.sleep(0.1 * 4**attempt)
     return function()
-
-
-def _write(path: Path, write: Callable[[Any], Any]) -> None:
-    """Write a file of the cache, which other processes may write too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
 
 
 def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
