@@ -70,9 +70,9 @@ class StepFeature:
         """Read or change the gradients of an optimizer before its update."""
 
     def before_commit(self, tx: UpdateTransaction) -> None:
-        """Raise an error if the update must not be committed."""
+        """Raise an error if the update must not be committed. Change nothing that it trained."""
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         """Keep the changes of an update. Its steps count even if this raises."""
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:

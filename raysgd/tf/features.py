@@ -90,7 +90,7 @@ class KerasOptimization(StepFeature):
             if id(variable) not in self._before:
                 self._before[id(variable)] = variable, tf.identity(variable.value)
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
         self._before.clear()
 
@@ -99,7 +99,7 @@ class KerasOptimization(StepFeature):
             variable.assign(value)
         if tx.updating is not None and not self._before:
             tx.is_partial = True
-        self.commit()
+        self.commit(tx)
 
 
 def _added(left: Any, right: Any) -> Any:

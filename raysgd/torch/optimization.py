@@ -114,6 +114,10 @@ class Optimization(StepFeature):
 
     def before_commit(self, tx: UpdateTransaction) -> None:
         self.check_complete()
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        self._accumulated.clear()
+        self._seen.clear()
         self._keeps_gradients = not tx.has_updates and any(map(_has_gradients, self.optimizers))
         if self._has_uneven_share(tx) and tx.has_updates and not tx.weights.uses_backward:
             self._state.settings.warn_once(
@@ -132,10 +136,6 @@ class Optimization(StepFeature):
             return False
         return tx.plan.samples * self._state.context.world_size != tx.plan.total
 
-    def commit(self) -> None:
-        self._accumulated.clear()
-        self._seen.clear()
-
     def roll_back(self, tx: UpdateTransaction) -> None:
         if self._keeps_gradients:
             self._state.settings.warn_once(
@@ -145,7 +145,8 @@ class Optimization(StepFeature):
             )
             self._keeps_gradients = False
         self._zero_gradients()
-        self.commit()
+        self._accumulated.clear()
+        self._seen.clear()
 
     def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:

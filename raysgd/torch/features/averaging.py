@@ -11,6 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.tensors import copy_all, is_like
@@ -73,7 +74,7 @@ class Averaging(StepFeature):
             update(averages, parameters, self._count)
         self._count += 1
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         if self.averages is not None and self._decay is not None:
             self._add()
 

@@ -221,7 +221,7 @@ class ShardedOptimizer(ShardedFeature):
         self.optimizer.state = self._unsharded
         self._swapped, self._stepped = None, []
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._committed = self._version
         self._buffers = {}
         self.ranks_in_sync = all(piece.version == self._version for piece in self._pieces)

@@ -25,6 +25,7 @@ def weights_of(steps, planned=None, tx=None, num_workers=1, counts=True, others=
         held = [value * correction for value in held] + [weight]
         assert tx.weights.add(*given) == (1.0, weight)  # another loss
     tx.commit()
+    tx.reset()
     return held
 
 

@@ -19,6 +19,7 @@ from raysgd.backends import create_backend
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
+from raysgd.loop.step import UpdateTransaction
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
@@ -246,7 +247,7 @@ def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group)
     parameter.grad = torch.ones(3)
     optimizer.step()
     scheduler.step()
-    each.commit()
+    each.commit(UpdateTransaction())
     assert seen[0][0] is parameter
     assert parameter.tolist() == [0, 0, 0]
     with torch.no_grad():
