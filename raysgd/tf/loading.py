@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data.partition import UpdatePlan, part_of, plan_update
+from raysgd.data.partition import EpochPartition, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
@@ -270,14 +270,8 @@ class DatasetSource(BatchSource):
         max_rows = max(sizes)
         if self._splits:
             max_rows = -(-max_rows // (self._full_size or self._world_size))
-        self._plan = plan_update(
-            (sum(sizes),),
-            self._world_size,
-            self._rank,
-            max_rows,
-            in_parts and self.keeps_step,
-            self._shares,
-        )
+        partition = EpochPartition(0, max_rows, self._world_size, self._rank, shares=self._shares)
+        self._plan = partition.plan((sum(sizes),), in_parts and self.keeps_step)
         own, number = self._own_part(group), len(self._plan.micro_batches)
         if number == 1:
             yield own
