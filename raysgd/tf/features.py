@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -12,7 +12,9 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.step import UpdateTransaction
 from raysgd.tf.communication import communication_of
-from raysgd.tf.train_state import KerasTrainState
+
+if TYPE_CHECKING:
+    from raysgd.tf.train_state import KerasTrainState
 
 
 class KerasReplication(StepFeature):
