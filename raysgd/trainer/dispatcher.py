@@ -224,38 +224,32 @@ class Dispatcher:
         profile: bool,
         info: Mapping[str, Any] | None,
         from_start: bool = False,
-        loader: Any = None,
     ) -> WorkerMetrics:
-        """Run a call of ``validate``, or of ``test`` if a loader is given.
+        """Run a call of ``validate``.
 
         After a failed call, the next call begins at the same batch. With `from_start`, begin with
         the first batch.
         """
         number = None if from_start else self._failed_validation
-        if number is None:
-            number = self.next_number()
-        if loader is None:
-            self._failed_validation = number
+        self._failed_validation = number = self.next_number() if number is None else number
         request = ValidateRequest(
             call=number,
             num_steps=num_steps,
             from_start=from_start,
-            loader=loader,
             info=dict(info or {}),
             profile=profile,
         )
         call = Call(
             request=request,
-            method="validate" if loader is None else "test",
+            method="validate",
             max_losses=3,
             has_batches=True,
-            on_wait=self.callback_list.watcher(trainer, "validate") if loader is None else None,
+            on_wait=self.callback_list.watcher(trainer, "validate"),
         )
         started = time.perf_counter()
         results = self.make(call)
         seconds = time.perf_counter() - started
-        if loader is None:
-            self._failed_validation = None
+        self._failed_validation = None
         merged = merge_workers(results)
         return WorkerMetrics(results, merged, False, LastCall("validate", time.time(), seconds))
 
