@@ -117,10 +117,9 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     splits the data set again. The name is required if the data sets have names. Outside of a run,
     or if the trainer has no data set, it warns and returns None.
     """
-    session = _within_run("get_dataset_shard")
-    if session is None:
+    if _within_run("get_dataset_shard") is None:
         return None
-    shards = session.shards
+    shards = here.shards
     if shards is None:
         warnings.warn(
             "get_dataset_shard() returns None, because the trainer has no data set.",

@@ -104,6 +104,6 @@ class FunctionRunner(Runner):
         if self._session is None:
             if self._plan is None:
                 raise RuntimeError("This worker has no function to run.")
-            self._session = Session(self._plan, ReportQueue(), here.shards)
+            self._session = Session(self._plan, ReportQueue())
             self._session.thread.start()
         return self._session

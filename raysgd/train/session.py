@@ -53,10 +53,9 @@ class Plan:
 class Session:
     """One run of a training function in this process."""
 
-    def __init__(self, plan: Plan, report_queue: ReportQueue, shards: Any = None) -> None:
+    def __init__(self, plan: Plan, report_queue: ReportQueue) -> None:
         self.plan = plan
         self.report_queue = report_queue
-        self.shards = shards
         self.extras: dict[str, Any] = {}
         """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
@@ -214,7 +213,7 @@ class _Here:
     context: WorkerContext | None = None
     """Context of this worker, also between runs. None outside of a worker."""
     shards: Any = None
-    """This worker's data sets, for the next session."""
+    """This worker's data sets, for the current session or the next one."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Replaces `Session.extras` outside of a run."""
 

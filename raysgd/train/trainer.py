@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import operator
 import os
@@ -16,7 +15,7 @@ from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.data_parallel_trainer import DataParallelTrainer, function_trainable
 from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.framework import BackendConfig, checked_config
 from raysgd.train.worker_group import TrainWorkerGroup
@@ -180,10 +179,8 @@ class Trainer(OldNames):
             dataset_config=dict.fromkeys(named, True),
         )
         trainer.datasets = dataset  # it may be a single dataset, without a name
-        functions = importlib.import_module("raysgd.tune.functions")
         name = getattr(train_func, "__name__", "train_func")
-        trainable: type[Any] = functions.function_trainable(name, trainer.with_config)
-        return trainable
+        return function_trainable(name, trainer.with_config)
 
     # ---- results
 

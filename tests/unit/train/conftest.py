@@ -23,8 +23,8 @@ def run():
     def enter(rank=0, size=2, shards=None, **planned):
         here.context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         queue = FakeQueue()
-        here.session = Session(Plan("one", b"", **planned), queue, shards)
+        here.session, here.shards = Session(Plan("one", b"", **planned), queue), shards
         return queue
 
     yield enter
-    here.session = here.context = None
+    here.session = here.context = here.shards = None
