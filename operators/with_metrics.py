@@ -102,10 +102,11 @@ class WithMetrics(TrainingOperator):
             )
         for name, metric in metrics.items():
             if _updated(metric):  # a worker may have had no batch
+                states = MergedStates([copy.deepcopy(metric).cpu()])
                 with warnings.catch_warnings():
                     # Warnings about this worker's part alone are misleading.
                     warnings.simplefilter("ignore")
-                    result.update(computed(f"val_{name}", MergedStates([copy.deepcopy(metric).cpu()])))
+                    result.update(computed(f"val_{name}", states))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

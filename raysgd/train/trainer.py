@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,20 +189,13 @@ class Trainer(OldNames):
     latest_checkpoint_path = _of_executor("latest_checkpoint_path")
     best_checkpoint_path = _of_executor("best_checkpoint_path")
     events = _of_executor("events")
+    load_checkpoint_from_path = staticmethod(load_checkpoint_from_path)
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
         """The best checkpoint of the newest run; None if no checkpoint is on disk."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
-
-    @staticmethod
-    def load_checkpoint_from_path(checkpoint_file_path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read a checkpoint. Unpickling can run code from the file: read only files that you trust.
-
-        Raise CheckpointError if the file is missing or damaged.
-        """
-        return load_checkpoint_from_path(checkpoint_file_path)
 
     def _prepared(
         self, method: str, train_func: Callable[..., Any], config: dict[str, Any] | None
@@ -222,7 +215,7 @@ class Trainer(OldNames):
         return function, self.latest_run_dir
 
 
-class TrainingIterator:
+class TrainingIterator(Iterator[list[dict[str, Any]]]):
     """Yields the reports of all workers: a list of dicts, by rank."""
 
     def __init__(self, executor: BackendExecutor) -> None:
@@ -235,9 +228,6 @@ class TrainingIterator:
         while (reports := self._executor.fetch_next_result()) is not None:
             yield reports
         self._results = self._executor.finish_training()
-
-    def __iter__(self) -> TrainingIterator:
-        return self
 
     def __next__(self) -> list[dict[str, Any]]:
         """Wait for the next reports. Raise the exception of the function if it fails."""
