@@ -1,7 +1,8 @@
 """One update of the optimizers: its micro-batches, its losses, and its end.
 
 A step is one batch of the loader on each worker; `global_step` counts steps. An update has one
-step, or several with gradient accumulation. A step has several micro-batches if its batch is split.
+step, or several with gradient accumulation. A step has several micro-batches if its batch is split,
+or with equal bits.
 """
 
 from __future__ import annotations
