@@ -132,7 +132,7 @@ class OperatorRunner(Runner, ABC):
         num_copies = train_state.context.world_size if is_shared else 1
         return Progress(
             epoch=train_state.epoch,
-            in_epoch=train_state.offset > 0 or (segment is not None and segment.num_batches > 0),
+            in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,
             num_batches=done,
             total_batches=total,
