@@ -10,7 +10,7 @@ entry of the state                loaded by                             on
 ``batching``                      `DataSources.set_batch_size`          all others
 ``why_not_split``                 `MicroBatching`                       all others
 shards                            `StepFeature.receive`                 all
-models, optimizers, schedulers,   `TrainState.share_training_state`     followers
+models, optimizers, schedulers,   `TrainState.copy_training_state`     followers
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
@@ -63,7 +63,7 @@ def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
         micro_batching = train_state.micro_batching
         micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
     follows = not is_leader and (train_state.replicated or train_state.is_new)
-    train_state.share_training_state(leader, follows)
+    train_state.copy_training_state(leader, follows)
     if follows:
         loop.operator.load_state_dict(state["operator"])
         train_state.transaction.is_partial = state["is_partial"]

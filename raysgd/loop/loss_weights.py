@@ -77,13 +77,13 @@ class LossWeights:
         self._count = LossCount()  # of the newest loss
         self._items = self._num_items = self._total = 0.0
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Begin a micro-batch."""
         self.has_earlier_losses = self.has_earlier_losses or self.has_loss
         self.has_gap = self._tx.index > 0 and (self.has_gap or not self.has_loss)
         self.has_loss, self._awaits_first_loss = False, True
 
-    def end_update(self) -> None:
+    def end_optimizer_step(self) -> None:
         """Allow losses with another count after the update of an optimizer."""
         self._awaits_first_loss = self._awaits_first_loss or not self.has_earlier_losses
 

@@ -78,7 +78,7 @@ class StepIterator:
     @property
     def num_finished(self) -> int:
         """Number of finished batches, including batches that wait for their update."""
-        return self.num_batches + self._tx.micro_batch.step
+        return self.num_batches + self._tx.micro_batch.step_index
 
     @property
     def num_drawn(self) -> int | None:
@@ -103,7 +103,7 @@ class StepIterator:
         if not self._ended and not self._is_limited:
             return True  # a loop that stops early ends the epoch
         newest = self._tx.micro_batch
-        pending = newest.step + newest.ends_step if self._tx.is_open else 0
+        pending = newest.step_index + newest.ends_step if self._tx.is_open else 0
         return self.epoch_is_over or self.num_batches + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
@@ -140,7 +140,9 @@ class StepIterator:
 
     def _next_part(self) -> Any:
         part, micro_batch = self._parts.popleft()
-        self._train_state.begin(micro_batch, is_last=self._batch_is_last and not self._parts)
+        self._train_state.begin_micro_batch(
+            micro_batch, is_last=self._batch_is_last and not self._parts
+        )
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
@@ -231,7 +233,7 @@ class StepIterator:
         )
 
     def _commit(self) -> None:
-        num_steps = self._tx.micro_batch.step + 1
+        num_steps = self._tx.micro_batch.step_index + 1
         try:
             self._train_state.commit(num_steps)
         finally:

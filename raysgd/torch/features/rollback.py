@@ -10,7 +10,7 @@ import torch
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.tensors import buffer_names, copy_all, is_like, version_of
 
 
@@ -49,7 +49,7 @@ class Rollback(StepFeature):
         self._has_copies = self._moves_parameters = False
 
     def begin(self, tx: UpdateTransaction) -> None:
-        self._has_copies = tx.has_several_updates or self._moves_parameters
+        self._has_copies = tx.has_several_optimizer_steps or self._moves_parameters
         if self._has_copies:
             for image in self._images:
                 image.take()
@@ -76,7 +76,7 @@ class Rollback(StepFeature):
             for image in reversed(self._images):
                 image.restore()
                 changed -= image.parameters
-        elif tx.updating is not None and not self._updates_late:
+        elif tx.stepping is not None and not self._updates_late:
             tx.is_partial = True  # an optimizer may change its state before parameters
         if changed:
             tx.is_partial = True
