@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch

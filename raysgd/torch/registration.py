@@ -152,8 +152,7 @@ def _replicate(
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
         shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
-        state.optimization.exchange = shards
-        state.share_metrics = shards.share_metrics
+        state.shares_metrics = True
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)
@@ -165,8 +164,7 @@ def _replicate(
             for index, model in enumerate(state.models)
         ]
         state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
-    state.optimization.exchange = replication = Replication(state, wraps)
-    return replication
+    return Replication(state, wraps)
 
 
 def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShardedModel:
@@ -182,7 +180,6 @@ def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShar
     precision, (optimizer,) = state.optimization.precision, state.optimizers
     dtype = precision.dtype if isinstance(precision, NativeAmp) else None
     model = FullyShardedModel(optimizer, state, arguments, dtype)
-    state.optimization.exchange = model
     if state.micro_batching.batch_norms:
         state.micro_batching.why_not_split = (
             "batch normalization may need fewer parts on some workers"

@@ -291,6 +291,10 @@ def multiply_all(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) 
         torch._foreach_mul_(tensors, factor)
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place."""
     return tensor._version

@@ -17,6 +17,7 @@ from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.equal_bits import EqualBitsMicroBatching, EqualBitsTransaction
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
@@ -45,8 +46,9 @@ class TorchTrainState(RegisteredState):
         self.micro_batching: TorchMicroBatching = kind(self)
         self.untracked = Untracked(self)
         self.features = [self.micro_batching, self.untracked]  # `register` adds the others
-        self.optimization = Optimization(self, precision)
-        self.schedules = Schedules(self, self.optimization.check_complete)
+        self.checks = StepChecks(self, precision)
+        self.optimization = Optimization(self, precision, self.checks)
+        self.schedules = Schedules(self, self.checks.check_complete)
         self.averaging = Averaging(self)
 
     # ---- the other workers

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.optimization import GradientExchange
+from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.shards import PARAMETER, Piece, UpdateBuffers
