@@ -133,11 +133,7 @@ class BufferCopies(StepFeature):
     A copy belongs to a module and a name, because a forward pass may assign another tensor.
     """
 
-    def __init__(
-        self,
-        models: Iterable[torch.nn.Module] = (),
-        from_rank: Callable[[Callable[[], Any], int], Any] | None = None,
-    ) -> None:
+    def __init__(self, models: Iterable[torch.nn.Module], from_rank: Callable[..., Any]) -> None:
         self._from_rank = from_rank
         self._slots = [
             (module, name)
@@ -161,8 +157,7 @@ class BufferCopies(StepFeature):
     @torch.no_grad()
     def update(self) -> None:
         """Copy the buffers."""
-        buffers = [module._buffers.get(name) for module, name in self._slots]
-        self.copies = _copies_of(buffers, self.copies)
+        self.copies = _copies_of(self.tensors(), self.copies)
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)
@@ -173,14 +168,14 @@ class BufferCopies(StepFeature):
             if name in module._buffers:  # user code may have replaced it with a parameter
                 _set_buffer(module, name, value)
 
-    def set(self, values: Sequence[torch.Tensor | None]) -> None:
-        self.write(values)
-        self.update()
-
     def receive(self, leader: int) -> Callable[[], None]:
-        assert self._from_rank is not None
         values = self._from_rank(self.tensors, leader)
-        return lambda: self.set(values)
+
+        def load() -> None:
+            self.write(values)
+            self.update()
+
+        return load
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.update()
