@@ -87,7 +87,7 @@ def register(
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     is_full = any(each.is_fully_sharded for each in sharded)
     replication = None if is_full else _replicate(state, ddp_args, horovod_args)
-    state.buffers = BufferCopies(state.models, state.from_rank)
+    state.buffers = BufferCopies(state.models, state)
     state.features = list(features_of(state, sharded, replication, norms))
     state.optimization.register_hooks()
     for each in sharded:

@@ -11,6 +11,7 @@ import torch
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.train_state import TrainState
 from raysgd.torch.tensors import buffer_names, copy_all, is_like, version_of
 
 
@@ -133,8 +134,8 @@ class BufferCopies(StepFeature):
     A copy belongs to a module and a name, because a forward pass may assign another tensor.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module], from_rank: Callable[..., Any]) -> None:
-        self._from_rank = from_rank
+    def __init__(self, models: Iterable[torch.nn.Module], state: TrainState) -> None:
+        self._state = state
         self._slots = [
             (module, name)
             for model in models
@@ -169,7 +170,7 @@ class BufferCopies(StepFeature):
                 _set_buffer(module, name, value)
 
     def receive(self, leader: int) -> Callable[[], None]:
-        values = self._from_rank(self.tensors, leader)
+        values = self._state.from_rank(self.tensors, leader)
 
         def load() -> None:
             self.write(values)
