@@ -87,7 +87,11 @@ def register(
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     is_full = any(each.is_fully_sharded for each in sharded)
     replication = None if is_full else _replicate(state, ddp_args, horovod_args)
-    _add_features(state, sharded, replication, norms)
+    state.buffers = BufferCopies(state.models, state)
+    state.features = list(features_of(state, sharded, replication, norms))
+    state.optimization.register_hooks()
+    for each in sharded:
+        each.shard_steps()
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.transaction.optimizers = state.optimizers
@@ -120,16 +124,6 @@ def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[A
     return [
         wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
     ]
-
-
-def _add_features(
-    state: TorchTrainState, sharded: list[Any], replication: Any, norms: GradientNorms
-) -> None:
-    state.buffers = BufferCopies(state.models, lambda make, rank: state.from_rank(make, rank))
-    state.features = list(features_of(state, sharded, replication, norms))
-    state.optimization.register_hooks()
-    for each in sharded:
-        each.shard_steps()
 
 
 def _shard(

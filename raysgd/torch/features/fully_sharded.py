@@ -138,8 +138,7 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
 
     def start_together(self) -> None:
         super().start_together()
-        buffers = self._train_state.buffers
-        buffers.set(self._train_state.from_rank(buffers.tensors, 0))
+        self._train_state.buffers.receive(0)()
 
     # ---- state of this worker
 

@@ -10,6 +10,7 @@ import torch
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.tensors import buffer_names, copy_all, is_like, version_of
 
@@ -133,12 +134,8 @@ class BufferCopies(StepFeature):
     A copy belongs to a module and a name, because a forward pass may assign another tensor.
     """
 
-    def __init__(
-        self,
-        models: Iterable[torch.nn.Module] = (),
-        from_rank: Callable[[Callable[[], Any], int], Any] | None = None,
-    ) -> None:
-        self._from_rank = from_rank
+    def __init__(self, models: Iterable[torch.nn.Module], state: TrainState) -> None:
+        self._state = state
         self._slots = [
             (module, name)
             for model in models
@@ -161,8 +158,7 @@ class BufferCopies(StepFeature):
     @torch.no_grad()
     def update(self) -> None:
         """Copy the buffers."""
-        buffers = [module._buffers.get(name) for module, name in self._slots]
-        self.copies = _copies_of(buffers, self.copies)
+        self.copies = _copies_of(self.tensors(), self.copies)
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)
@@ -173,14 +169,14 @@ class BufferCopies(StepFeature):
             if name in module._buffers:  # user code may have replaced it with a parameter
                 _set_buffer(module, name, value)
 
-    def set(self, values: Sequence[torch.Tensor | None]) -> None:
-        self.write(values)
-        self.update()
-
     def receive(self, leader: int) -> Callable[[], None]:
-        assert self._from_rank is not None
-        values = self._from_rank(self.tensors, leader)
-        return lambda: self.set(values)
+        values = self._state.from_rank(self.tensors, leader)
+
+        def load() -> None:
+            self.write(values)
+            self.update()
+
+        return load
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.update()

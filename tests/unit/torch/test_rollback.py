@@ -237,7 +237,7 @@ def values(model):
 )
 def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
     model = Model()
-    copies = BufferCopies([model])
+    copies = BufferCopies([model], None)
     for changes in steps:
         for change in changes:
             change(model)
@@ -301,7 +301,7 @@ class Copied(TorchDispatchMode):
 def test_one_operation_copies_all_buffers_of_a_type():
     """On a GPU, an operation on several types launches one kernel per tensor."""
     norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(2) for _ in range(3)))
-    copies = BufferCopies([norms])
+    copies = BufferCopies([norms], None)
     with Copied() as copied:
         copies.commit(UpdateTransaction())
     assert copied.dtypes == [{torch.float32}, {torch.int64}]
