@@ -146,7 +146,6 @@ class DatasetSource(BatchSource):
     """
 
     is_partitioned = True
-    partitioned_by = "raysgd"
 
     def __init__(
         self,
