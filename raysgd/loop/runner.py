@@ -25,7 +25,6 @@ from raysgd.loop.joining import enter_generation
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
-from raysgd.loop.state_schema import check_state
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -276,7 +275,6 @@ class OperatorRunner(Runner, ABC):
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = copy.deepcopy(state)
-        check_state(state)
         train_state.check_training_state(state)
         places: dict[int, Any] = {}
         if incoming is not None:
