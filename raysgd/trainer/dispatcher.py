@@ -79,7 +79,8 @@ class Dispatcher:
     """Argument of the running ``fit()``, as `log_every`."""
     log_every: int | None = None
     _shown: dict[str, Any] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers of calls, by which workers recognize a repeated call."""
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
 
@@ -122,10 +123,6 @@ class Dispatcher:
             self._shown = before
             self.latest.update(metrics)
 
-    def next_number(self) -> int:
-        """Return a number by which workers recognize a repeated call."""
-        return next(self._numbers)
-
     def make(self, call: Call, moves: bool = False) -> list[Any]:
         """Run a call, and return the answers by rank."""
         self.check_open(moves)
@@ -156,7 +153,7 @@ class Dispatcher:
         dataset: Dataset | None,
     ) -> WorkerMetrics:
         request = TrainRequest(
-            call=self.next_number(),
+            call=next(self.numbers),
             until_step=self.max_steps,
             logged=None if self.log_every is None else 0,  # `begin` sets the step
             info=dict(info or {}),
@@ -231,7 +228,7 @@ class Dispatcher:
         the first batch.
         """
         number = None if from_start else self._failed_validation
-        self._failed_validation = number = self.next_number() if number is None else number
+        self._failed_validation = number = next(self.numbers) if number is None else number
         request = ValidateRequest(
             call=number,
             num_steps=num_steps,
