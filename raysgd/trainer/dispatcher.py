@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,8 @@ class TrainCall(Call):
             if self.num_steps is None:
                 request = replace(request, until_epoch=progress.epoch + 1)
             else:
-                request = replace(request, until_step=step + self.num_steps)
+                goals = (step + self.num_steps, request.until_step or sys.maxsize)
+                request = replace(request, until_step=min(goals))
         self.request = replace(request, callback_pause=self.next_pause(step, self.immediately))
         self.immediately = False
 
@@ -102,11 +104,6 @@ class Dispatcher:
                 f"This {self.trainer_name} is shut down, and its state is gone. Call save() or "
                 "get_model() before shutdown(), and create a new trainer."
             )
-
-    @property
-    def steps_left(self) -> float:
-        """Number of steps until ``fit(max_steps=...)`` ends."""
-        return (self.max_steps or float("inf")) - self.controller.progress.global_step
 
     @property
     def metrics(self) -> dict[str, Any]:
