@@ -135,7 +135,7 @@ class ReplicaGuard(StepFeature):
             if not self._on_gpu:
                 self._settle()
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._steps += 1
         if self._checks_every and self._state.segment is not None:
             self._batch = self._state.segment.batch

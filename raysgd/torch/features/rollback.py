@@ -58,7 +58,7 @@ class Rollback(StepFeature):
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         self._moves_parameters = self._moves_parameters or bool(self._changed())
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._versions, self._has_copies = None, False
 
     def _changed(self) -> set[torch.Tensor]:
@@ -80,7 +80,7 @@ class Rollback(StepFeature):
             tx.is_partial = True  # an optimizer may change its state before parameters
         if changed:
             tx.is_partial = True
-        self.commit()
+        self.commit(tx)
 
 
 class _BeforeImage:
@@ -155,7 +155,7 @@ class BufferCopies(StepFeature):
     def begin_call(self, logs_steps: bool) -> None:
         self.update()  # user code may have changed them between calls
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self.update()
 
     @torch.no_grad()

@@ -79,7 +79,7 @@ class NativeAmp(Precision):
         if all(id(registered) in self._stepped for registered in self._optimizers):
             self._update_scale()
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._update_scale()
 
     def _update_scale(self) -> None:

@@ -545,8 +545,7 @@ class SimMember(WorkerHandle):
         self.partial = not counts and self.weights[0] != self.weights[1]
         if counts:
             step.commit()
-        else:
-            step.roll_back()
+        step.reset()
         return counts
 
     def _commit(self):

@@ -95,7 +95,7 @@ def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process
     tx.begin(MicroBatch(), is_last=False)
     replication.begin_micro_batch(tx)
     assert not model.require_backward_grad_sync
-    replication.commit()
+    replication.commit(tx)
     tx.begin(MicroBatch())
     replication.begin_micro_batch(tx)
     assert model.require_backward_grad_sync

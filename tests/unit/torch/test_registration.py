@@ -133,7 +133,7 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     train_state.begin(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
-        feature.commit()
+        feature.commit(train_state.transaction)
     assert wrapped.require_backward_grad_sync
 
 

@@ -39,11 +39,12 @@ class Steps:
 
     def commit(self):
         self.step.commit()
-        self.rollback.commit()
+        self.rollback.commit(self.step)
+        self.step.reset()
 
     def discard(self):
         self.rollback.roll_back(self.step)
-        self.step.roll_back()
+        self.step.reset()
 
 
 def test_parameters_frozen_as_the_step_begins_are_restored():
@@ -302,5 +303,5 @@ def test_one_operation_copies_all_buffers_of_a_type():
     norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(2) for _ in range(3)))
     copies = BufferCopies([norms])
     with Copied() as copied:
-        copies.commit()
+        copies.commit(UpdateTransaction())
     assert copied.dtypes == [{torch.float32}, {torch.int64}]

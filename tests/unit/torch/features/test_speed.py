@@ -32,7 +32,7 @@ def step(clock, model, speed, size, seconds):
     clock.sleep(seconds)
     model(torch.ones(1, 2)).sum().backward()
     clock.sleep(5.0)  # the time to wait for other workers
-    speed.before_commit(tx)
+    speed.commit(tx)
 
 
 def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
