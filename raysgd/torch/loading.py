@@ -353,7 +353,7 @@ def wrap_loader(
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     may_split = partitions and own_split(loader) is None
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
-    why_whole = _why_whole(whole)
+    why_whole = why_whole(whole)
     if (may_split or _is_distributed(whole)) and not why_whole:
         return PartitionedLoader(whole, **placing)
     # A stream cannot be divided into shards, which `_check_equal_bits` reports.
@@ -403,7 +403,8 @@ def _is_distributed(loader: Any) -> bool:
     )
 
 
-def _why_whole(loader: Any) -> str:
+def why_whole(loader: Any) -> str:
+    """Return why a loader cannot be partitioned, or an empty string if it can."""
     if isinstance(loader, Iterator):
         return "an iterator can be read only once"
     if not isinstance(loader, DataLoader):
