@@ -118,7 +118,9 @@ class PartitionedLoader(PartitionedSource):
     @property
     def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        return replace(self._partition, total=len(self.order_sampler))
+        if self._partition.total != (total := len(self.order_sampler)):
+            self._partition = replace(self._partition, total=total)
+        return self._partition
 
     @property
     def order_sampler(self) -> Any:

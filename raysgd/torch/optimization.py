@@ -105,7 +105,8 @@ class Optimization(StepFeature):
             return False
         self._update(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        self._accumulated.release(parameters_of(optimizer))
+        if tx.weights.has_earlier_losses:
+            self._accumulated.release(parameters_of(optimizer))
         return True
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
