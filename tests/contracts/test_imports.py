@@ -59,44 +59,37 @@ def run(code, *arguments):
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_raysgd_imports_no_framework():
-    """Its light submodules and `dir(raysgd)` import none either."""
+def test_importing_raysgd_imports_only_what_is_used_and_changes_no_settings():
+    """A worker must set the environment variables that TensorFlow reads before it imports it."""
     run("""
 import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing
 dir(raysgd)
-assert not loaded(), loaded()
-""")
-
-
-def test_importing_the_function_family_imports_neither_ray_nor_a_framework():
-    run("""
 from raysgd import train
 import raysgd.train.backend, raysgd.train.callbacks
 for name in train.__all__:
     getattr(train, name)
-assert not loaded(), loaded()
-""")
-
-
-def test_importing_the_tensorflow_family_imports_no_framework():
-    """A worker must first set the environment variables that TensorFlow reads."""
-    run("""
 import raysgd.tf, raysgd.comm.horovod
 raysgd.TFTrainer
-assert not loaded(), loaded()
-""")
-
-
-def test_the_operators_and_the_layers_below_cluster_import_only_what_they_use():
-    run("""
 import raysgd.operators as operators
 assert not loaded(), loaded()
+
+import logging, os, random, warnings
+import numpy, torch
+
+def settings():
+    return (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(),
+            list(warnings.filters))
+
+before = settings()
+import raysgd.torch
+raysgd.TorchTrainer
 for name in operators.__all__:
     getattr(operators, name)
+assert settings() == before
 assert loaded() == {"torch"}, loaded()
 assert not {"torchmetrics", "transformers"} & set(sys.modules)
 
-import importlib, pkgutil, raysgd
+import importlib, pkgutil
 below = {"_internal", "backends", "callbacks", "checkpoint", "comm", "data", "errors", "metrics",
          "operators", "utils"}
 names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
@@ -148,20 +141,3 @@ for info in pkgutil.walk_packages(raysgd.__path__, "raysgd."):
 assert loaded() == {"torch", "ray"}, loaded()
 """
     run(without + TRAIN + errors, str(tmp_path / "state.pt"))
-
-
-def test_importing_the_torch_family_imports_only_torch_and_changes_no_settings():
-    run("""
-import logging, os, random, warnings
-import numpy, torch
-
-def settings():
-    return (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(),
-            list(warnings.filters))
-
-before = settings()
-import raysgd, raysgd.tf, raysgd.torch, raysgd.testing
-raysgd.TorchTrainer
-assert settings() == before
-assert loaded() == {"torch"}, loaded()
-""")
