@@ -244,8 +244,7 @@ class TestLoopsOfOnesOwn:
         assert all_equal(old_loops_trainer.apply_all_operators(weights_of_every_copy))
 
 
-# ---- one stream per worker, and items that the workers download and transform; timings, results by
-# ---- worker, `info` for a call
+# ---- one stream per worker, and items that the workers download and transform
 
 
 class Stream(IterableDataset):
@@ -280,14 +279,6 @@ class StreamOperator(TrainingOperator):
     def train_batch(self, batch, batch_info):
         metrics = super().train_batch(batch, batch_info)
         metrics["x"] = batch[0].mean()
-        metrics["rank"] = self.world_rank
-        metrics["share"] = len(batch[0])
-        metrics["note"] = str(batch_info["info"])
-        return metrics
-
-    def validate_batch(self, batch, batch_info):
-        metrics = super().validate_batch(batch, batch_info)
-        metrics["note"] = str(batch_info["info"])
         return metrics
 
 
@@ -316,27 +307,6 @@ def stream_trainer(module_cluster):
 
 
 class TestDataWithoutAnIndex:
-    def test_results_by_worker_timings_and_information(self, stream_trainer):
-        trainer = stream_trainer
-        each = trainer.train(reduce_results=False, info={"lesson": 3})
-        assert [stats["rank"] for stats in each] == [0, 1]
-        assert [stats["share"] for stats in each] == [10, 10]
-        assert [stats["num_samples"] for stats in each] == [20, 20]
-        assert [stats["epoch"] for stats in each] == [trainer.epoch] * 2
-        assert [stats["note"] for stats in each] == ["{'lesson': 3}"] * 2
-
-        stats = trainer.train(profile=True)
-        assert stats["rank"] == 0.5
-        assert "last_train_loss" in stats
-        stages = ("mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s", "mean_data_s")
-        assert all(stats["profile"][stage] > 0 for stage in stages)
-        assert "profile" not in trainer.train()
-
-        by_worker = trainer.validate(reduce_results=False, profile=True, info={"exam": 1})
-        assert all(stats["profile"]["mean_validation_s"] > 0 for stats in by_worker)
-        assert all(stats["profile"]["mean_eval_fwd_s"] > 0 for stats in by_worker)
-        assert by_worker[1]["note"] == "{'exam': 1}"
-
     def test_items_are_downloaded_and_transformed_on_the_workers(self, stream_trainer):
         trainer = stream_trainer
         names = [f"item-{i}" for i in range(21)]

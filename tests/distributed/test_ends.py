@@ -1,8 +1,5 @@
 """Trainers end by shutdown, by garbage collection, with their driver, or with too few workers."""
 
-import os
-import subprocess
-import sys
 import time
 
 import psutil
@@ -93,29 +90,3 @@ def test_a_start_and_runs_of_functions_are_ended_by_a_shutdown(ray_cluster, tmp_
         mark.unlink()
         trainer.start()
         check_that_shutdown_ends(run, trainer, source, mark.exists, 1)
-
-
-DRIVER = """
-import os
-from raysgd import TorchTrainer
-from tests.operators import Classifier
-
-trainer = TorchTrainer(training_operator_cls=Classifier)
-print(*trainer.apply_all_workers(os.getpid), flush=True)
-raise ValueError("the script fails")
-"""
-
-
-@pytest.mark.slow("a driver starts, and a worker")
-def test_a_script_that_fails_leaves_no_worker(ray_cluster):
-    address = ray_cluster.get_runtime_context().gcs_address
-    run = subprocess.run(
-        [sys.executable, "-c", DRIVER],
-        env={**os.environ, "RAY_ADDRESS": address},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 1
-    wait_for_end([int(line) for line in run.stdout.splitlines() if line.isdigit()])

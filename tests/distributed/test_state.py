@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd import ElasticConfig, TorchTrainer, backends
+from raysgd import TorchTrainer
 from raysgd.checkpoint import read_file, read_manifest
-from raysgd.comm.torch import TorchProcessGroup
 from raysgd.errors import CheckpointError
 from raysgd.loop import runner
 from tests.ends import by_thread, check_that_shutdown_ends, hold
-from tests.faulty import check_epoch, faulty_trainer, order, pids_of
+from tests.faulty import pids_of
 from tests.operators import Classifier, make_data, parameters, replica_hash
 from tests.shared import Shared
 
@@ -168,27 +167,3 @@ def test_a_save_is_ended_by_a_shutdown(two, tmp_path):
         lambda: two.save(tmp_path / "state.pt"), two, by_thread, (tmp_path / "held").exists, 2
     )
     assert not (tmp_path / "state.pt").exists()
-
-
-class OneGroup(TorchProcessGroup):
-    """A gloo backend whose processes can join only one group."""
-
-    rejoins = False
-
-    def __init__(self, name, timeout_s):
-        super().__init__("gloo", timeout_s)
-
-
-@pytest.mark.slow("two workers start, and after a loss two others")
-def test_all_restart_with_the_state_of_a_survivor_if_no_process_can_rejoin(
-    module_cluster, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(backends._BACKENDS, "one-group", f"{__name__}:OneGroup")
-    elastic = ElasticConfig(initial_s=0.2, snapshot_every=None)
-    with faulty_trainer(tmp_path, 2, backend="one-group", elastic=elastic) as trainer:
-        order(tmp_path, "train", 1, 5, "die")
-        before = pids_of(trainer)
-        trainer.train()
-        check_epoch(trainer)
-        assert [event.kind for event in trainer.events] == ["started", "lost", "restarted"]
-        assert not {*before} & {*pids_of(trainer)}

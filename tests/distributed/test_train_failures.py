@@ -14,6 +14,7 @@ import tracemalloc
 import pytest
 
 from raysgd import ElasticConfig, train
+from raysgd.elastic import generation
 from raysgd.errors import InsufficientResourcesError, RemoteTraceback
 from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig, TrainingWorkerError
@@ -164,8 +165,9 @@ def test_the_error_is_the_users_own_with_the_workers_traceback(trainer, no_loss)
     assert "in function" in raised.value.__cause__.text
 
 
-@pytest.mark.slow("a busy worker has five seconds, then two workers restart")
-def test_function_that_never_returns_is_killed_before_the_next_run(trainer):
+def test_function_that_never_returns_is_killed_before_the_next_run(trainer, monkeypatch):
+    monkeypatch.setattr(generation, "_RESTART_STRAGGLER_S", 0.5)
+
     def function():
         if train.world_rank() == 0:
             raise ValueError("over")
