@@ -128,7 +128,7 @@ class OperatorRunner(Runner, ABC):
             done = 0 if batches is None else batches.count
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
-        is_shared = segment is not None and train_state.share_metrics is not None
+        is_shared = segment is not None and train_state.shares_metrics
         num_copies = train_state.context.world_size if is_shared else 1
         return Progress(
             epoch=train_state.epoch,

@@ -6,6 +6,7 @@ step, or several with gradient accumulation. A step has several micro-batches if
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,15 @@ from raysgd.loop.loss_weights import LossWeights
 
 class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""
+
+
+class Phase(enum.Enum):
+    """Where an update is. After an error it is undone, and `CLOSED`."""
+
+    CLOSED = enum.auto()  # no update is in progress
+    OPEN = enum.auto()  # it has batches
+    COMMITTING = enum.auto()  # features may refuse it
+    COMMITTED = enum.auto()  # its steps count, and features keep its changes
 
 
 class UpdateTransaction:
@@ -38,8 +48,7 @@ class UpdateTransaction:
 
     def reset(self) -> None:
         """Forget the update, so that the next one can begin."""
-        self.is_open = False  # has a batch, and was neither committed nor discarded
-        self.is_refused = False  # a feature raised an error at the commit
+        self.phase = Phase.CLOSED
         self.updating: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
         # Batches of the loader, to train them again. None: the source can read the batch again.
@@ -60,7 +69,7 @@ class UpdateTransaction:
 
     def draw(self, batch: Any) -> None:
         """Add a batch of the loader, and open a new update if none is open."""
-        self.is_open = True
+        self.phase = Phase.OPEN
         self.drawn.append(batch)
 
     def begin_plan(self, plan: UpdatePlan) -> None:
@@ -75,10 +84,15 @@ class UpdateTransaction:
 
     def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
-        self.is_open = True
+        self.phase = Phase.OPEN
         self.index += 1
         self._set(micro_batch, is_last)
         self.weights.begin()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the update has batches, and was neither committed nor undone."""
+        return self.phase in (Phase.OPEN, Phase.COMMITTING)
 
     @property
     def is_only(self) -> bool:
@@ -137,16 +151,19 @@ class UpdateTransaction:
         ==================================  =============  =============  =============
         the loop ...                        asks for more  returns        has `raised`
         ==================================  =============  =============  =============
-        within the update                   it continues   an error       it is undone
-        in its last micro-batch             it is counted  it is counted  it is undone
-        after all optimizers have updated   it is counted  it is counted  it is counted
+        before the last micro-batch         it continues   an error       it is undone
+        in the last micro-batch             it is counted  it is counted  it is undone
+        there, after `is_updated`           it is counted  it is counted  it is counted
         after a feature has refused it      -              -              it is undone
         ==================================  =============  =============  =============
         """
-        is_complete = self.is_open and self.is_last and not self.is_refused
-        return is_complete and (not raised or self.is_updated)
+        return self.phase is Phase.OPEN and self.is_last and (not raised or self.is_updated)
+
+    def begin_commit(self) -> None:
+        """Ask the features, which refuse the update by an error."""
+        self.phase = Phase.COMMITTING
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
         self._most_updates |= self._updates
-        self.is_open = False
+        self.phase = Phase.COMMITTED

@@ -59,13 +59,13 @@ class StepIterator:
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
         self._batch_is_last = True  # the newest batch of the source is the last of the update
-        train_state.micro_batching.in_parts = False
         self._ahead: deque[Any] = deque()  # batches of the loader that no update has
         self._exhausted = False
         self._ended = False
         self.start = train_state.offset
         self.paused = False
         self.num_batches = 0
+        self.in_parts = False  # the loop takes large batches in parts
         self.drawn_from = False
         self.loader_failed = False  # the loader raised an error, so its iterator cannot continue
 
@@ -111,9 +111,8 @@ class StepIterator:
 
     def allow_parts(self) -> StepIterator:
         """Allow large batches to be split into parts."""
-        micro_batching = self._train_state.micro_batching
         if not self.drawn_from:
-            micro_batching.in_parts = micro_batching.why_not_split is None
+            self.in_parts = self._train_state.micro_batching.why_not_split is None
         return self
 
     def __next__(self) -> Any:
@@ -134,7 +133,8 @@ class StepIterator:
         self._tx.draw(None if self._source.is_partitioned else batch)
         micro_batch = self._plan_batch()
         self.batch = batch
-        self._parts.extend(self._train_state.micro_batching.split_batch(batch, micro_batch))
+        split_batch = self._train_state.micro_batching.split_batch
+        self._parts.extend(split_batch(batch, micro_batch, self.in_parts))
         self._tx.split(len(self._parts))
         return self._next_part()
 
@@ -194,8 +194,7 @@ class StepIterator:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             num_steps = size if left is None else min(size, left)
-            in_parts = train_state.micro_batching.in_parts
-            self._tx.begin_plan(self._source.plan(self._offset(), num_steps, in_parts))
+            self._tx.begin_plan(self._source.plan(self._offset(), num_steps, self.in_parts))
         planned = self._tx.plan.micro_batches
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:

@@ -90,8 +90,7 @@ class TrainState(SavedState):
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
-        self.share_metrics: Callable[[list[Any]], list[Any]] | None = None
-        """Returns the metrics of an update from all workers, if each worker keeps all of them."""
+        self.shares_metrics = False  # each worker collects the metrics of all workers
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
         self.segment: Any = None
@@ -158,11 +157,13 @@ class TrainState(SavedState):
 
     def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
-        tx.is_refused = True  # unless all features accept it
+        tx.begin_commit()
         for feature in self.features:
             feature.before_commit(tx)
         tx.commit()
         self.global_step += num_steps
+        if self.meters is not None:
+            self.meters.settle()
         try:
             for feature in self.features:
                 feature.commit(tx)

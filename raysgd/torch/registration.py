@@ -158,7 +158,7 @@ def _replicate(
     if options.num_shards is not None:
         shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
         state.optimization.exchange = shards
-        state.share_metrics = shards.share_metrics
+        state.shares_metrics = True
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)

@@ -62,22 +62,12 @@ class EqualBitsWeights(LossWeights):
 
 
 class EqualBitsTransaction(UpdateTransaction):
-    """A step that counts when all workers have its metrics."""
+    """An update that counts when all workers have its metrics."""
 
     new_weights = EqualBitsWeights
     weights: EqualBitsWeights
-
-    has_metrics: bool | None = None
-    """Whether all workers have the metrics. None: ``train_epoch`` does not collect them."""
-
-    @property
-    def is_updated(self) -> bool:
-        """Whether the steps count."""
-        return super().is_updated if self.has_metrics is None else self.has_metrics
-
-    @property
-    def has_several_updates(self) -> bool:
-        return True  # a worker can be lost between an update and the exchange of its metrics
+    is_updated = False  # before the commit, in which the workers exchange metrics
+    has_several_updates = True  # a worker can be lost between an update and that exchange
 
 
 class EqualBitsMicroBatching(TorchMicroBatching):
@@ -159,7 +149,6 @@ class EqualBitsReplication(Replication):
 
     def begin(self, tx: UpdateTransaction) -> None:
         """Keep what an update changes besides the optimizer and the model."""
-        self._transaction.has_metrics = None if self._state.meters is None else False
         self._scales = [t.clone() for t in self._precision.scales_of()]
         self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
 
@@ -192,8 +181,10 @@ class EqualBitsReplication(Replication):
 
     def before_commit(self, tx: UpdateTransaction) -> None:
         self._end_shard()
-        if not self._stepped_before and self._state.meters is None:
+        if not self._stepped_before:
             self._agree(0, [])
+        if self._state.meters is not None:
+            self._state.meters.share(self._of_all_workers)
 
     def commit(self, tx: UpdateTransaction) -> None:
         super().commit(tx)
@@ -212,18 +203,12 @@ class EqualBitsReplication(Replication):
 
     # ---- metrics
 
-    def share_metrics(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
-        """Return the metrics of all workers' shards. The step counts from then on.
-
-        Each worker collects all metrics, so that those of a lost worker are not lost.
-        """
-        if not self._stepped:
-            self._agree(0, [])
+    def _of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
+        """Return the metrics of all workers' shards, so that those of a lost worker are kept."""
         shards = itertools.product(range(len(updates)), self._partition.owned)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
         rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
         rows.sort(key=lambda row: row[0])
-        self._transaction.has_metrics = True
         last = self._num_shards - 1
         return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
 
