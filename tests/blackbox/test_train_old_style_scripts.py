@@ -25,7 +25,6 @@ from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback, session
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.logging import (
     JsonLoggerCallback,
-    TBXLoggerCallback,
 )
 from raysgd.train.callbacks.print import PrintCallback
 from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
@@ -181,38 +180,15 @@ def test_callbacks(trainer, capsys):
             raise ValueError("no more")
 
     average, as_json = Average(), JsonLoggerCallback()
-    callbacks = [average, as_json, TBXLoggerCallback(), PrintCallback()]
-    trainer.run(train_func, config={"n": 2}, callbacks=callbacks)
+    trainer.run(train_func, config={"n": 2}, callbacks=[average, as_json, PrintCallback()])
     assert average.means == [0.5, 1.5]
     assert average.log == [(trainer.latest_run_dir.name, {"n": 2}), False]
     assert as_json.log_path == trainer.latest_run_dir / "results.json"
-    logged = json.loads(as_json.log_path.read_text())
-    assert [[result["loss"] for result in results] for results in logged] == [[0], [1]]
-    assert list(trainer.latest_run_dir.glob("events.out.tfevents*"))
-    printed = json.loads("[" + capsys.readouterr().out.replace("\n]\n[", "\n],\n[") + "]")
-    assert [[result["loss"] for result in results] for results in printed] == [[0, 1], [1, 2]]
+    assert json.loads(as_json.log_path.read_text())[1][0]["loss"] == 1
+    assert '"loss": 2' in capsys.readouterr().out
     with pytest.raises(ValueError, match="no more"):
         trainer.run(train_func, config={"n": 1, "fails": True}, callbacks=[average])
     assert average.log[-1] is True
-
-
-# ---- data sets
-
-
-def test_shards_of_data_sets(trainer):
-    def train_func():
-        shard = train.get_dataset_shard("train")
-        values = [row["id"] for row in shard.iter_rows()]
-        batches = list(shard.iter_torch_batches(batch_size=4))
-        return values, len(batches), train.get_dataset_shard("val").count()
-
-    import ray.data
-
-    sizes = {"train": 16, "val": 8}
-    datasets = {name: ray.data.range(size, override_num_blocks=2) for name, size in sizes.items()}
-    results = trainer.run(train_func, dataset=datasets)
-    assert sorted(results[0][0] + results[1][0]) == list(range(16))
-    assert [counts for _, *counts in results] == [[2, 4], [2, 4]]
 
 
 # ---- profiles
@@ -243,38 +219,6 @@ def test_profiles_of_the_workers(trainer, tmp_path):
     assert sorted(os.listdir(tmp_path / "traces")) == [trace.name for trace in traces]
     assert {trace.name.split("_")[1] for trace in traces} == {"0", "1"}
     assert all("traceEvents" in json.loads(trace.read_text()) for trace in traces)
-
-
-# ---- a class that keeps its state between calls
-
-
-class StatefulTrainer:
-    def __init__(self, config):
-        self.model = train.torch.prepare_model(nn.Linear(1, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
-        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
-        self.epochs = 0
-
-    def train_epoch(self, factor=1.0):
-        loss = linear_epoch(self.loader, self.model, nn.MSELoss(), self.optimizer)
-        self.epochs += 1
-        return self.epochs, loss * factor
-
-    def place(self):
-        ranks = train.world_rank(), train.local_rank(), train.world_size()
-        return ranks, len(self.loader.sampler)
-
-
-def test_a_stateful_class_on_every_worker(trainer):
-    workers = trainer.to_worker_group(StatefulTrainer, config={"lr": 0.2})
-    assert len(workers) == 2
-    places = ray.get([worker.place.remote() for worker in workers])
-    assert places == [((0, 0, 2), len(line()) // 2), ((1, 1, 2), len(line()) // 2)]
-    first = ray.get([worker.train_epoch.remote() for worker in workers])
-    second = ray.get([workers[i].train_epoch.remote(factor=1.0) for i in range(2)])
-    assert [epochs for epochs, _ in first] == [1, 1]
-    assert [epochs for epochs, _ in second] == [2, 2]
-    assert second[0][1] < first[0][1]
 
 
 # ---- a worker that dies
@@ -327,10 +271,13 @@ def test_a_function_continues_after_a_worker_dies(trainer):
         assert isinstance(cloudpickle.load(file)["model"], nn.Linear)
 
 
-# ---- shutdown of busy workers
+# ---- objects on the workers, and the shutdown of busy workers
 
 
 class Busy:
+    def place(self, factor=1):
+        return train.world_rank() * factor, train.local_rank(), train.world_size()
+
     def wait_for_ever(self, begun):
         begun.touch()
         threading.Event().wait()
@@ -338,6 +285,8 @@ class Busy:
 
 def test_busy_workers_are_killed_after_patience_s(trainer, tmp_path):
     workers = trainer.to_worker_group(Busy)
+    assert len(workers) == 2
+    assert ray.get([worker.place.remote(factor=5) for worker in workers]) == [(0, 0, 2), (5, 1, 2)]
     calls = [workers[i].wait_for_ever.remote(tmp_path / f"begun{i}") for i in range(2)]
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     ray.kill(workers[0].actor)

@@ -42,7 +42,7 @@ def test_the_files_that_the_architecture_page_names_exist():
 
 # ---- snippets
 
-FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\S.*)?$")
+FENCE = re.compile(r"(?P<above>.*)\n *```(?P<kind>\S.*)?\n(?P<code>(?:.*\n)*?) *``` *(?=\n)")
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,16 @@ class Block:
 
 def blocks(path):
     """Return the fenced blocks of a page."""
-    found, lines = [], path.read_text(encoding="utf-8").splitlines()
-    number = 0
-    while number < len(lines):
-        fence = FENCE.match(lines[number])
-        if fence is None:
-            number += 1
-            continue
-        end = number + 1
-        while lines[end].strip() != "```":
-            end += 1
-        code = textwrap.dedent("\n".join(lines[number + 1 : end]))
-        above = lines[number - 1].strip() if number else ""
-        found.append(Block((fence["kind"] or "").strip(), number + 2, code, above))
-        number = end + 1
-    return found
+    text = f"\n{path.read_text(encoding='utf-8')}\n"
+    return [
+        Block(
+            kind=(fence["kind"] or "").strip(),
+            line=text.count("\n", 0, fence.start("code")),
+            code=textwrap.dedent(fence["code"]).removesuffix("\n"),
+            above=fence["above"].strip(),
+        )
+        for fence in FENCE.finditer(text)
+    ]
 
 
 def snippets(path):

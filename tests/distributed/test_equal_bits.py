@@ -13,7 +13,8 @@ from raysgd import EqualBits, TorchTrainer
 from raysgd.testing import chaos
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
-from tests.unit.torch.bits import CASES, NUM_SHARDS, Trains, digest
+from tests.equal_bits import hash_of
+from tests.unit.torch.bits import CASES, NUM_SHARDS, Trains
 
 NUM_STEPS = 12
 CASE = {**CASES["perceptron"], "num_samples": 24 * NUM_STEPS}
@@ -48,14 +49,6 @@ def make_trainer(num_workers, use_local=False, fault=None):
     )
 
 
-def result_of(trainer):
-    """Return a hash of the state, and of the metrics of a validation."""
-    state, metrics = trainer.state_dict(), trainer.validate()
-    kept = {name: metrics[name] for name in ("val_loss", "val_accuracy", "num_samples")}
-    names = ("models", "optimizers", "schedulers", "amp_native")
-    return digest([*(state[name] for name in names), kept])
-
-
 @pytest.mark.slow("workers are lost and replaced, and others resume")
 def test_losses_joins_and_a_resume_on_more_workers_do_not_change_a_bit(module_cluster, tmp_path):
     """A step counts only with the metrics of a lost worker. A survivor can discard its update."""
@@ -65,7 +58,7 @@ def test_losses_joins_and_a_resume_on_more_workers_do_not_change_a_bit(module_cl
 
     with make_trainer(1, use_local=True) as trainer:
         trained = train(trainer, None, 7, None)
-        expected = trained, result_of(trainer)
+        expected = trained, hash_of(trainer)
     with make_trainer(2, fault=tmp_path / "killed") as trainer:
         survivor = trainer.apply_all_workers(os.getpid)[0]
         trained = train(trainer, None)
@@ -79,4 +72,4 @@ def test_losses_joins_and_a_resume_on_more_workers_do_not_change_a_bit(module_cl
         with chaos.Chaos(trainer, [chaos.Fault(rank=0, step=NUM_STEPS + 9)]) as injected:
             trained += train(trainer, None)
             wait_until(lambda: not injected.pending)  # a busy driver may kill late
-        assert (trained, result_of(trainer)) == expected
+        assert (trained, hash_of(trainer)) == expected

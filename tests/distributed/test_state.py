@@ -17,7 +17,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop import runner
 from tests.ends import by_thread, check_that_shutdown_ends, hold
 from tests.faulty import pids_of
-from tests.operators import Classifier, make_data, parameters, replica_hash
+from tests.operators import Classifier, make_data, replica_hash
 from tests.shared import Shared
 
 WIDE = 150_000
@@ -100,26 +100,6 @@ def test_resumed_run_equals_an_uninterrupted_one(two, tmp_path):
         for trainer in (two, other):
             assert trainer.train()["num_samples"] == 300 - 6 * 20
             assert trainer.apply_all_operators(everything_of) == expected
-
-
-def test_the_model_is_a_copy_and_the_workers_keep_theirs(two):
-    two.train(num_steps=2)
-    before = two.apply_all_operators(parameters)
-    model = two.get_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    assert torch.equal(two.apply_all_operators(parameters)[0], before[0])
-    assert isinstance(model, torch.nn.Sequential)
-    assert two.get_model(to_cpu=True)(torch.zeros(2, 8)).shape == (2, 2)
-
-
-def test_a_state_stays_as_it_is_while_training_continues(two):
-    weight = two.state_dict()["models"][0]["0.weight"]
-    before = weight.clone()
-    two.train(num_steps=4)
-    assert not torch.equal(two.get_model()[0].weight, weight)
-    assert torch.equal(weight, before)
 
 
 def die_while_saving(operator):

@@ -15,7 +15,7 @@ import pytest
 
 from raysgd import ElasticConfig, train
 from raysgd.elastic import generation
-from raysgd.errors import InsufficientResourcesError, RemoteTraceback
+from raysgd.errors import InsufficientResourcesError
 from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig, TrainingWorkerError
 from tests.conftest import wait_until
@@ -153,16 +153,6 @@ def test_a_slow_worker_holds_the_others_in_step_and_is_no_error(trainer, tmp_pat
     _, fast = iterator.get_final_results()
     # One report is taken, and one is in the queue. The third has to wait for rank 0.
     assert fast[3] > released
-
-
-def test_the_error_is_the_users_own_with_the_workers_traceback(trainer, no_loss):
-    def function():
-        raise ValueError("wrong shape")
-
-    with pytest.raises(ValueError, match="wrong shape") as raised:
-        trainer.run(function)
-    assert isinstance(raised.value.__cause__, RemoteTraceback)
-    assert "in function" in raised.value.__cause__.text
 
 
 def test_function_that_never_returns_is_killed_before_the_next_run(trainer, monkeypatch):
