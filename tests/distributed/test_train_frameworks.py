@@ -76,8 +76,7 @@ def test_workers_train_in_step(name, ray_cluster, tmp_path):
         kinds = [event.kind for event in trainer.events]
         assert kinds == ["started", "lost", "restarted"][: 3 if IN_SOAK else 1]
         if name == "horovod":
-            trainer.run(function, CONFIG)  # the workers are initialized already
             with pytest.raises(KeyError, match="on purpose"):
-                trainer.run(raise_alone, {})
+                trainer.run(raise_alone, {})  # the workers are initialized already
     finally:
         trainer.shutdown()
