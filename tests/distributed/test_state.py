@@ -46,7 +46,7 @@ class Everything(Classifier):
             schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
             gradient_accumulation_steps=2,
         )
-        loader = DataLoader(make_data(300), batch_size=10, shuffle=True)
+        loader = DataLoader(make_data(180), batch_size=10, shuffle=True)
         self.register_data(train_loader=loader, validation_loader=loader)
 
     def train_batch(self, batch, batch_info):
@@ -98,7 +98,7 @@ def test_resumed_run_equals_an_uninterrupted_one(two, tmp_path):
     with TorchTrainer(**SETTINGS, use_local=True, use_gpu=False) as other:
         other.load(path)
         for trainer in (two, other):
-            assert trainer.train()["num_samples"] == 300 - 6 * 20
+            assert trainer.train()["num_samples"] == 180 - 6 * 20
             assert trainer.apply_all_operators(everything_of) == expected
 
 

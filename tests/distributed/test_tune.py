@@ -52,15 +52,6 @@ def fit(trainable, tmp_path, param_space, num_iterations, *, run=None, **tune_co
     return tuner.fit()
 
 
-def bundle_of_process():
-    """Return the index of the placement group bundle of this process, or None."""
-    import ray
-
-    held = ray.get_runtime_context().worker.core_worker.resource_ids()
-    found = [re.match(r"CPU_group_(\d+)_", name) for name in held]
-    return next((int(match[1]) for match in found if match), None)
-
-
 class Killer(tune.Callback):
     """Kills the process of the first trial that reports a result of an iteration."""
 
@@ -75,6 +66,14 @@ class Killer(tune.Callback):
 
 
 def lose_a_worker(trainer, info):
+    def bundle_of_process():  # sent by value, so that workers do not import Tune
+        """Return the index of the placement group bundle of this process, or None."""
+        import ray
+
+        held = ray.get_runtime_context().worker.core_worker.resource_ids()
+        found = [re.match(r"CPU_group_(\d+)_", name) for name in held]
+        return next((int(match[1]) for match in found if match), None)
+
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     before = trainer.apply_all_workers(bundle_of_process)
     metrics = trainer.train()
