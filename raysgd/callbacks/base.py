@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
-from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
 
 __all__ = ["Callback", "History", "LastCall", "LoggerCallback", "Trainer"]
-
-_PHASES = [f"{name}_s" for name in PHASES]
 
 Trainer = Any
 """A trainer, whose module imports this one."""
@@ -149,15 +144,6 @@ class LoggerCallback(Callback):
 
     def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         self.log(trainer, call, metrics)
-
-
-def named_metrics(
-    trainer: Trainer, call: LastCall, metrics: dict[str, Any]
-) -> dict[str, float | int]:
-    """Return the numbers of a call under the names that services use."""
-    numbers = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
-    speed = {f"speed/{name}": mean(call.speed[name]) for name in call.speed if name in _PHASES}
-    return {**numbers, **speed, "workers/num_workers": trainer.num_workers}
 
 
 def logdir_of(trainer: Trainer) -> Path:

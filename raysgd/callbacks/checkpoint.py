@@ -152,6 +152,8 @@ class CheckpointCallback(Callback):
             raise ValueError(
                 missing_metric("CheckpointCallback", self.monitor, trainer.latest_metrics)
             )
+        elif not self._of_validation and trainer.num_epochs is not None:
+            self._save(trainer, trainer.latest_metrics)  # `on_epoch_end` waited for this validation
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         # After other errors of raysgd, reading the state could wait for workers that never answer.

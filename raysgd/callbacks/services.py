@@ -9,18 +9,78 @@ import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from raysgd._internal.imports import import_extra
-from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of, named_metrics
-from raysgd.callbacks.values import json_dict, scalars, shown_config
+from raysgd._internal.step_timing import PHASES
+from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of
+from raysgd.callbacks.values import json_dict, numbers_in, scalars, shown_config
 from raysgd.elastic.events import Event
+from raysgd.metrics import NUM_SAMPLES
 
 _LONGEST_VALUE = 500
 """Maximum length of a parameter value that every MLflow server accepts."""
 
 
-class TensorBoardLogger(LoggerCallback):
+class ServiceLogger(LoggerCallback):
+    """Logs to a run of a tracking service. A resumed training continues the same run."""
+
+    run_id: str | None = None
+    """ID of the run. None before the run starts."""
+    _run: Any = None
+    _failed = False
+
+    def _open(self, trainer: Trainer) -> Any:
+        """Start a run, or continue the run `run_id`. Return the run, and set `run_id`."""
+        raise NotImplementedError
+
+    def _write(self, run: Any, values: dict[str, Any], step: int, time_s: float) -> None:
+        """Write numbers with a time in seconds since the epoch."""
+        raise NotImplementedError
+
+    def _end(self, run: Any, failed: bool) -> None:
+        raise NotImplementedError
+
+    def _opened(self, trainer: Trainer) -> Any:
+        """Return the run. The first record opens it, because loading a state can set `run_id`."""
+        if self._run is None:
+            self._failed = False
+            self._run = self._open(trainer)
+        return self._run
+
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        self._failed = False  # training has continued after an exception
+        numbers = numbers_in(metrics)
+        values = {f"{call.kind}/{name}": value for name, value in numbers.items()}
+        if call.speed:
+            values |= {f"speed/{phase}_s": mean(call.speed[f"{phase}_s"]) for phase in PHASES}
+        if NUM_SAMPLES in numbers and call.seconds > 0:
+            values[f"speed/{call.kind}_samples_per_s"] = numbers[NUM_SAMPLES] / call.seconds
+        values["workers/num_workers"] = trainer.num_workers
+        self._write(self._opened(trainer), values, trainer.global_step, call.time)
+
+    def on_event(self, trainer: Trainer, event: Event) -> None:
+        values = {"workers/num_workers": event.num_workers}
+        self._write(self._opened(trainer), values, event.step, event.time)
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._failed = True
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._end(run, self._failed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.run_id is None else {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._run is None:
+            self.run_id = state.get("run_id")
+
+
+class TensorBoardLogger(ServiceLogger):
     """Writes files for ``tensorboard --logdir FOLDER``, in ``tensorboard`` in the ``logdir``.
 
     The scalars by step are ``train/NAME`` and ``validate/NAME`` for each metric, ``step/NAME`` with
@@ -35,31 +95,29 @@ class TensorBoardLogger(LoggerCallback):
 
     def __init__(self) -> None:
         self._new_board = summary_writer_cls("TensorBoardLogger")
-        self._board: Any = None
 
     def on_train_start(self, trainer: Trainer) -> None:
+        self._opened(trainer)
+
+    def _open(self, trainer: Trainer) -> Any:
         folder = logdir_of(trainer) / "tensorboard"
         # Hide later steps, which were trained after the checkpoint.
-        self._board = self._new_board(str(folder), purge_step=trainer.global_step + 1)
+        board = self._new_board(str(folder), purge_step=trainer.global_step + 1)
         shown = json.dumps(json_dict(shown_config(trainer.config)), indent=1)
-        self._board.add_text("config", f"```json\n{shown}\n```")
+        board.add_text("config", f"```json\n{shown}\n```")
+        return board
 
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        values = named_metrics(trainer, call, metrics)
-        if f"{call.kind}/num_samples" in values and call.seconds > 0:
-            speed = values[f"{call.kind}/num_samples"] / call.seconds
-            values[f"speed/{call.kind}_samples_per_s"] = speed
-        add_scalars(self._board, values, trainer.global_step, call.time)
+    def _write(self, run: Any, values: dict[str, Any], step: int, time_s: float) -> None:
+        add_scalars(run, values, step, time_s)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         ranks = ", ".join(map(str, event.ranks)) or "none"
         text = f"**{event.kind}**: ranks {ranks}; {event.num_workers} workers\n\n{event.cause}"
-        self._board.add_text(f"events/{event.kind}", text, event.step, walltime=event.time)
-        values = {"workers/num_workers": event.num_workers}
-        add_scalars(self._board, values, event.step, event.time)
+        self._run.add_text(f"events/{event.kind}", text, event.step, walltime=event.time)
+        super().on_event(trainer, event)
 
-    def on_train_end(self, trainer: Trainer) -> None:
-        self._board.close()
+    def _end(self, run: Any, failed: bool) -> None:
+        run.close()
 
 
 def summary_writer_cls(owner: str) -> Any:
@@ -78,47 +136,6 @@ def add_scalars(
     for name, value in values.items():
         board.add_scalar(name, value, step, walltime=time_s)
     board.flush()
-
-
-class ServiceLogger(LoggerCallback):
-    """Logs to a run of a tracking service. A resumed training continues the same run."""
-
-    run_id: str | None = None
-    """ID of the run. None before the run starts."""
-    _run: Any = None
-    _failed = False
-
-    def _open(self, trainer: Trainer) -> Any:
-        """Start a run, or continue the run `run_id`. Return the run, and set `run_id`."""
-        raise NotImplementedError
-
-    def _end(self, run: Any, failed: bool) -> None:
-        raise NotImplementedError
-
-    def _opened(self, trainer: Trainer) -> Any:
-        """Return the run. The first record opens it, because loading a state can set `run_id`."""
-        if self._run is None:
-            self._failed = False
-            self._run = self._open(trainer)
-        return self._run
-
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        self._failed = False  # training has continued after an exception
-
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        self._failed = True
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            self._end(run, self._failed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.run_id is None else {"run_id": self.run_id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._run is None:
-            self.run_id = state.get("run_id")
 
 
 class MLflowLogger(ServiceLogger):
@@ -153,15 +170,6 @@ class MLflowLogger(ServiceLogger):
             "tags": dict(tags or {}),
         }
 
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        super().log(trainer, call, metrics)
-        values = named_metrics(trainer, call, metrics)
-        self._opened(trainer).log(values, trainer.global_step, call.time)
-
-    def on_event(self, trainer: Trainer, event: Event) -> None:
-        values = {"workers/num_workers": event.num_workers}
-        self._opened(trainer).log(values, event.step, event.time)
-
     def _open(self, trainer: Trainer) -> MLflowRun:
         is_new = self.run_id is None
         run = MLflowRun(self._tracking_uri, run_id=self.run_id, **self._new)
@@ -169,6 +177,9 @@ class MLflowLogger(ServiceLogger):
         if is_new:
             run.log_config(trainer.config)
         return run
+
+    def _write(self, run: MLflowRun, values: dict[str, Any], step: int, time_s: float) -> None:
+        run.log(values, step, time_s)
 
     def _end(self, run: MLflowRun, failed: bool) -> None:
         run.end(failed)
@@ -261,14 +272,9 @@ class WandbLogger(ServiceLogger):
         self._arguments = {"project": project, **arguments}
         self.run_id = arguments.get("id")
 
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        super().log(trainer, call, metrics)
-        values = named_metrics(trainer, call, metrics)
-        self._opened(trainer).log({**values, "global_step": trainer.global_step})
-
     def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"event": event.kind, "workers/num_workers": event.num_workers}
-        self._opened(trainer).log({**values, "global_step": event.step})
+        self._write(self._opened(trainer), values, event.step, event.time)
 
     def _open(self, trainer: Trainer) -> Any:
         import wandb
@@ -286,6 +292,9 @@ class WandbLogger(ServiceLogger):
         # Steps in wandb cannot decrease, but a restart from a snapshot repeats steps.
         run.define_metric("*", step_metric="global_step")
         return run
+
+    def _write(self, run: Any, values: dict[str, Any], step: int, time_s: float) -> None:
+        run.log({**values, "global_step": step})
 
     def _end(self, run: Any, failed: bool) -> None:
         run.finish(exit_code=int(failed))

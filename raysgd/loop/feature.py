@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raysgd.loop.step import UpdateTransaction
@@ -122,19 +122,16 @@ class ShardedFeature(StepFeature):
     ranks_in_sync = True  # all shards belong to the last committed step
 
     def shards(self) -> list[Any]:
-        """Return this worker's shard of the optimizer's state."""
-        return []
-
-    def model_shards(self) -> list[Any]:
-        """Return this worker's shard of each sharded model."""
+        """Return this worker's shard of the optimizer's state, and of sharded models."""
         return []
 
     def copies(self, count: int) -> list[Any]:
         """Return complete copies of the first `count` models on rank 0. All ranks must call it."""
         raise NotImplementedError
 
-    def unsharded(self) -> list[Any]:
-        """Return a placeholder for each model, with all state except sharded parameters."""
+    @property
+    def parameter_names(self) -> Sequence[Collection[str]]:
+        """The names of the parameters of each sharded model."""
         raise NotImplementedError
 
     def without_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

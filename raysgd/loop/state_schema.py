@@ -77,11 +77,10 @@ def _epoch(worker: _Worker) -> int:
 
 
 def _shards(worker: _Worker) -> list[Any]:
-    """Return this worker's shards of each optimizer, and then of each sharded model."""
+    """Return this worker's shards of each optimizer."""
     features, optimizers = worker.train_state.sharded_features, worker.train_state.optimizers
     by_optimizer = {id(feature.optimizer): feature.shards() for feature in features}
-    of_optimizers = [by_optimizer.get(id(optimizer), []) for optimizer in optimizers]
-    return [*of_optimizers, *(shard for f in features for shard in f.model_shards())]
+    return [by_optimizer.get(id(optimizer), []) for optimizer in optimizers]
 
 
 def _batching(worker: _Worker) -> dict[str, tuple[int, bool]]:

@@ -50,19 +50,21 @@ class GlooWorkers(Communication):
     """
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
-        means: list[Any] = [None] * len(tensors)
-        by_dtype: dict[Any, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(index)
-        for indices in by_dtype.values():
-            arrays = [tensors[index].numpy() for index in indices]
-            flat = np.concatenate([array.ravel() for array in arrays])
-            _add_up(flat)
-            flat /= self.size
-            ends = np.cumsum([array.size for array in arrays])
-            for index, array, part in zip(indices, arrays, np.split(flat, ends[:-1]), strict=True):
-                means[index] = tf.constant(part.reshape(array.shape))
-        return means
+        import torch
+        import torch.distributed as dist
+
+        arrays = [tensor.numpy() for tensor in tensors]
+        # PyTorch cannot read arrays of bfloat16.
+        is_double = any(array.dtype == np.float64 for array in arrays)
+        dtype = np.float64 if is_double else np.float32
+        flat: Any = np.concatenate([array.ravel() for array in arrays], dtype=dtype)
+        dist.all_reduce(torch.from_numpy(flat))
+        flat /= self.size
+        parts = np.split(flat, np.cumsum([array.size for array in arrays])[:-1])
+        return [
+            tf.constant(part.reshape(array.shape), array.dtype)
+            for part, array in zip(parts, arrays, strict=True)
+        ]
 
     def largest(self, values: Sequence[int]) -> list[int]:
         import torch
@@ -78,17 +80,6 @@ class GlooWorkers(Communication):
         box = [make() if self.rank == leader else None]
         dist.broadcast_object_list(box, src=leader)
         return box[0]
-
-
-def _add_up(array: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    if array.dtype.name == "bfloat16":  # NumPy has no such type
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
-    dist.all_reduce(tensor)
 
 
 class HorovodGroup(Communication):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -12,7 +12,9 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.step import UpdateTransaction
 from raysgd.tf.communication import communication_of
-from raysgd.tf.train_state import KerasTrainState
+
+if TYPE_CHECKING:
+    from raysgd.tf.train_state import KerasTrainState
 
 
 class KerasReplication(StepFeature):
@@ -35,8 +37,8 @@ class KerasReplication(StepFeature):
         communication = self._state.communication
         if communication.size == 1:
             return
-        variables = [v.value for model in self._state.models for v in model.non_trainable_variables]
-        floats = [variable for variable in variables if variable.dtype.is_floating]
+        kept = [v.value for model in self._state.models for v in model.non_trainable_variables]
+        floats = [variable for variable in kept if variable.dtype.is_floating]
         if floats:
             means = communication.mean([tf.identity(variable) for variable in floats])
             for variable, mean in zip(floats, means, strict=True):
@@ -80,15 +82,11 @@ class KerasOptimization(StepFeature):
         means = communication.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
         if len(self._state.optimizers) > 1:
-            self._remember([*changed, *optimizer.variables])
+            for variable in [*changed, *optimizer.variables]:
+                self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
         tx.begin_update(optimizer)
         self._state.engine.update(optimizer, means, changed)
         tx.end_update(optimizer)
-
-    def _remember(self, variables: list[Any]) -> None:
-        for variable in variables:
-            if id(variable) not in self._before:
-                self._before[id(variable)] = variable, tf.identity(variable.value)
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()

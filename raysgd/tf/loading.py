@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data.partition import UpdatePlan, part_of, plan_update
+from raysgd.data.partition import EpochPartition, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
@@ -138,15 +139,15 @@ class ArraySource(PartitionedSource):
         return f"{self._partition.total} samples, arrays {content}"
 
 
-class DatasetSource(BatchSource):
-    """A ``tf.data.Dataset`` of batches, partitioned across the workers.
+class DatasetSource(PartitionedSource):
+    """A ``tf.data.Dataset``, whose batches are the items of the partition.
 
     In training, every worker gets a batch in every step. If `splits`, the workers share each batch.
     `full_size` is set if the global batch size is constant.
     """
 
-    is_partitioned = True
-    partitioned_by = "raysgd"
+    knows_sizes = False
+    global_batch = None  # type: ignore[assignment]  # the partition counts batches, not samples
 
     def __init__(
         self,
@@ -158,57 +159,45 @@ class DatasetSource(BatchSource):
         splits: bool = False,
         full_size: int | None = None,
     ) -> None:
-        super().__init__(loader)
-        self._full_size = full_size
-        self._plan = UpdatePlan()
-        self._training, self._splits = training, splits
-        self._world_size, self._rank = world_size, rank
-        self._shares: tuple[float, ...] | None = None
-        self._num_begun = 0
-        self._iteration: _Iteration | None = None
         total = int(loader.cardinality().numpy())
         self._total = total if total >= 0 else None
+        # For validation data of unknown length, each worker counts its own batches.
+        num_batches = full_size if training or self._total is not None else None
+        super().__init__(
+            loader,
+            sys.maxsize if self._total is None else total,
+            1,
+            False,
+            training=training,
+            world_size=world_size,
+            rank=rank,
+            full_size=1 if splits else num_batches,
+        )
+        self._full_size, self._training, self._splits = full_size, training, splits
+        self._plan = UpdatePlan()
+        self._num_begun = 0
+        self._iteration: _Iteration | None = None
 
     @property
     def keeps_step(self) -> bool:  # type: ignore[override]
         return self._full_size is not None
 
-    @property
-    def _group(self) -> int:
-        """Number of batches of the data set in each step."""
-        if self._splits:
-            return 1
-        # For validation data of unknown length, each worker counts its own batches.
-        keeps = self._full_size is not None and (self._training or self._total is not None)
-        return self._full_size or 1 if keeps else self._world_size
-
     def __len__(self) -> int:
-        left = self.steps_left(0)
-        if left is None:
+        if self._total is None:
             raise TypeError("This data set has an unknown number of batches.")
-        return left
+        return super().steps_left(0)
 
     def __iter__(self) -> Iterator[Any]:
         return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
 
-    def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
-        self._world_size, self._rank, self._shares = world_size, rank, None
-
-    def set_shares(self, shares: tuple[float, ...] | None) -> bool:
-        changed, self._shares = shares != self._shares, shares
-        return changed
+    def batching(self) -> None:  # type: ignore[override]
+        return None
 
     def batch_positions(self) -> Iterator[int]:
-        return itertools.count(self._rank, self._world_size)
+        return itertools.count(self._partition.rank, self._partition.world_size)
 
-    def steps_left(self, offset: int) -> int | None:
-        if self._total is None:
-            return None
-        return max(0, -(-(self._total - offset) // self._group))
-
-    def offset_after(self, offset: int, num_steps: int) -> int:
-        after = offset + num_steps * self._group
-        return after if self._total is None else min(after, self._total)
+    def steps_left(self, offset: int) -> int | None:  # type: ignore[override]
+        return None if self._total is None else super().steps_left(offset)
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers use one order, because some may have started more iterations."""
@@ -229,7 +218,7 @@ class DatasetSource(BatchSource):
         if num_steps is None and not self._training:
             _check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
-        stop = None if num_steps is None else offset + num_steps * self._group
+        stop = None if num_steps is None else offset + num_steps * self._partition.stride
         return self._shared(iteration, offset, stop, in_parts)
 
     def _next_order(self, epoch: int, offset: int) -> int:
@@ -251,7 +240,8 @@ class DatasetSource(BatchSource):
         self, iteration: _Iteration, offset: int, stop: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         deals_out = not self._training and not self._splits
-        size = self._world_size if deals_out else self._group
+        partition = self._partition
+        size = partition.world_size if deals_out else partition.stride
         while stop is None or offset < stop:
             group = iteration.take(offset, size if stop is None else min(size, stop - offset))
             if not group:
@@ -260,42 +250,36 @@ class DatasetSource(BatchSource):
             if self._training:
                 yield from self._parts(group, in_parts)
             elif deals_out:
-                yield from group[self._rank : self._rank + 1]
+                yield from group[partition.rank : partition.rank + 1]
             elif (own := self._own_part(group)) is not None:
                 yield own
 
     def _parts(self, group: list[Any], in_parts: bool) -> Iterator[Any]:
         """Yield this worker's batch of a step, in parts if it is large."""
-        sizes = [_num_rows(batch) for batch in group]
+        partition, sizes = self._partition, [_num_rows(batch) for batch in group]
         max_rows = max(sizes)
         if self._splits:
-            max_rows = -(-max_rows // (self._full_size or self._world_size))
-        self._plan = plan_update(
-            (sum(sizes),),
-            self._world_size,
-            self._rank,
-            max_rows,
-            in_parts and self.keeps_step,
-            self._shares,
-        )
+            max_rows = -(-max_rows // (self._full_size or partition.world_size))
+        size, rank, shares = partition.world_size, partition.rank, partition.shares
+        step = EpochPartition(0, max_rows, size, rank, shares=shares)
+        self._plan = step.plan((sum(sizes),), in_parts and self.keeps_step)
         own, number = self._own_part(group), len(self._plan.micro_batches)
         if number == 1:
             yield own
             return
         for index in range(number):
-            first, stop = part_of(_num_rows(own), number, index)
-            yield tf.nest.map_structure(lambda leaf, a=first, b=stop: _rows(leaf, a, b), own)
+            yield _rows(own, *part_of(_num_rows(own), number, index))
 
     def _own_part(self, group: list[Any]) -> Any:
-        is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
-        if is_even and self._shares is None:
-            return group[self._rank]
-        rows = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
-        total = _num_rows(rows)
-        if not self._training and self._rank >= total:
+        partition = self._partition
+        size, rank, shares = partition.world_size, partition.rank, partition.shares
+        if len(group) == size and len(set(map(_num_rows, group))) == 1 and shares is None:
+            return group[rank]
+        batch = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
+        total = _num_rows(batch)
+        if not self._training and rank >= total:
             return None
-        first, stop = part_of(total, self._world_size, self._rank, self._shares)
-        return tf.nest.map_structure(lambda leaf: _rows(leaf, first, stop), rows)
+        return _rows(batch, *part_of(total, size, rank, shares))
 
     def reads(self) -> Any:
         return self.loader.element_spec
@@ -304,7 +288,7 @@ class DatasetSource(BatchSource):
         return f"{self._total} batches of {self.loader.element_spec}"
 
     def describe(self) -> str:
-        return f"{self.loader!r}, for {self._world_size} workers"
+        return f"{self.loader!r}, for {self._partition.world_size} workers"
 
 
 class _Iteration:
@@ -340,11 +324,14 @@ def _join(*columns: Any) -> Any:
     return tf.sparse.concat(0, list(columns)) if is_sparse else tf.concat(columns, 0)
 
 
-def _rows(leaf: Any, first: int, stop: int) -> Any:
-    if not isinstance(leaf, tf.SparseTensor):
-        return leaf[first:stop]
-    shape = leaf.dense_shape.numpy()
-    return tf.sparse.slice(leaf, [first, *[0] * len(shape[1:])], [stop - first, *shape[1:]])
+def _rows(batch: Any, first: int, stop: int) -> Any:
+    def rows_of(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.SparseTensor):
+            return leaf[first:stop]
+        shape = leaf.dense_shape.numpy()
+        return tf.sparse.slice(leaf, [first, *[0] * len(shape[1:])], [stop - first, *shape[1:]])
+
+    return tf.nest.map_structure(rows_of, batch)
 
 
 def _num_rows(batch: Any) -> int:

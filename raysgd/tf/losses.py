@@ -30,11 +30,6 @@ class MeanLoss:
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
 
-def losses_of_outputs(compiled: Any) -> list[Any]:
-    """Return the metrics of a compiled model that hold the losses of its outputs."""
-    return [metric for metric in compiled.metrics if metric.name.endswith("_loss")]
-
-
 def _compiled(model: Any, **arguments: Any) -> Any:
     """Return a compiled model without layers, which computes losses and metrics like ``fit()``."""
     shell = keras.Model(name="compiled")

@@ -246,7 +246,7 @@ class TrainingOperator(OperatorBase):
         with timers.record("grad"):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
         with timers.record("apply"):
-            train_state.update(optimizer, gradients, variables)
+            train_state.optimization.update(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
@@ -278,7 +278,7 @@ class TrainingOperator(OperatorBase):
                     )
 
     def _check_criterion(self) -> None:
-        if self._train_state.needs_criterion:
+        if self._train_state.criterion is None and not self._train_state.model_computes_loss:
             raise RuntimeError(
                 f"{type(self).__name__} has no criterion. Pass it to register(criterion=...), or "
                 "compile the model with a loss."

@@ -9,21 +9,9 @@ import keras
 import tensorflow as tf
 
 from raysgd.loop.operator_base import listed, shaped_like
-from raysgd.tf.communication import Communication
-from raysgd.tf.features import Averages, KerasOptimization, KerasReplication
 from raysgd.tf.keras import scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
-from raysgd.tf.options import TFSettings
 from raysgd.tf.train_state import KerasTrainState
-
-
-def new_train_state(settings: TFSettings, communication: Communication) -> KerasTrainState:
-    """Return a train state with the features of its steps."""
-    state = KerasTrainState(settings, communication)
-    optimization = KerasOptimization(state)
-    state.update = optimization.update
-    state.features = [KerasReplication(state), optimization, state.micro_batching, Averages(state)]
-    return state
 
 
 def register(

@@ -92,14 +92,15 @@ def build_operator(
     import tensorflow as tf
 
     from raysgd.tf.keras import policy_name
-    from raysgd.tf.registration import complete, new_train_state
+    from raysgd.tf.registration import complete
+    from raysgd.tf.train_state import KerasTrainState
 
     policy = policy_name(settings.options.use_fp16)
     if policy is not None:
         keras.mixed_precision.set_global_policy(policy)
     # With this seed, data sets without a seed of their own shuffle equally on all workers.
     tf.random.set_seed(settings.options.seed % 2**31)
-    train_state = new_train_state(settings, communication)
+    train_state = KerasTrainState(settings, communication)
     operator = create_operator(operator_cls, config, train_state)
     complete(train_state)
     return operator

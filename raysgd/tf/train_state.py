@@ -15,10 +15,11 @@ from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
+from raysgd.tf.features import Averages, KerasOptimization, KerasReplication
 from raysgd.tf.keras import named_arrays, overrides, set_arrays
 from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
-from raysgd.tf.losses import BatchMetrics, kept_metrics, losses_of_outputs, mergeable
+from raysgd.tf.losses import BatchMetrics, kept_metrics, mergeable
 from raysgd.tf.options import TFSettings
 
 
@@ -36,18 +37,22 @@ class KerasTrainState(TrainState):
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
-        self.update: Callable[[Any, list[Any], list[Any]], None]
-        """Updates variables with the gradients of a micro-batch, by an optimizer."""
         self.class_weight: Mapping[int, float] | None = None
+        self.optimization = KerasOptimization(self)
+        self.features = [
+            KerasReplication(self),
+            self.optimization,
+            self.micro_batching,
+            Averages(self),
+        ]
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
-        pairs = len(self.models) == len(self.optimizers)
-        trained = [
-            self.models[i : i + 1] if pairs else self.models for i in range(len(self.optimizers))
-        ]
+        groups = [self.models] * len(self.optimizers)
+        if len(self.models) == len(self.optimizers):
+            groups = [[model] for model in self.models]
         return [
             (optimizer, [v for model in models for v in model.trainable_variables])
-            for optimizer, models in zip(self.optimizers, trained, strict=True)
+            for optimizer, models in zip(self.optimizers, groups, strict=True)
         ]
 
     def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
@@ -60,12 +65,8 @@ class KerasTrainState(TrainState):
         return features, target, weights
 
     @property
-    def needs_criterion(self) -> bool:
-        """Whether no loss is registered and the model does not compute one."""
-        return self.criterion is None and not self._model_computes_loss
-
-    @property
-    def _model_computes_loss(self) -> bool:
+    def model_computes_loss(self) -> bool:
+        """Whether the model computes the loss, and not the criterion."""
         model = self.models[0]
         return overrides(model, "compute_loss") or (self.criterion is None and model.compiled)
 
@@ -73,7 +74,7 @@ class KerasTrainState(TrainState):
         self, model: Any, features: Any, target: Any, output: Any, weights: Any, training: bool
     ) -> Any:
         """Return the mean loss of a batch, including losses of layers."""
-        if self._model_computes_loss:
+        if self.model_computes_loss:
             arguments = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
             loss = model.compute_loss(*arguments, **({"training": training} if takes else {}))
@@ -87,10 +88,8 @@ class KerasTrainState(TrainState):
         """Return the losses of the outputs and the registered metrics of a batch, by name."""
         assert self.metrics is not None
         if self._losses is None:  # the first batch creates them
-            computes = self._model_computes_loss or self.criterion is None
-            self._losses = losses_of_outputs(
-                self.models[0] if computes else self.criterion.compiled
-            )
+            compiled = self.models[0] if self.model_computes_loss else self.criterion.compiled
+            self._losses = [each for each in compiled.metrics if each.name.endswith("_loss")]
         values: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
         for each in self._losses:
             each.reset_state()

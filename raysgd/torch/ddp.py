@@ -362,11 +362,6 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return has_own or plain(model) is not unwrap(model)
 
 
-def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    buffers = {name for name, _ in plain(model).named_buffers()}
-    return {name: value for name, value in state.items() if name not in buffers}
-
-
 def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return the buffers of batch normalization in `model`.
 

@@ -39,9 +39,8 @@ from raysgd.torch.batches import (
     scores_in,
 )
 from raysgd.torch.ddp import plain
-from raysgd.torch.losses import ignored_index, is_sum, num_counted
+from raysgd.torch.losses import as_count, ignored_index, is_sum, num_counted
 from raysgd.torch.operator_base import TorchOperatorBase
-from raysgd.torch.optimization import as_count
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState

@@ -244,9 +244,7 @@ class DataParallelTrainer:
         ``scaling_config`` replaces the trainer's. Each trial has copies of the callbacks in
         ``run_config``, which receive the reports of all its workers.
         """
-        functions = importlib.import_module("raysgd.tune.functions")
-        trainable: type[Any] = functions.function_trainable(type(self).__name__, self.for_trial)
-        return trainable
+        return function_trainable(type(self).__name__, self.for_trial)
 
     def for_trial(self, config: Mapping[str, Any]) -> Self:
         trainer = self.with_config(config.get("train_loop_config", {}))
@@ -256,3 +254,12 @@ class DataParallelTrainer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"
+
+
+def function_trainable(
+    name: str, trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
+) -> type[Any]:
+    """Return a class of trials. `trial_trainer` returns the trainer for the config of a trial."""
+    base = importlib.import_module("raysgd.tune.functions").FunctionTrainable
+    # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
+    return type(name, (base,), {"trial_trainer": staticmethod(trial_trainer)})

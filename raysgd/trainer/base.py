@@ -33,6 +33,7 @@ from raysgd.loop.requests import (
     ApplyRequest,
     PredictRequest,
     UpdateSchedulersRequest,
+    ValidateRequest,
 )
 from raysgd.metrics import as_test_metrics, merge_workers
 from raysgd.trainer.dispatcher import Dispatcher
@@ -185,12 +186,10 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
-        checked_dict("test", "info", info)
-        self._dispatcher.check_open(moves=True)
-        result = self._dispatcher.validate(
-            self, None, profile=False, info=info, from_start=True, loader=loader
-        )
-        return as_test_metrics(result.merged)
+        info, number = checked_dict("test", "info", info), self._dispatcher.next_number()
+        request = ValidateRequest(call=number, from_start=True, loader=loader, info=info)
+        call = Call(request=request, method="test", max_losses=3, has_batches=True)
+        return as_test_metrics(merge_workers(self._dispatcher.make(call, moves=True)))
 
     def predict(self, loader: Any) -> Any:
         """Return the results of ``predict_batch`` for a loader, in the order of its samples.

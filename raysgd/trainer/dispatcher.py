@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -76,12 +75,13 @@ class Dispatcher:
     latest: dict[str, Any] = field(default_factory=dict)
     """The newest metrics of train and validate."""
     last_call: LastCall | None = None
+    max_steps: int | None = None
+    """Argument of the running ``fit()``, as `log_every`."""
+    log_every: int | None = None
     _shown: dict[str, Any] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
-    _max_steps: int | None = None
-    _log_every: int | None = None
 
     def check_open(self, moves: bool = False) -> None:
         """Check that the trainer may call its workers now and, if `moves`, change the state."""
@@ -102,19 +102,10 @@ class Dispatcher:
                 "get_model() before shutdown(), and create a new trainer."
             )
 
-    @contextlib.contextmanager
-    def of_fit(self, max_steps: int | None, log_every: int | None) -> Iterator[None]:
-        """Apply the limit and the logging of a ``fit()`` within the context."""
-        self._max_steps, self._log_every = max_steps, log_every
-        try:
-            yield
-        finally:
-            self._max_steps, self._log_every = None, None
-
     @property
     def steps_left(self) -> float:
         """Number of steps until ``fit(max_steps=...)`` ends."""
-        return (self._max_steps or float("inf")) - self.controller.progress.global_step
+        return (self.max_steps or float("inf")) - self.controller.progress.global_step
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -166,8 +157,8 @@ class Dispatcher:
     ) -> WorkerMetrics:
         request = TrainRequest(
             call=self.next_number(),
-            until_step=self._max_steps,
-            logged=None if self._log_every is None else 0,  # `begin` sets the step
+            until_step=self.max_steps,
+            logged=None if self.log_every is None else 0,  # `begin` sets the step
             info=dict(info or {}),
             profile=profile,
             dataset=dataset,
@@ -203,10 +194,10 @@ class Dispatcher:
         Steps that a restart repeats are not logged again.
         """
         since = call.request.logged
-        if self._log_every is None or since is None:
+        if self.log_every is None or since is None:
             return
         step = self.controller.progress.global_step
-        if step < _next_multiple(self._log_every, since):
+        if step < _next_multiple(self.log_every, since):
             return
         call.request = replace(call.request, logged=step)
         request = MeasuredRequest(call=call.request.call, since=since)
@@ -221,7 +212,7 @@ class Dispatcher:
     def _next_pause(self, global_step: int, immediately: bool) -> int | None:
         steps = (
             self.callback_list.next_pause(global_step, immediately),
-            None if self._log_every is None else _next_multiple(self._log_every, global_step),
+            None if self.log_every is None else _next_multiple(self.log_every, global_step),
         )
         return min((step for step in steps if step is not None), default=None)
 
@@ -233,38 +224,32 @@ class Dispatcher:
         profile: bool,
         info: Mapping[str, Any] | None,
         from_start: bool = False,
-        loader: Any = None,
     ) -> WorkerMetrics:
-        """Run a call of ``validate``, or of ``test`` if a loader is given.
+        """Run a call of ``validate``.
 
         After a failed call, the next call begins at the same batch. With `from_start`, begin with
         the first batch.
         """
         number = None if from_start else self._failed_validation
-        if number is None:
-            number = self.next_number()
-        if loader is None:
-            self._failed_validation = number
+        self._failed_validation = number = self.next_number() if number is None else number
         request = ValidateRequest(
             call=number,
             num_steps=num_steps,
             from_start=from_start,
-            loader=loader,
             info=dict(info or {}),
             profile=profile,
         )
         call = Call(
             request=request,
-            method="validate" if loader is None else "test",
+            method="validate",
             max_losses=3,
             has_batches=True,
-            on_wait=self.callback_list.watcher(trainer, "validate") if loader is None else None,
+            on_wait=self.callback_list.watcher(trainer, "validate"),
         )
         started = time.perf_counter()
         results = self.make(call)
         seconds = time.perf_counter() - started
-        if loader is None:
-            self._failed_validation = None
+        self._failed_validation = None
         merged = merge_workers(results)
         return WorkerMetrics(results, merged, False, LastCall("validate", time.time(), seconds))
 

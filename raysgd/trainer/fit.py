@@ -84,12 +84,12 @@ class FitLoop:
         verbose: bool,
     ) -> History:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
-        callback_list = self.dispatcher.callback_list
+        dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         own = checked_callbacks(where, callbacks, trainer.logdir)
         if verbose and not any(isinstance(c, EpochLines) for c in (*own, *callback_list)):
             own.insert(0, ProgressBar() if is_interactive() else EpochLines())
-        self.dispatcher.check_open(moves=True)
+        dispatcher.check_open(moves=True)
         if callback_list.inside:
             raise RuntimeError(
                 f"A callback cannot call fit() in {callback_list.inside[-1]}. "
@@ -97,8 +97,7 @@ class FitLoop:
             )
         self.stop_reason = None
         every = options.validate_every
-        of_fit = self.dispatcher.of_fit(options.max_steps, options.log_every)
-        with callback_list.attached(trainer, own), of_fit:
+        with callback_list.attached(trainer, own):
             if every and not self._can_validate():
                 logger.info("fit() does not validate: there is no validation loader.")
                 every = None
@@ -106,16 +105,18 @@ class FitLoop:
                 _check_monitored(self._monitored(), ())
             self.num_epochs, self._every = options.num_epochs, every
             self._num_settled = self._num_completed
+            dispatcher.max_steps, dispatcher.log_every = options.max_steps, options.log_every
             try:
                 if every and self._num_completed < options.num_epochs:
                     self._check_validation(options.info)
                 history = self._train_epochs(trainer, options)
-                if sentence := self.dispatcher.controller.speed.report().sentence:
+                if sentence := dispatcher.controller.speed.report().sentence:
                     logger.warning("%s", sentence)
                 return history
             finally:
                 self.note_owed(self.lacks_validation)
                 self.num_epochs = self._every = None
+                dispatcher.max_steps = dispatcher.log_every = None
 
     def _train_epochs(self, trainer: Trainer, options: FitOptions) -> History:
         history, num_epochs = History(), options.num_epochs

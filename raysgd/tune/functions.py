@@ -30,7 +30,7 @@ class FunctionTrainable(Trainable):
     """A trial that runs a training function."""
 
     trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
-    """Returns the trainer for the config of a trial. `function_trainable` sets it."""
+    """Returns the trainer for the config of a trial. A subclass sets it."""
 
     # ---- methods that Tune calls
 
@@ -115,10 +115,3 @@ class FunctionTrainable(Trainable):
             self._callbacks.close()
         finally:
             self._executor.shutdown(graceful_termination=False)
-
-
-def function_trainable(
-    name: str, trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
-) -> type[FunctionTrainable]:
-    # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
-    return type(name, (FunctionTrainable,), {"trial_trainer": staticmethod(trial_trainer)})

@@ -36,7 +36,6 @@ for name in train.__all__:
 # A worker must first set the environment variables that TensorFlow reads.
 import raysgd.tf, raysgd.comm.horovod
 raysgd.TFTrainer
-import raysgd.operators as operators
 assert not loaded(), loaded()
 
 import logging, os, random, warnings
@@ -47,10 +46,8 @@ def settings():
             list(warnings.filters))
 
 before = settings()
-import raysgd.torch
+import raysgd.operators, raysgd.torch
 raysgd.TorchTrainer
-for name in operators.__all__:
-    getattr(operators, name)
 assert settings() == before
 assert loaded() == {"torch"}, loaded()
 assert not {"torchmetrics", "transformers"} & set(sys.modules)

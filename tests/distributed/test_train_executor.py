@@ -94,6 +94,12 @@ class KillsAsItIsShared:
     def __init__(self, pid):
         self.pid = pid
 
+    def materialize(self):
+        return self
+
+    def count(self):
+        return 0
+
     def split(self, number, equal, locality_hints):
         if self.pid is not None:
             os.kill(self.pid, signal.SIGKILL)

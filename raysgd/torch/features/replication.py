@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.loop.step import UpdateTransaction
 from raysgd.torch import collectives, ddp
-from raysgd.torch.optimization import GradientExchange
+from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
 

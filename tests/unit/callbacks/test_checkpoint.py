@@ -173,6 +173,20 @@ def test_validation_rates_checkpoints_if_training_has_the_same_metric(
     assert [manifest.metrics["score"] for manifest in rated] == [expected[step] for step in kept]
 
 
+@pytest.mark.parametrize("every", [1, 2, None])
+def test_a_metric_of_training_rates_checkpoints(make_trainer, tmp_path, every):
+    class Scoring(Callback):
+        stage = -1
+
+        def on_epoch_end(self, trainer, metrics):
+            metrics["score"] = [2, 3, 1][trainer.epoch - 1]
+
+    saving = CheckpointCallback(tmp_path, keep=2, monitor="score")
+    make_trainer(callbacks=[saving, Scoring()]).fit(3, validate_every=every)
+    assert steps(tmp_path) == [5, 15]
+    assert read_manifest(saving.best).metrics["score"] == 1
+
+
 def test_checkpoints_with_a_score_are_kept_before_those_without(make_trainer, tmp_path):
     """Checkpoints within an epoch have no validation metrics."""
     saving = CheckpointCallback(tmp_path, every=2, keep=2, monitor="score")

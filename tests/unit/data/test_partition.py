@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raysgd.data.partition import EpochPartition, part_of, plan_update
+from raysgd.data.partition import EpochPartition, part_of
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
@@ -214,7 +214,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     }
     world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
     plans = [
-        plan_update(tuple(sizes), world_size, rank, max_rows, in_parts, weighted)
+        EpochPartition(0, max_rows, world_size, rank, shares=weighted).plan(tuple(sizes), in_parts)
         for rank in range(world_size)
     ]
     weights = Counter()

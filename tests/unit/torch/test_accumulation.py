@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.step import UpdateTransaction
-from raysgd.torch.optimization import as_count
+from raysgd.torch.losses import as_count
 
 
 def weights_of(steps, planned=None, tx=None, num_workers=1, counts=True, others=0):

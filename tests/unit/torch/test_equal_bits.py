@@ -170,7 +170,7 @@ class Refused(TrainingOperator):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sharding": "optimizer"}, ["sharding='optimizer'", "exact"]),
+        ({"sharding": "optimizer"}, ['sharding="optimizer"', "exact"]),
         ({"loader": DataLoader(Stream(), 4)}, ["train_loader", "exact", "map-style"]),
         ({"train_batch": own_step}, ["optimizer.step()", "self.optimizer_step"]),
         ({"train_batch": steps_before_a_loss}, ["after it has stepped", "exact"]),

@@ -367,7 +367,7 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     tx.begin_plan(UpdatePlan((MicroBatch(samples=6),), total=8))
     tx.begin(MicroBatch(samples=6))
     operator.train_batch(BATCH, {})
-    state.optimization.commit(tx)
+    state.checks.commit(tx)
     assert ("does not call self.backward(loss)" in caplog.text) == warns
 
 

@@ -26,6 +26,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.sharding.shards import Layout, gather_state, transfers
+from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
     HAS_FULL_SHARDING,
     IN_SOAK,
@@ -203,7 +204,7 @@ def test_random_losses_give_the_result_of_one_process(play, given):
 
 
 def divided(optimizer, copies=None):
-    each = ShardedOptimizer(optimizer, copies)
+    each = ShardedOptimizer(optimizer, copies, TorchTrainState(OperatorSettings()))
     each.shard_steps()
     return each
 
