@@ -171,9 +171,9 @@ class _Counted:
         self.exhausted = False
 
     @property
-    def num_drawn(self) -> int | None:
+    def num_joined(self) -> int | None:
         """Samples of the newest batch, if known."""
-        return self._source.num_drawn
+        return self._source.num_joined
 
     def __iter__(self) -> _Counted:
         return self

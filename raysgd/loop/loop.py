@@ -8,7 +8,7 @@ The life of an update. The hooks of features get its state ``tx``, an
         feature.begin_micro_batch(tx)
         operator.train_batch(batch)
             # In each backward(loss):
-            tx.weights.add(count)             # returns the weight of the loss in the update
+            tx.weights.add(count)             # returns factors of the loss and earlier gradients
             # In each optimizer_step():
             feature.before_update(tx, optimizer)
             optimizer.step()
@@ -197,7 +197,7 @@ class Loop:
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
         segment = train_state.segment = self._new_segment(source, limit)
-        if segment.total_batches == 0 and segment.start == 0:
+        if segment.total_batches == 0 and segment.start_offset == 0:
             raise no_batch("train", source, self._shortest)
         train_state.meters = None
         try:
@@ -296,7 +296,7 @@ class Loop:
         The loader is empty, was at its end, or the loop did not ask for a batch.
         """
         if segment.epoch_is_over:
-            if segment.start == 0:
+            if segment.start_offset == 0:
                 raise no_batch("train", source, self._shortest)
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.more_epochs
