@@ -353,15 +353,15 @@ def wrap_loader(
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     may_split = partitions and own_split(loader) is None
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
-    why_whole = _why_whole(whole)
-    if (may_split or _is_distributed(whole)) and not why_whole:
+    reason = why_whole(whole)
+    if (may_split or _is_distributed(whole)) and not reason:
         return PartitionedLoader(whole, **placing)
     # A stream cannot be divided into shards, which `_check_equal_bits` reports.
     if may_split and not isinstance(loader, Iterator) and placing.get("num_shards") is None:
         return StreamSource(loader, order_batch=order_batch, **placing)
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return BatchSource(loader, has_length=not guessed, by_user=not partitions, why_whole=why_whole)
+    return BatchSource(loader, has_length=not guessed, by_user=not partitions, why_whole=reason)
 
 
 def _content_of(dataset: Any) -> str:
@@ -403,7 +403,8 @@ def _is_distributed(loader: Any) -> bool:
     )
 
 
-def _why_whole(loader: Any) -> str:
+def why_whole(loader: Any) -> str:
+    """Return why a loader cannot be partitioned, or an empty string if it can."""
     if isinstance(loader, Iterator):
         return "an iterator can be read only once"
     if not isinstance(loader, DataLoader):
