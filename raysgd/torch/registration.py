@@ -112,7 +112,7 @@ def register(  # noqa: D417 - a method of TrainingOperator
     )
     norms = GradientNorms(state.optimization, max_grad_norm)
     for optimizer in state.optimizers:
-        optimizer.register_step_post_hook(state.optimization.end_update)
+        optimizer.register_step_post_hook(state.optimization.after_optimizer_step)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     is_full = any(each.is_fully_sharded for each in sharded)
     replication = None if is_full else _replicate(state, ddp_args, horovod_args)
@@ -175,7 +175,7 @@ def _replicate(
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
         shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
-        state.shares_metrics = True
+        state.gathers_metrics = True
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
 from raysgd.loop.train_state import TrainState
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.tensors import buffer_names, copy_all, is_like, version_of
 
 
@@ -50,7 +51,7 @@ class Rollback(StepFeature):
         self._has_copies = self._moves_parameters = False
 
     def begin(self, tx: UpdateTransaction) -> None:
-        self._has_copies = tx.has_several_updates or self._moves_parameters
+        self._has_copies = tx.has_several_optimizer_steps or self._moves_parameters
         if self._has_copies:
             for image in self._images:
                 image.take()
@@ -77,7 +78,7 @@ class Rollback(StepFeature):
             for image in reversed(self._images):
                 image.restore()
                 changed -= image.parameters
-        elif tx.updating is not None and not self._updates_late:
+        elif tx.stepping is not None and not self._updates_late:
             tx.is_partial = True  # an optimizer may change its state before parameters
         if changed:
             tx.is_partial = True
@@ -93,7 +94,7 @@ class _BeforeImage:
         self._state: dict[Any, Any] = {}
         self._groups: list[dict[str, Any]] = []
         self._tensors: list[torch.Tensor] = []
-        self._copies: list[Any] = []
+        self._copies = _Copies()
 
     @torch.no_grad()
     def take(self) -> None:
@@ -110,7 +111,7 @@ class _BeforeImage:
             {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        self._copies = _copies_of(self._tensors, self._copies)
+        self._copies.take(self._tensors)
 
     def _note(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -119,7 +120,7 @@ class _BeforeImage:
 
     @torch.no_grad()
     def restore(self) -> None:
-        copy_all(zip(self._tensors, self._copies, strict=True))
+        copy_all(zip(self._tensors, self._copies.values, strict=True))
         self.optimizer.state.clear()
         self.optimizer.state.update(self._state)
         for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
@@ -143,6 +144,7 @@ class BufferCopies(StepFeature):
             for name in buffer_names(module)
         ]
         self.copies: list[torch.Tensor | None] = []
+        self._copies = _Copies()
         self.update()
 
     def tensors(self) -> list[torch.Tensor | None]:
@@ -155,10 +157,12 @@ class BufferCopies(StepFeature):
     def commit(self, tx: UpdateTransaction) -> None:
         self.update()
 
-    @torch.no_grad()
     def update(self) -> None:
         """Copy the buffers."""
-        self.copies = _copies_of(self.tensors(), self.copies)
+        if self._slots:
+            buffers = [module._buffers.get(name) for module, name in self._slots]
+            with torch.no_grad():
+                self.copies = self._copies.take(buffers)
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)
@@ -197,15 +201,31 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
         setattr(module, name, value.clone())
 
 
-def _copies_of(tensors: Sequence[torch.Tensor | None], earlier: list[Any]) -> list[Any]:
-    """Copy tensors, into the memory of `earlier` copies if these have the same kind."""
-    found, pairs = [], []
-    for tensor, copy in itertools.zip_longest(tensors, earlier[: len(tensors)]):
-        if tensor is not None:
-            is_dense = copy is not None and copy.layout is tensor.layout is torch.strided
-            if not is_dense or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty_like(tensor)
-            pairs.append((copy, tensor))
-        found.append(None if tensor is None else copy)
-    copy_all(pairs)
-    return found
+class _Copies:
+    """Copies of tensors. The next copies reuse the memory of tensors of the same kind."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._kinds: list[Any] = []
+        self._groups: dict[Any, list[int]] = {}  # on a GPU, one kernel copies each
+
+    def take(self, tensors: Sequence[Any]) -> list[Any]:
+        kinds = [None if tensor is None else _kind_of(tensor) for tensor in tensors]
+        if kinds != self._kinds:
+            given = itertools.zip_longest(tensors, kinds, self._kinds, self.values)
+            self.values = [
+                None if tensor is None else copy if kind == before else torch.empty_like(tensor)
+                for tensor, kind, before, copy in itertools.islice(given, len(tensors))
+            ]
+            self._kinds, self._groups = kinds, defaultdict(list)
+            for index, kind in enumerate(kinds):
+                if kind is not None:
+                    self._groups[kind[:2]].append(index)
+        for group in self._groups.values():
+            torch._foreach_copy_([self.values[i] for i in group], [tensors[i] for i in group])
+        return self.values
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    is_dense = tensor.layout is torch.strided
+    return tensor.dtype, tensor.device, tensor.shape, None if is_dense else object()
