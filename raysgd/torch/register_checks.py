@@ -21,6 +21,7 @@ from raysgd.loop.operator_base import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.tensors import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +98,12 @@ def is_trained(
     if not isinstance(criterion, torch.nn.Module):
         return False
     own = {id(p) for p in criterion.parameters() if p.requires_grad}
-    return bool(own & _stepped(optimizers) - _parameters_of(models))
+    stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    return bool(own & stepped - _parameters_of(models))
 
 
 def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:
     return {id(parameter) for model in models for parameter in model.parameters()}
-
-
-def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
 # ---- sharding
@@ -191,7 +189,7 @@ def _check_shardable(
                 f"{call} cannot shard {kind.__name__}. Use an optimizer of torch.optim that "
                 f"updates each element independently of the others: {names}."
             )
-        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        trained = [p for p in parameters_of(optimizer) if p.requires_grad]
         if strangers := [p for p in trained if id(p) not in registered]:
             raise ValueError(
                 f"{call}: {kind.__name__} has {len(strangers)} parameters that are in no "

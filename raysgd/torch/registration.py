@@ -27,6 +27,7 @@ from raysgd.torch.register_checks import (
     checked_sharding,
     is_trained,
 )
+from raysgd.torch.tensors import parameters_of
 
 if TYPE_CHECKING:
     from raysgd.torch.features.fully_sharded import FullyShardedModel
@@ -165,7 +166,7 @@ def _shard(
     return [
         ShardedOptimizer(each, arguments.get("copies"), state)
         for each in state.optimizers
-        if any(p.requires_grad for g in each.param_groups for p in g["params"])
+        if any(parameter.requires_grad for parameter in parameters_of(each))
     ]
 
 

@@ -36,7 +36,7 @@ from raysgd.torch.sharding.shards import (
     is_sharded,
     transfers,
 )
-from raysgd.torch.tensors import copy_all
+from raysgd.torch.tensors import copy_all, parameters_of
 
 ELEMENTWISE = (
     optim.ASGD,
@@ -80,7 +80,7 @@ class ShardedOptimizer(ShardedFeature):
     ) -> None:
         self.optimizer = optimizer
         self._train_state = state
-        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        everything: list[Any] = parameters_of(optimizer)
         self._num_given = len(everything)
         numbers = {parameter: number for number, parameter in enumerate(everything)}
         by_rows = parameters is not None
@@ -318,10 +318,13 @@ class ShardedOptimizer(ShardedFeature):
         self.lacks_shards = planned is None
         if planned is None:
             return
+        batches: dict[int, list[Transfer]] = defaultdict(list)
+        for each in planned:
+            batches[each.source].append(each)
         pieces: list[Piece] = []
-        for source in range(size):
-            kept = [each for each in planned if each.source == source and source in each.to]
-            sent = [each for each in planned if each.source == source and source not in each.to]
+        for source, batch in batches.items():
+            kept = [each for each in batch if source in each.to]
+            sent = [each for each in batch if source not in each.to]
             messages = self._messages(kept, version) if rank == source else []
             if sent:
                 make = functools.partial(self._messages, sent, version)
@@ -357,7 +360,7 @@ def _check_step(
             f"register(sharding=...) does not support {kind}.step(closure). Compute the "
             "gradients first, and call step() without a closure."
         )
-    if sum(len(group["params"]) for group in optimizer.param_groups) != num_parameters:
+    if len(parameters_of(optimizer)) != num_parameters:
         raise RuntimeError(
             f"The number of parameters of {kind} has changed since register(sharding=...). "
             "Call add_param_group before register."
