@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -20,8 +20,10 @@ from raysgd.data.source import own_split
 from raysgd.loop.operator_base import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
-from raysgd.torch.options import TorchOptions
 from raysgd.torch.tensors import parameters_of
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
 
 logger = logging.getLogger(__name__)
 
@@ -112,15 +114,14 @@ _SHARDING_ARGS = {"optimizer": ("copies",), "full": ("copies", "wrap")}
 
 
 def checked_sharding(
+    state: TorchTrainState,
+    models: Sequence[torch.nn.Module],
     sharding: Any,
     arguments: Any,
-    options: TorchOptions,
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
     has_ddp_args: bool,
-    scales: bool,
 ) -> Any:
     """Return ``sharding_args`` without the keys that are None."""
+    options, scales = state.settings.options, state.optimization.precision.scales
     if sharding not in (None, *_SHARDING_ARGS):
         raise ValueError(
             f'register(sharding={sharding!r}): sharding must be "optimizer", "full", or None.'
@@ -164,9 +165,14 @@ def checked_sharding(
     for name, is_given in others.items():
         if is_given:
             raise ValueError(f"{call} does not work with {name}. Leave out one of the two.")
+    optimizers = state.optimizers
+    if sharding == "full" and len(optimizers) != 1:
+        raise ValueError(
+            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
+        )
     _check_shardable(call, models, optimizers)
-    if sharding == "full":
-        _check_rows(call, models, optimizers)
+    for model in models if sharding == "full" else ():
+        _check_rows(call, model)
     return given
 
 
@@ -203,22 +209,15 @@ def _check_shardable(
                 )
 
 
-def _check_rows(
-    call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    if len(optimizers) != 1:
-        raise ValueError(
-            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
-        )
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
-                raise ValueError(
-                    f"{call} divides parameters by rows. {type(model).__name__}.{name} has no "
-                    f"contiguous rows: its shape is {tuple(parameter.shape)}, and its strides are "
-                    f"{tuple(parameter.stride())}. Use a contiguous parameter that has a dimension "
-                    "and is not empty."
-                )
+def _check_rows(call: str, model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
+            raise ValueError(
+                f"{call} divides parameters by rows. {type(model).__name__}.{name} has no "
+                f"contiguous rows: its shape is {tuple(parameter.shape)}, and its strides are "
+                f"{tuple(parameter.stride())}. Use a contiguous parameter that has a dimension "
+                "and is not empty."
+            )
 
 
 # ---- what changes after register

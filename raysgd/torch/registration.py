@@ -91,15 +91,7 @@ def register(  # noqa: D417 - a method of TrainingOperator
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
     modules += trained
-    sharding_args = checked_sharding(
-        sharding,
-        sharding_args,
-        options,
-        modules,
-        state.optimizers,
-        has_ddp_args=bool(ddp_args),
-        scales=precision.scales,
-    )
+    sharding_args = checked_sharding(state, modules, sharding, sharding_args, bool(ddp_args))
     _move_models(state, modules, keeps_parameters=sharding == "full")
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
