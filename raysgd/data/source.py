@@ -92,7 +92,7 @@ class BatchSource:
 
         Call this after reading the first batch.
         """
-        return UpdatePlan(tuple(MicroBatch(step=step) for step in range(num_steps)))
+        return UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(num_steps)))
 
     def batch_positions(self) -> Iterator[int]:
         """Yield a sort key for each batch of this worker. The keys sort all workers' batches."""

@@ -1,8 +1,9 @@
 """The keys of the state of a trainer: who receives each, and how it is checked.
 
 Files have the state between calls. A snapshot, from which new workers restart, also has the
-unfinished call. A replacement worker gets models and optimizers from the process group, and the
-other entries that it needs from the worker whose state counts.
+unfinished call. A replacement worker gets the entries that it needs from the leader: `joining` has
+their order. Features add keys to those of the models and optimizers, as schedulers and the loss
+scaler do.
 """
 
 from __future__ import annotations

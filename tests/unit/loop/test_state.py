@@ -194,7 +194,11 @@ def set_rate(operator):
     operator.optimizer.param_groups[0]["lr"] = 0.125
 
 
-@pytest.mark.parametrize("change", [begin_averages, set_rate])
+def freeze(operator):
+    operator.model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [begin_averages, set_rate, freeze])
 @pytest.mark.parametrize("until_step", [None, 5, 7])
 def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
     runner = make_runner("epoch")
@@ -207,6 +211,10 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
     state = runner.snapshot()
     if change is begin_averages:
         assert "averages" in state
+    elif change is freeze:
+        restarted = make_runner("epoch")
+        restarted.load_state_dict(state)
+        assert not any(p.requires_grad for p in restarted.operator.model.parameters())
     else:
         assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.125
 
