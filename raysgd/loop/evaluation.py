@@ -133,9 +133,6 @@ class Evaluation:
         source = train_state.data.readable("validation")
         if isinstance(source.loader, Iterator):
             return None
-        trial = ValidateRequest(
-            call=-1, num_steps=request.num_steps, from_start=True, info=request.info
-        )
         with (
             unchanged(self._progress),
             unchanged(self),
@@ -143,7 +140,7 @@ class Evaluation:
             unchanged(train_state),
             train_state.rehearsing(),
         ):
-            metrics = self.validate(trial)
+            metrics = self.validate(request)
         source.close_workers()
         return metrics
 

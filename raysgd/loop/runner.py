@@ -173,13 +173,13 @@ class OperatorRunner(Runner, ABC):
                 case requests.TrainRequest():
                     with self._train_state.timing.running():
                         return self._running.train(request)
+                case requests.RehearseRequest():
+                    with self.generators.unchanged():
+                        return self._running.evaluation.rehearse(request)
                 case requests.ValidateRequest():
                     return self._running.evaluation.validate(request)
                 case requests.PredictRequest():
                     return self._running.evaluation.predict(request.loader)
-                case requests.RehearseRequest():
-                    with self.generators.unchanged():
-                        return self._running.evaluation.rehearse(request)
                 case requests.MeasuredRequest():
                     return self._running.measured(request.call, request.since)
                 case requests.UpdateSchedulersRequest():
