@@ -37,7 +37,7 @@ class KerasTrainState(TrainState):
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
-        self.class_weight: Mapping[int, float] | None = None
+        self.class_weight: Mapping[Any, float] = {}
         self.optimization = KerasOptimization(self)
         self.features = [
             KerasReplication(self),
@@ -60,7 +60,7 @@ class KerasTrainState(TrainState):
         for metric in kept_metrics(self.models[0]):
             metric.reset_state()
         features, target, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        if training and self.class_weight is not None:
+        if training and self.class_weight:
             weights = _with_class_weight(self.class_weight, target, weights)
         return features, target, weights
 
@@ -165,7 +165,7 @@ class KerasTrainState(TrainState):
         self.transaction.is_partial = False
 
 
-def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_weight: Any) -> Any:
+def _with_class_weight(class_weight: Mapping[Any, float], target: Any, sample_weight: Any) -> Any:
     """Return sample weights times the weight of each target's class, which is 1 by default."""
     if tf.nest.is_nested(target) or target is None:
         raise ValueError(
