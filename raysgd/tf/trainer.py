@@ -15,7 +15,6 @@ from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.compat.creators import KerasCreators, creator_class
 from raysgd.compat.tf_trainer import OldTFTrainer, fit_plan, number_of_workers, with_old_names
-from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.operator_base import check_operator
@@ -31,9 +30,7 @@ class KerasTrainerState(TrainerState):
     """See :class:`raysgd.trainer.state.TrainerState`."""
 
     def weights(self) -> Any:
-        request = ApplyOperatorRequest(function=weights)
-        call = Call(request=request, rank=0, max_losses=3, any_size=True)
-        models = self.dispatcher.make(call)[0]
+        models = self._fetch(ApplyOperatorRequest(function=weights), "save_model")[0]
         if len(models) == 1:
             return models[0]
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
