@@ -131,7 +131,7 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="two short epochs, two kills")
     args = parser.parse_args()
     num_epochs, num_kills = (2, 2) if args.smoke_test else (args.num_epochs, args.num_kills)
-    num_steps = 250 if args.smoke_test else 500
+    num_steps = 100 if args.smoke_test else 500
 
     # Any number of the workers can share this batch, so the epoch has no uneven end.
     batch_size = 8 * math.lcm(*range(1, args.num_workers + 1))

@@ -28,39 +28,21 @@ transformers.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from raysgd.operators.base import ConfiguredOperator, SupervisedOperator
+from raysgd.operators.classifiers import ImageClassifier, SemanticSegmenter, SequenceClassifier
+from raysgd.operators.gan import GAN
+from raysgd.operators.language_model import LanguageModel
+from raysgd.operators.regressor import Regressor
+from raysgd.operators.with_metrics import WithMetrics
 
-if TYPE_CHECKING:
-    from raysgd.operators.base import ConfiguredOperator as ConfiguredOperator
-    from raysgd.operators.base import SupervisedOperator as SupervisedOperator
-    from raysgd.operators.classifiers import ImageClassifier as ImageClassifier
-    from raysgd.operators.classifiers import SemanticSegmenter as SemanticSegmenter
-    from raysgd.operators.classifiers import SequenceClassifier as SequenceClassifier
-    from raysgd.operators.gan import GAN as GAN
-    from raysgd.operators.language_model import LanguageModel as LanguageModel
-    from raysgd.operators.regressor import Regressor as Regressor
-    from raysgd.operators.with_metrics import WithMetrics as WithMetrics
-
-_HOMES = {
-    "ConfiguredOperator": "base",
-    "GAN": "gan",
-    "ImageClassifier": "classifiers",
-    "LanguageModel": "language_model",
-    "Regressor": "regressor",
-    "SemanticSegmenter": "classifiers",
-    "SequenceClassifier": "classifiers",
-    "SupervisedOperator": "base",
-    "WithMetrics": "with_metrics",
-}
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'raysgd.operators' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"raysgd.operators.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = [
+    "GAN",
+    "ConfiguredOperator",
+    "ImageClassifier",
+    "LanguageModel",
+    "Regressor",
+    "SemanticSegmenter",
+    "SequenceClassifier",
+    "SupervisedOperator",
+    "WithMetrics",
+]

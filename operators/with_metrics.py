@@ -102,10 +102,11 @@ class WithMetrics(TrainingOperator):
             )
         for name, metric in metrics.items():
             if _updated(metric):  # a worker may have had no batch
+                states = MergedStates([copy.deepcopy(metric).cpu()])
                 with warnings.catch_warnings():
                     # Warnings about this worker's part alone are misleading.
                     warnings.simplefilter("ignore")
-                    result.update(computed(f"val_{name}", MergedStates.of(metric)))
+                    result.update(computed(f"val_{name}", states))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -117,42 +118,30 @@ class WithMetrics(TrainingOperator):
 
 
 class MergedStates(MergeableMetric):
-    """A torchmetrics.Metric without data, and its states and those of its inner metrics, by worker.
+    """A torchmetrics.Metric of each worker.
 
-    `compute` reduces all states together, as TorchMetrics reduces the states of its processes.
+    `compute` reduces their states together, as TorchMetrics reduces the states of its processes.
     """
 
-    def __init__(self, metric: Metric, parts: Sequence[list[dict[str, Any]]]) -> None:
-        self.metric = metric
+    def __init__(self, parts: Sequence[Metric]) -> None:
         self.parts = parts
 
-    @classmethod
-    def of(cls, metric: Metric) -> Self:
-        part = [
-            {name: _on_cpu(value) for name, value in each.metric_state.items()}
-            for each in _members(metric)
-        ]
-        empty = copy.deepcopy(metric).cpu()
-        empty.reset()
-        return cls(empty, [part])
-
     def merge(self, other: Self) -> Self:
-        return type(self)(self.metric, [*self.parts, *other.parts])
+        return type(self)([*self.parts, *other.parts])
 
     def compute(self) -> Any:
-        metric = copy.deepcopy(self.metric)
-        for index, member in enumerate(_members(metric)):
-            states = [part[index] for part in self.parts]
+        # Copy, because some metrics change their states in compute().
+        metric = copy.deepcopy(self.parts[0])
+        for member, *parts in zip(*map(_members, (metric, *self.parts)), strict=True):
             for name, reduce in member._reductions.items():
-                setattr(member, name, _reduced([state[name] for state in states], reduce))
-            member._update_count = 1
+                states = [getattr(part, name) for part in parts]
+                if len(parts) > 1:
+                    setattr(member, name, _reduced(states, reduce))
+            member._update_count, member._computed = 1, None
         return _named(metric.compute())
 
 
 def _reduced(states: list[Any], reduce: Any) -> Any:
-    if len(states) == 1:
-        # Copy, because some metrics change their states in compute().
-        return list(states[0]) if isinstance(states[0], list) else states[0].clone()
     if isinstance(states[0], list):
         # Lists of batches are concatenated.
         return [batch for state in states for batch in state]
@@ -171,13 +160,9 @@ def _alone(metric: Metric) -> Metric:
     """Return a copy of a metric that never communicates."""
     own = copy.deepcopy(metric)
     for member in _members(own):
-        member.distributed_available_fn = _not_available
+        member.distributed_available_fn = bool  # without an argument, it returns False
         member.dist_sync_on_step = False
     return own
-
-
-def _not_available() -> bool:
-    return False
 
 
 def _members(metric: Metric) -> list[Metric]:
@@ -188,8 +173,3 @@ def _members(metric: Metric) -> list[Metric]:
 
 def _updated(metric: Metric) -> bool:
     return any(member.update_called for member in _members(metric))
-
-
-def _on_cpu(state: Any) -> Any:
-    """Copy a state to the CPU, because `reset` empties lists in place."""
-    return [batch.cpu() for batch in state] if isinstance(state, list) else state.cpu().clone()

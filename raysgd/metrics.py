@@ -263,10 +263,13 @@ class AverageMeterCollection:
         """Store the arguments of `update` until `settle` applies them."""
         self._pending.append((metrics, n, is_batch))
 
-    def settle(self, share: Callable[[list[Any]], list[Any]] | None = None) -> None:
-        """Apply the stored updates. `share` returns the updates of all workers, given numbers."""
-        pending = self._pending if share is None else share(map_leaves(self._pending, _plain))
-        self._pending = []
+    def share(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
+        """Replace the stored updates with those of all workers, which `exchange` returns."""
+        self._pending = exchange(map_leaves(self._pending, _plain))
+
+    def settle(self) -> None:
+        """Apply the stored updates."""
+        pending, self._pending = self._pending, []
         for each in pending:
             self.update(*each)
 

@@ -101,8 +101,8 @@ def make_trainer(case, num_workers):
     )
 
 
-def hash_of(trainer, trained):
-    """Return a hash of the state, and of the metrics of all calls."""
+def hash_of(trainer, trained=()):
+    """Return a hash of the state, of a validation, and of the metrics of other calls."""
     state, metrics = trainer.state_dict(), trainer.validate()
     kept = {name: metrics[name] for name in ("val_loss", "val_accuracy", "num_samples")}
     names = ("models", "optimizers", "schedulers", "amp_native")

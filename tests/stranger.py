@@ -35,30 +35,20 @@ GARBAGE = (
 )
 
 
-class Attacked:
-    """The ports that the stranger has attacked."""
-
-    ports = ()
-    """The process ID of each port, set when the stranger ends. Ray owns one port per worker."""
-
-    def check(self, pids):
-        """Check that the stranger attacked the driver, and more of the workers than Ray's ports."""
-        assert os.getpid() in self.ports
-        assert sum(pid in pids for pid in self.ports) > len(pids), (pids, self.ports)
-
-
 @contextlib.contextmanager
 def stranger():
-    """Attack this process and its workers in the `with` block. Spare ports that are open before."""
+    """Attack this process and its workers in the `with` block. Spare ports that are open before.
+
+    The block gets a list, which has the process ID of each attacked port when the stranger ends.
+    """
     command = [sys.executable, __file__, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout.readline() == b"here\n"
-            attacked = Attacked()
-            yield attacked
+            yield (attacked := [])
         finally:
             said, _ = process.communicate(b"", timeout=30)
-        attacked.ports = json.loads(said)
+        attacked += json.loads(said)
 
 
 def main(driver):
@@ -83,7 +73,8 @@ async def attack_all(driver):
             for inode in new.keys() & owners.keys():
                 known.add(inode)
                 attacked.append(owners[inode])
-                attacks |= {asyncio.create_task(attack(new[inode], say)) for say in ways()}
+                for parts in attacks_on_a_port():
+                    attacks.add(asyncio.create_task(attack(new[inode], parts)))
         await asyncio.sleep(POLL_S)
     for each in attacks:
         each.cancel()
@@ -126,43 +117,28 @@ def sockets_of(pids):
     return found
 
 
-def ways():
-    """Yield the attacks on a port, one per connection."""
-    yield from [silence] * NUM_SILENT
-    yield from [slowness] * NUM_SLOW
-    yield from [garbage] * NUM_GARBAGE
-    yield flood
+def attacks_on_a_port():
+    """Yield the parts that each connection sends."""
+    yield from [()] * NUM_SILENT
+    for _ in range(NUM_SLOW):
+        yield [bytes([byte]) for byte in HELLO + random.randbytes(1000)]
+    for _ in range(NUM_GARBAGE):
+        yield [random.choice([*GARBAGE, random.randbytes(100)])]
+    yield [random.randbytes(1 << 20)] * (FLOOD_BYTES >> 20)
 
 
-async def attack(port, say):
-    """Connect to a port, run an attack, and stay until the other side closes the connection."""
+async def attack(port, parts):
+    """Connect to a port, send the parts, and stay until the other side closes the connection."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection, contextlib.suppress(OSError):
         connection.setblocking(False)
         await loop.sock_connect(connection, ("127.0.0.1", port))
-        await say(loop, connection)
+        for part in parts:
+            await loop.sock_sendall(connection, part)
+            if len(part) == 1:
+                await asyncio.sleep(SLOW_S)
         while await loop.sock_recv(connection, 1 << 16):
             pass
-
-
-async def silence(loop, connection):
-    pass
-
-
-async def garbage(loop, connection):
-    await loop.sock_sendall(connection, random.choice([*GARBAGE, random.randbytes(100)]))
-
-
-async def slowness(loop, connection):
-    for byte in HELLO + random.randbytes(1000):
-        await loop.sock_sendall(connection, bytes([byte]))
-        await asyncio.sleep(SLOW_S)
-
-
-async def flood(loop, connection):
-    part = random.randbytes(1 << 20)
-    for _ in range(FLOOD_BYTES // len(part)):
-        await loop.sock_sendall(connection, part)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.location import Location, first_line
-from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, seal, sealed_size, verify
+from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, sealed_size, verify
 from raysgd.errors import CheckpointError
 
 REQUIRED = ("models", "optimizers", "epoch")
@@ -54,10 +54,13 @@ def write_file(
         epoch=_plain(state.get("epoch", 0)),
         global_step=_plain(state.get("global_step", 0)),
     )
+    return _write(target, manifest, lambda file: write_state(state, target.shown, file))
 
+
+def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) -> str:
     def fill(file: IO[bytes]) -> None:
-        hashing: Any = HashingFile(file)
-        write_state(state, target.shown, hashing)
+        hashing = HashingFile(file)
+        write(hashing)
         hashing.seal(manifest)
 
     return target.write(fill)
@@ -183,12 +186,7 @@ def _reason(error: Exception) -> str:
 
 def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) -> str:
     """Write a pickle, which ``pickle.load`` can read, and return its path or URL."""
-
-    def fill(file: IO[bytes]) -> None:
-        file.write(blob)
-        seal(file, manifest)
-
-    return Location(path).write(fill)
+    return _write(Location(path), manifest, lambda file: file.write(blob))
 
 
 def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:

@@ -1,12 +1,12 @@
 """The manifest of a checkpoint, and the hash that detects damage.
 
-A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the manifest as a record,
-``raysgd-manifest.json``. The comment of the archive, at the end of the file, is its seal:
-``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in parts of 64 MiB; the last
-part has the rest. The digits are the SHA-256 of the SHA-256 hashes of the parts (32 bytes each).
+A checkpoint is a zip archive, such as ``torch.save`` writes. `HashingFile.seal` adds the manifest
+as a record, ``raysgd-manifest.json``. The comment of the archive, at the end of the file, is its
+seal: ``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in parts of 64 MiB;
+the last part has the rest. The digits are the SHA-256 of the hashes of the parts (32 bytes each).
 The seal of an older file, ``sha256=…``, is the SHA-256 of all bytes before it.
 
-After other content, such as a pickle, `seal` appends an archive that holds only the manifest.
+After other content, such as a pickle, it appends an archive that holds only the manifest.
 """
 
 from __future__ import annotations
@@ -108,22 +108,19 @@ class HashingFile(io.RawIOBase):
         return size
 
     def seal(self, manifest: Manifest) -> None:
+        """Append a manifest and a hash."""
         with self._threads:
-            seal(self._file, manifest, [part.result() for part in self._parts])
-
-
-def seal(file: IO[bytes], manifest: Manifest, hashes: Sequence[bytes] = ()) -> None:
-    """Append a manifest and a hash to a file. `hashes` are those of its first parts."""
-    is_zip = is_archive(file)
-    file.seek(0, 2)
-    with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
-        num_kept = archive.start_dir // _PART  # the manifest replaces the rest
-        folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
-        archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
-        archive.comment = bytes(_SEAL_SIZE)
-    digest = _digest(file, hashes[:num_kept])
-    file.seek(-_SEAL_SIZE, 2)
-    file.write(f"raysgd-checkpoint hashes={digest}\n".encode())
+            hashes = [part.result() for part in self._parts]
+        is_zip, file = is_archive(self._file), self._file
+        file.seek(0, 2)
+        with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
+            num_kept = archive.start_dir // _PART  # the manifest replaces the rest
+            folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
+            archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
+            archive.comment = bytes(_SEAL_SIZE)
+        digest = _digest(file, hashes[:num_kept])
+        file.seek(-_SEAL_SIZE, 2)
+        file.write(f"raysgd-checkpoint hashes={digest}\n".encode())
 
 
 def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
@@ -191,7 +188,7 @@ def is_archive(file: IO[bytes]) -> bool:
 
 
 def sealed_size(file: IO[bytes]) -> int:
-    """Return the size of a file without the archive that `seal` appended."""
+    """Return the size of a file without the archive that `HashingFile.seal` appended."""
     with zipfile.ZipFile(file) as archive:
         return archive.infolist()[0].header_offset
 

@@ -242,13 +242,13 @@ class _Running:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waits: dict[int, Callable[[BaseException], None]] = {}
+        self._waits: dict[int, Callable[[Any], None]] = {}
         self._active: dict[int, int] = {}  # numbers of the collectives, and -1 of transfers
         self._num_collectives = 0
         self.num_begun = 0
         self._interrupted = False
 
-    def begin(self, key: int, end: Callable[[BaseException], None], is_collective: bool) -> None:
+    def begin(self, key: int, end: Callable[[Any], None], is_collective: bool) -> None:
         with self._changed:
             if self._interrupted:
                 raise _interruption()
@@ -257,15 +257,13 @@ class _Running:
             self._num_collectives += is_collective
             self._active[key] = self._num_collectives if is_collective else -1
 
-    def claim(self, key: int) -> bool:
-        """Return whether to end the future of an operation. An interruption may have ended it."""
+    def finish(self, key: int, result: Any = None) -> None:
+        """End the future of an operation, unless an interruption has. Then record the end."""
         with self._changed:
-            return self._waits.pop(key, None) is not None
-
-    def finish(self, key: int) -> None:
-        """Record the end of an operation, and of what its thread does."""
+            end = self._waits.pop(key, None)
+        if end is not None:
+            end(result)
         with self._changed:
-            self._waits.pop(key, None)
             self._active.pop(key, None)
             self._changed.notify_all()
 
@@ -314,10 +312,8 @@ class _Operation(Work):
                 result = value()
             except Exception as error:
                 result = error.with_traceback(None)  # frames hold tensors
-            if running.claim(key):
-                ended.set_result(result)
             # The destructor of gloo waits for this thread, and this thread needs the GIL.
-            running.finish(key)
+            running.finish(key, result)
 
         try:
             work = self._work = start()

@@ -40,7 +40,7 @@ class HorovodBackend(CollectiveBackend):
 
     Horovod reads its rank from the environment each time it initializes. `timeout_s` is for joining
     a group; Horovod has no timeout for collectives. Without a `framework`, `setup` only sets the
-    environment for functions that call ``hvd.init()`` themselves.
+    environment, and further `variables`, for functions that call ``hvd.init()`` themselves.
     """
 
     def __init__(
@@ -48,9 +48,12 @@ class HorovodBackend(CollectiveBackend):
         name: str,
         timeout_s: float,
         framework: Literal["torch", "tensorflow"] | None = "torch",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         check_horovod()
-        self.rejoins = framework != "tensorflow"  # TensorFlow cannot reconfigure its collectives
+        # TensorFlow cannot reconfigure its collectives, and the groups of a function are unknown.
+        self.rejoins = framework == "torch"
+        self._variables = dict(variables or {})
         self._timeout_s = timeout_s
         self._framework = framework
         self._server: Any = None
@@ -77,7 +80,7 @@ class HorovodBackend(CollectiveBackend):
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         check_horovod()
-        self._own = horovod_environment(context, rendezvous, self._timeout_s)
+        self._own = horovod_environment(context, rendezvous, self._timeout_s) | self._variables
         os.environ.update(self._own)
         if rendezvous is None:
             for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):

@@ -4,14 +4,13 @@ A generation can end at any moment. The ``TCPStore`` of PyTorch retries a closed
 timeout, and its waits cannot be interrupted. With this store, a wait ends when the driver closes
 the store or the client is interrupted.
 
-A request is a message with a JSON array: the operation and its arguments. An answer is an array of
-one element.
+A request is a pickled sequence: the operation and its arguments. An answer is a pickled value.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import pickle
 import socket
 import threading
 import weakref
@@ -26,30 +25,27 @@ _CONNECT_S = 10.0
 _ANSWER_S = 60.0  # seconds that an answer may take in addition to the `wait_s` of its request
 
 
-class StoreServer:
-    """Serves the keys of one generation in its own thread, on a free port of `host`."""
+class StoreServer(Listener):
+    """Serves the keys of one generation."""
 
     def __init__(self, host: str) -> None:
-        self._values: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
         self._there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._listener = Listener(host, "raysgd-store")
-        self.address = self._listener.expect(self._talk)
+        super().__init__(host, "raysgd-store")
+        self.address = self.expect(self._answer)
 
-    def close(self) -> None:
-        self._listener.close()
-
-    async def _talk(self, connection: socket.socket) -> None:
+    async def _answer(self, connection: socket.socket) -> None:
         while True:
-            operation, *arguments = json.loads(await receive(connection))
+            operation, *arguments = pickle.loads(await receive(connection))
             answer = await self._do[operation](*arguments)
-            await send(connection, _packed(answer))
+            await send(connection, pickle.dumps(answer))
             await asyncio.sleep(0)  # let other tasks run: ready reads and writes do not yield
 
     @property
     def _do(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {"get": self._get, "set": self._set, "add": self._add}
 
-    async def _get(self, keys: Sequence[str], timeout_s: float) -> list[str] | None:
+    async def _get(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
         """Return the values when all keys are set, or None after a timeout."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -59,30 +55,37 @@ class StoreServer:
             return None
         return [self._values[key] for key in keys]
 
-    async def _set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+    async def _set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         for key, value in zip(keys, values, strict=True):
             self._values[key] = value
             self._there[key].set()
 
     async def _add(self, key: str, amount: int) -> int:
-        total = int(self._values.get(key, "0")) + amount
-        await self._set([key], [str(total)])
+        total = int(self._values.get(key, b"0")) + amount
+        await self._set([key], [str(total).encode()])
         return total
 
 
 class StoreClient:
     """Connection of a worker to a store.
 
-    Methods raise ConnectionError if the store is unreachable or closed, or after `interrupt`.
+    Methods raise `closed_error` if the store is unreachable or closed, or after `interrupt`. They
+    raise `late_error` if a key is not set in time.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(
+        self,
+        address: Address,
+        closed_error: type[Exception] = ConnectionError,
+        late_error: type[Exception] = TimeoutError,
+    ) -> None:
+        self._closed_error, self._late_error = closed_error, late_error
         self._name = f"The driver's store at {address.host}:{address.port}"
         self._lock = threading.Lock()
         try:
             self._socket = connect(address, _ANSWER_S, _CONNECT_S)
         except OSError as error:
-            raise ConnectionError(
+            raise self._closed_error(
                 f"{self._name} cannot be reached ({error}). This generation of workers has ended, "
                 "or a firewall blocks the port."
             ) from error
@@ -93,11 +96,11 @@ class StoreClient:
     def interrupt(self) -> None:
         shut_down(self._socket)
 
-    def get(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Wait for `keys` and return their values. Raise TimeoutError after `timeout_s` seconds."""
-        values: list[str] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[Any]:
+        """Wait for `keys`, for at most `timeout_s` seconds, and return their values."""
+        values: list[Any] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)
         if values is None:
-            raise TimeoutError(
+            raise self._late_error(
                 f"Other workers did not set {', '.join(keys)} within {timeout_s:g} s."
             )
         return values
@@ -107,17 +110,13 @@ class StoreClient:
         try:
             with self._lock:
                 self._socket.settimeout(wait_s + _ANSWER_S)
-                self._socket.sendall(framed(_packed(operation, *arguments)))
-                return json.loads(read(self._answers))[0]
+                self._socket.sendall(framed(pickle.dumps((operation, *arguments))))
+                return pickle.loads(read(self._answers))
         except TimeoutError as error:
-            raise ConnectionError(
+            raise self._closed_error(
                 f"{self._name} did not answer for {wait_s + _ANSWER_S:g} s."
             ) from error
         except (OSError, EOFError) as error:
-            raise ConnectionError(
+            raise self._closed_error(
                 f"{self._name} is closed, because this generation of workers has ended."
             ) from error
-
-
-def _packed(*values: Any) -> bytes:
-    return json.dumps(values).encode()

@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -47,7 +47,7 @@ _STALE = ("in the world group map", "please create group with", "Invalid process
 
 
 class TorchStore(Store):
-    """Connection of a worker to a store, for torch.distributed. Bytes travel as Latin-1 text.
+    """Connection of a worker to a store, for torch.distributed.
 
     Methods raise DistNetworkError after the store was closed or the client was interrupted, and
     DistStoreError if a key is not set in time.
@@ -56,53 +56,30 @@ class TorchStore(Store):
     def __init__(self, address: Address, timeout: datetime.timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
-        with _translated():
-            self._client = StoreClient(address)
+        self._client = StoreClient(address, dist.DistNetworkError, dist.DistStoreError)
 
     def interrupt(self) -> None:
         self._client.interrupt()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", [key], [_text(value)])
+        self._client.ask("set", [key], [value.encode() if isinstance(value, str) else bytes(value)])
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask("add", key, value))
+        return int(self._client.ask("add", key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask("get", list(keys), 0) is not None
+        return self._client.ask("get", list(keys), 0) is not None
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [value.encode("latin-1") for value in self._values(keys)]
+        # PyTorch's stubs lack the attribute that set_timeout() sets.
+        return self._client.get(keys, self.timeout.total_seconds())  # type: ignore[attr-defined]
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        self._values(keys, timeout)
-
-    def _values(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> list[str]:
-        # PyTorch's stubs lack the attribute that set_timeout() sets.
         wait_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        with _translated():
-            return self._client.get(keys, wait_s)
-
-    def _ask(self, operation: str, *arguments: Any) -> Any:
-        with _translated():
-            return self._client.ask(operation, *arguments)
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except ConnectionError as error:
-        raise dist.DistNetworkError(str(error)) from error.__cause__
-    except TimeoutError as error:
-        raise dist.DistStoreError(str(error)) from None
-
-
-def _text(value: str | bytes) -> str:
-    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
+        self._client.get(keys, wait_s)
 
 
 class TorchRendezvous(NamedTuple):
@@ -180,12 +157,12 @@ class TorchProcessGroup(CollectiveBackend):
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
-            is_meshed = self._mesh is not None and all(mesh_addresses)
-            if self._mesh is not None and is_meshed:  # its errors name missing ranks
-                self._mesh.connect(mesh_addresses)
+            mesh = self._mesh if all(mesh_addresses) else None
+            if mesh is not None:  # its errors name missing ranks
+                mesh.connect(mesh_addresses)
             self._group = GlooGroup.init(store, *ranks, entry)
-            if self._mesh is not None and is_meshed:
-                self._group.use(self._mesh)
+            if mesh is not None:
+                self._group.use(mesh)
         else:
             rank, size, timeout = ranks
             dist.init_process_group(

@@ -17,7 +17,6 @@ import lzma
 import os
 import shutil
 import tarfile
-import tempfile
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -32,6 +31,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import infer_compression
 
 from raysgd._internal.arguments import unknown_argument
+from raysgd._internal.files import replacing
 
 T = TypeVar("T")
 
@@ -47,14 +47,10 @@ _PERMANENT = (
 
 
 class RecordError(ValueError):
-    """A record or a file that cannot be decoded."""
+    """A record or a file that cannot be decoded.
 
-
-class BrokenRecord:
-    """What replaces a broken record until a caller skips it, or raises its error."""
-
-    def __init__(self, error: RecordError) -> None:
-        self.error = error
+    It replaces a broken record until a caller skips it, or raises it.
+    """
 
 
 class Records(ABC):
@@ -146,7 +142,7 @@ class Records(ABC):
         return [zlib.crc32(f"{name} {stamp}".encode()) for name, stamp in pairs]
 
     def read(self, numbers: Sequence[int] | np.ndarray[Any, Any]) -> list[Any]:
-        """Return the records with these numbers, or a `BrokenRecord`."""
+        """Return the records with these numbers. A `RecordError` replaces a broken one."""
         if self._pid != os.getpid():
             self.close()
         order = np.argsort(numbers, kind="stable")
@@ -181,10 +177,12 @@ class Records(ABC):
         path = self._cached(number, f"{type(self).__name__}.npy")
         if not path.exists():
             index = self._build_index(number)
-            _write(path, lambda target: np.save(target, index))
+            with replacing(path) as target:
+                np.save(target, index)
         return np.load(path, mmap_mode="r") if path.stat().st_size > 2**16 else np.load(path)
 
     def _cached(self, number: int, kind: str) -> Path:
+        self._cache.mkdir(parents=True, exist_ok=True)
         key = hashlib.sha256(f"{self.paths[number]} {self._stamps[number]}".encode()).hexdigest()
         return self._cache / f"{key[:24]}.{kind}"
 
@@ -217,8 +215,8 @@ class Records(ABC):
             target = self._cached(number, "raw")
             if not target.exists():
                 options = {"compression": compression, **self._storage_options}
-                with fsspec.open(path, **options) as source:
-                    _write(target, lambda file: shutil.copyfileobj(source, file, 2**20))
+                with fsspec.open(path, **options) as source, replacing(target) as file:
+                    shutil.copyfileobj(source, file, 2**20)
             return open(target, "rb")
         if not is_remote(fs):
             return open(name, "rb")
@@ -256,12 +254,6 @@ class Records(ABC):
 
         return self._with_file(number, read)
 
-    def _bytes(self, number: int, start: int, stop: int) -> bytes:
-        data = self._read_at(number, start, stop - start)
-        if len(data) < stop - start:
-            raise RuntimeError(f"{self.paths[number]} has become shorter. Start again with it.")
-        return data
-
 
 class _Spans(Records):
     """Records that are consecutive bytes. The index has the start of each, and the end."""
@@ -274,21 +266,26 @@ class _Spans(Records):
         for run, end in runs(numbers, 1):
             first, stop = int(numbers[run]), int(numbers[end - 1]) + 1
             starts = index[first : stop + 1].tolist()
-            data = self._bytes(file, starts[0], starts[-1])
+            data = self._read_at(file, starts[0], starts[-1] - starts[0])
+            if len(data) < starts[-1] - starts[0]:
+                raise RuntimeError(f"{self.paths[file]} has become shorter. Start again with it.")
             for number, (low, high) in enumerate(itertools.pairwise(starts), start=first):
                 try:
                     found.append(self._decode(data[low - starts[0] : high - starts[0]]))
                 except Exception as error:
-                    text = f"{self.paths[file]}, {self.unit} {number + 1}: {error}"
-                    found.append(BrokenRecord(RecordError(text)))
+                    place = f"{self.paths[file]}, {self.unit} {number + 1}"
+                    found.append(RecordError(f"{place}: {error}"))
         return found
 
     @abstractmethod
     def _decode(self, data: bytes) -> Any: ...
 
 
-class Text(_Spans):
-    """Lines of text, without their line ends."""
+class text(_Spans):  # noqa: N801  users call the formats like functions
+    """The lines of text files, without line ends.
+
+    `Records` describes the arguments.
+    """
 
     unit = "line"
     keeps_blank = True
@@ -317,8 +314,11 @@ class Text(_Spans):
         return data.decode().rstrip("\r\n")
 
 
-class JsonLines(Text):
-    """One JSON value per line. Blank lines do not count."""
+class jsonl(text):  # noqa: N801
+    """The values of JSON lines. Blank lines do not count.
+
+    `Records` describes the arguments.
+    """
 
     unit = "non-blank line"
     keeps_blank = False
@@ -327,11 +327,11 @@ class JsonLines(Text):
         return json.loads(data)
 
 
-class Tar(_Spans):
-    """Samples of a tar archive: dicts of the content of consecutive files with the same stem.
+class tar(_Spans):  # noqa: N801
+    """The samples of tar archives: dicts of the content of consecutive files with the same stem.
 
     ``"__key__"`` is the path up to the first dot of the file name, and the other keys are the rest
-    of the names, as in WebDataset.
+    of the names, as in WebDataset. `Records` describes the arguments.
     """
 
     unit = "sample"
@@ -421,20 +421,6 @@ def _retried(function: Callable[[], T]) -> T:
     return function()
 
 
-def _write(path: Path, write: Callable[[Any], Any]) -> None:
-    """Write a file of the cache, which other processes may write too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
-
-
 def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
     bounds = (values[1:] - values[:-1] != step).nonzero()[0] + 1
@@ -445,21 +431,3 @@ def _stem(name: str) -> tuple[str, str]:
     folder, base = os.path.split(name)
     stem, _, rest = base.partition(".")
     return os.path.join(folder, stem), rest
-
-
-def jsonl(paths: Any, **options: Any) -> Records:
-    """Return the values of JSON lines. `Records` describes the arguments."""
-    return JsonLines(paths, **options)
-
-
-def text(paths: Any, **options: Any) -> Records:
-    """Return the lines of text files, without line ends. `Records` describes the arguments."""
-    return Text(paths, **options)
-
-
-def tar(paths: Any, **options: Any) -> Records:
-    """Return the samples of tar archives, such as those of WebDataset, as dicts of bytes.
-
-    `Records` describes the arguments.
-    """
-    return Tar(paths, **options)

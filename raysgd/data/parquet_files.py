@@ -12,8 +12,11 @@ from raysgd._internal.imports import import_extra
 from raysgd.data.formats import Records, runs
 
 
-class Parquet(Records):
-    """Rows of Parquet files, as dicts. Row groups are decoded as a whole."""
+class parquet(Records):  # noqa: N801  users call the formats like functions
+    """The rows of Parquet files as dicts, with all `columns` by default.
+
+    Row groups are decoded as a whole. `Records` describes the other arguments.
+    """
 
     def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
         _pyarrow()  # takes 0.1 s, which the first batch should not wait for
@@ -67,11 +70,3 @@ class Parquet(Records):
 
 def _pyarrow() -> Any:
     return import_extra("parquet()", "pyarrow.parquet", "data")
-
-
-def parquet(paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> Records:
-    """Return the rows of Parquet files as dicts, with all `columns` by default.
-
-    `Records` describes the other arguments.
-    """
-    return Parquet(paths, columns=columns, **options)

@@ -80,7 +80,9 @@ class EpochPartition:
         samples.
         """
         if not self.even:
-            yield from self._dealt_out(offset, self._end(offset, num_steps))
+            end = self._end(offset, num_steps)
+            for start in self._own_starts(offset, end):
+                yield start, min(start + self.batch_size, end)
             return
         start = offset
         for size in self.sizes(offset, num_steps):
@@ -90,39 +92,58 @@ class EpochPartition:
 
     def num_batches(self) -> int:
         """Return the number of this worker's batches in an epoch."""
-        return self.num_steps() if self.even else len(self._own_batches(0, self.end(0)))
+        return self.num_steps() if self.even else len(self._own_starts(0, self.end(0)))
 
-    def _own_batches(self, offset: int, end: int) -> range:
-        return range(self.rank, -(-(end - offset) // self.batch_size), self.world_size)
-
-    def _dealt_out(self, offset: int, end: int) -> Iterator[tuple[int, int]]:
-        for batch in self._own_batches(offset, end):
-            start = offset + batch * self.batch_size
-            yield start, min(start + self.batch_size, end)
+    def _own_starts(self, offset: int, end: int) -> range:
+        """Return where the batches begin that this worker gets in turn."""
+        first = offset + self.rank * self.batch_size
+        return range(first, end, self.world_size * self.batch_size)
 
     def _end(self, offset: int, num_steps: int | None) -> int:
         end = self.end(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
     def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
+        """Return this worker's parts of a step as (start, stop, whether the samples count)."""
         if self.num_shards is not None:
             return [(*part_of(size, self.num_shards, each), each < size) for each in self.owned]
-        max_rows = self.max_rows if in_parts else size
-        return _parts(size, self.world_size, self.rank, max_rows, self.shares)
+        first, stop = part_of(size, self.world_size, self.rank, self.shares)
+        number, rows = self._num_parts(size) if in_parts else 1, stop - first
+        spans = [part_of(rows, number, part) for part in range(number)]
+        return [
+            (first + low, first + high, self.rank < size and part < rows)
+            for part, (low, high) in enumerate(spans)
+        ]
 
+    def _num_parts(self, size: int) -> int:
+        """Return the number of parts of each worker's batch in a step of `size` samples."""
+        number = -(-size // (self.world_size * self.max_rows))
+        if self.max_rows == 1:
+            return number
+        # Avoid parts of one sample, because batch normalization fails on them.
+        spans = [
+            part_of(size, self.world_size, rank, self.shares) for rank in range(self.world_size)
+        ]
+        return min(number, max(1, min(stop - first for first, stop in spans) // 2))
+
+    @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small
     def plan(self, sizes: tuple[int, ...], in_parts: bool) -> UpdatePlan:
-        """Return this worker's micro-batches in an update, whose steps have `sizes` samples."""
-        if self.num_shards is None:
-            return plan_update(
-                sizes, self.world_size, self.rank, self.max_rows, in_parts, self.shares
-            )
+        """Return this worker's micro-batches in an update, whose steps have `sizes` samples.
+
+        `in_parts` splits batches of more than `max_rows` samples, equally often on all workers.
+        """
         planned: list[MicroBatch] = []
         for step, size in enumerate(sizes):
-            for first, stop, counts in self._parts(size, in_parts):
-                count = stop - first if counts else 0
-                planned.append(MicroBatch(count, count, step, ends_step=False))
-            planned[-1] = replace(planned[-1], ends_step=True)
-        return UpdatePlan(tuple(planned), sum(sizes))
+            parts = self._parts(size, in_parts)
+            counted = [stop - first if counts else 0 for first, stop, counts in parts]
+            total = sum(counted)
+            for index, count in enumerate(counted):
+                weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
+                weight = weight if self.num_shards is None else count
+                planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
+        may_split = self.num_shards is None and not in_parts
+        is_large = may_split and any(self._num_parts(size) > 1 for size in sizes)
+        return UpdatePlan(tuple(planned), sum(sizes), is_large)
 
 
 @dataclass(frozen=True)
@@ -131,7 +152,7 @@ class MicroBatch:
 
     samples: float | None = None  # without repeated samples; None: unknown
     fraction: float = 1  # fraction of the worker's batch; 0 for repeated samples
-    step: int = 0  # number of earlier steps in the update
+    step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last part of the worker's batch
 
     def split(self, number: int, rows: int, repeats: int = 0) -> list[MicroBatch]:
@@ -162,64 +183,12 @@ class UpdatePlan:
 
     @property
     def num_steps(self) -> int:
-        return self.micro_batches[-1].step + 1
+        return self.micro_batches[-1].step_index + 1
 
     @property
     def samples(self) -> float:
         """Samples of this worker, without repeated ones."""
         return sum(each.samples or 0 for each in self.micro_batches)
-
-
-@functools.lru_cache(maxsize=256)
-def plan_update(
-    sizes: tuple[int, ...],
-    world_size: int,
-    rank: int,
-    max_rows: int,
-    in_parts: bool,
-    shares: tuple[float, ...] | None = None,
-) -> UpdatePlan:
-    """Return a worker's micro-batches in an update, whose steps have `sizes` samples.
-
-    `in_parts` splits batches of more than `max_rows` samples, equally often on all workers.
-    """
-    planned: list[MicroBatch] = []
-    for step, size in enumerate(sizes):
-        parts = _parts(size, world_size, rank, max_rows if in_parts else size, shares)
-        counted = [stop - first if counts else 0 for first, stop, counts in parts]
-        total = sum(counted)
-        for index, count in enumerate(counted):
-            weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
-            planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
-    is_large = not in_parts and any(
-        _num_parts(size, world_size, max_rows, shares) > 1 for size in sizes
-    )
-    return UpdatePlan(tuple(planned), sum(sizes), is_large)
-
-
-def _parts(
-    size: int, world_size: int, rank: int, max_rows: int, shares: tuple[float, ...] | None
-) -> list[tuple[int, int, bool]]:
-    """Return a worker's parts of a step as (start, stop, whether the samples count)."""
-    first, stop = part_of(size, world_size, rank, shares)
-    number, rows = _num_parts(size, world_size, max_rows, shares), stop - first
-    spans = [part_of(rows, number, part) for part in range(number)]
-    return [
-        (first + low, first + high, rank < size and part < rows)
-        for part, (low, high) in enumerate(spans)
-    ]
-
-
-def _num_parts(
-    size: int, world_size: int, max_rows: int, shares: tuple[float, ...] | None = None
-) -> int:
-    """Return the number of parts of each worker's batch in a step of `size` samples."""
-    number = -(-size // (world_size * max_rows))
-    if max_rows == 1:
-        return number
-    # Avoid parts of one sample, because batch normalization fails on them.
-    spans = [part_of(size, world_size, rank, shares) for rank in range(world_size)]
-    return min(number, max(1, min(stop - first for first, stop in spans) // 2))
 
 
 def part_of(

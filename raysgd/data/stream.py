@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._internal.arguments import check_flags, check_int, is_number
-from raysgd.data.formats import BrokenRecord, Records
+from raysgd.data.formats import RecordError, Records
 from raysgd.errors import CheckpointError
 
 Key = tuple[int, int]
@@ -185,8 +185,8 @@ class Stream(NumberedSamples):
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         samples = self._read(epoch, numbers)
         for record in samples:
-            if isinstance(record, BrokenRecord):
-                raise record.error
+            if isinstance(record, RecordError):
+                raise record
         if self._transform is not None:
             samples = list(map(self._transform, samples))
         if self._augment is None:
@@ -261,12 +261,12 @@ class GroupedStream(Stream):
         first = group * self._group
         records = []
         for record in self._read(epoch, range(first, min(first + self._group, len(self._records)))):
-            if not isinstance(record, BrokenRecord):
+            if not isinstance(record, RecordError):
                 records.append(record)
             elif self._skips:
                 self.num_skipped += 1
             else:
-                raise record.error
+                raise record
         if self._is_list:
             return records if self._transform is None else self._transform(records)
         return records if self._transform is None else map(self._transform, records)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 
 
 class StepFeature:
@@ -70,9 +70,9 @@ class StepFeature:
         """Read or change the gradients of an optimizer before its update."""
 
     def before_commit(self, tx: UpdateTransaction) -> None:
-        """Raise an error if the update must not be committed."""
+        """Raise an error if the update must not be committed. Change nothing that it trained."""
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         """Keep the changes of an update. Its steps count even if this raises."""
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
@@ -122,19 +122,16 @@ class ShardedFeature(StepFeature):
     ranks_in_sync = True  # all shards belong to the last committed step
 
     def shards(self) -> list[Any]:
-        """Return this worker's shard of the optimizer's state."""
-        return []
-
-    def model_shards(self) -> list[Any]:
-        """Return this worker's shard of each sharded model."""
+        """Return this worker's shard of the optimizer's state, and of sharded models."""
         return []
 
     def copies(self, count: int) -> list[Any]:
         """Return complete copies of the first `count` models on rank 0. All ranks must call it."""
         raise NotImplementedError
 
-    def unsharded(self) -> list[Any]:
-        """Return a placeholder for each model, with all state except sharded parameters."""
+    @property
+    def parameter_names(self) -> Sequence[Collection[str]]:
+        """The names of the parameters of each sharded model."""
         raise NotImplementedError
 
     def without_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,10 +1,10 @@
 """Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
 The life of an update. The hooks of features get its state ``tx``, an
-`raysgd.loop.step.UpdateTransaction`::
+`raysgd.loop.transaction.UpdateTransaction`::
 
-    for batch in segment:                     # DRAWN: the loader has given the batch
-        feature.begin(tx)                     # RUNNING
+    for batch in segment:                     # OPEN, with its first batch
+        feature.begin(tx)
         feature.begin_micro_batch(tx)
         operator.train_batch(batch)
             # In each backward(loss):
@@ -12,20 +12,19 @@ The life of an update. The hooks of features get its state ``tx``, an
             # In each optimizer_step():
             feature.before_update(tx, optimizer)
             optimizer.step()
-        # UPDATED: every optimizer has made its updates
         # The loop asks for the next batch, or returns:
-        feature.before_commit(tx)
-        tx.commit()                           # COMMITTED: the steps count
-        feature.commit()
+        if tx.counts():
+            feature.before_commit(tx)         # COMMITTING
+            tx.commit()                       # COMMITTED: the steps count
+            feature.commit(tx)
+            tx.reset()                        # CLOSED
 
     if train_epoch raises:
-        if tx is UPDATED:
-            ...                               # COMMITTED, as above
+        if tx.counts(raised=True):
+            ...                               # as above
         feature.roll_back(tx)                 # restores what changed since the last commit
-        tx.roll_back()                        # DISCARDED: the next attempt trains its batches again
+        tx.reset()                            # CLOSED: the next attempt trains its batches again
         raise
-
-`StepIterator._end_micro_batch` decides between COMMITTED and DISCARDED.
 
 How a segment ends:
 
@@ -65,9 +64,9 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, state_for
-from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
+from raysgd.loop.transaction import WarmedUp
 from raysgd.metrics import learning_rates, merge_segments, weighted
 
 logger = logging.getLogger(__name__)
@@ -192,7 +191,7 @@ class Loop:
 
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
-        started_at, train_state.counted = train_state.global_step, {}
+        started_at, train_state.steps_of_user = train_state.global_step, {}
         self.snapshots.maybe_take(begins=True)
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
@@ -206,16 +205,15 @@ class Loop:
                 metrics = operator.train_epoch(segment, *positional, **named)
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
-            if segment.num_batches == 0:
-                train_state.meters = None  # the repeated step adds its metrics again
             self._settle_failure(segment, source)
             train_state.transaction.check_whole(train_state.global_step)
             return
         except BaseException as error:
             batch, in_update = segment.batch, segment.in_update
             self._settle_failure(segment, source)
-            train_state.micro_batching.explain(error)
-            if in_update and (split := train_state.micro_batching.split_after(error, batch)):
+            micro_batching = train_state.micro_batching
+            micro_batching.explain(error)
+            if in_update and (split := micro_batching.split_after(error, batch, segment.in_parts)):
                 raise OutOfMemoryError(split) from error
             raise
         metrics = checked_result(operator.train_epoch, metrics)
@@ -263,7 +261,7 @@ class Loop:
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield the rest of an iteration over a loader."""
-        in_parts = self.train_state.micro_batching.in_parts
+        in_parts = self.train_state.segment.in_parts
         if self._batches is None or (source.is_partitioned and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts

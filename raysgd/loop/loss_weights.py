@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
 
@@ -30,6 +30,16 @@ class Factors(NamedTuple):
     loss: float
 
 
+class Position(Protocol):
+    """What weights depend on: the place of a micro-batch in its update."""
+
+    index: int  # of the micro-batch; -1 in a loop without the iterator of raysgd
+    micro_batch: MicroBatch
+    is_last: bool
+    plan: UpdatePlan
+    num_planned: int  # micro-batches of the update
+
+
 class LossWeights:
     """Gives each loss of an update its weight: add up sums, and divide once.
 
@@ -46,13 +56,15 @@ class LossWeights:
         5 a sum                  the weight is `num_workers`, or 0 for repeated samples
 
     The total and the factor are equal on all workers. Only case 1 communicates: once per update,
-    and once more in the first update of a generation. A micro-batch without a loss has no items.
-    In cases 2 and 3, several workers then do not know the total, so a loss after it is an error.
-    `LossCount.counting_samples` makes case 3 of the default ``train_batch`` case 1. Only equal bits
-    have another rule (`EqualBitsWeights`).
+    and once more in the first update of a generation if it has several micro-batches. A micro-batch
+    without a loss has no items. In cases 2 and 3, several workers then do not know the total, so
+    `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
+    `LossCount.counting_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
+    equal bits, the workers add up gradients: `EqualBitsWeights` has that rule.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tx: Position) -> None:
+        self._tx = tx
         self.expected: float | None = None
         """Planned total of counted items, equal on all workers. None: unknown."""
         self.reset()
@@ -61,29 +73,17 @@ class LossWeights:
         self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
         self.has_earlier_losses = False  # an earlier micro-batch of the update has one
         self.has_gap = False  # an earlier micro-batch of the update has none
-        self._has_begun = False
         self._awaits_first_loss = True  # the next loss is the first of the micro-batch
         self._count = LossCount()  # of the newest loss
         self._items = self._num_items = self._total = 0.0
-        self._plan, self._num_planned = UpdatePlan(), 1
-        self._micro_batch, self._is_last, self._is_only = MicroBatch(), True, True
 
-    def begin(
-        self,
-        plan: UpdatePlan,
-        num_planned: int,
-        micro_batch: MicroBatch,
-        is_last: bool,
-        is_first: bool,
-    ) -> None:
-        """Begin a micro-batch, the first or the last of `num_planned` ones."""
-        self._plan, self._num_planned, self._micro_batch = plan, num_planned, micro_batch
-        self._is_last, self._is_only = is_last, is_first and is_last
+    def begin_micro_batch(self) -> None:
+        """Begin a micro-batch."""
         self.has_earlier_losses = self.has_earlier_losses or self.has_loss
-        self.has_gap = not is_first and (self.has_gap or not self.has_loss)
-        self.has_loss, self._has_begun, self._awaits_first_loss = False, True, True
+        self.has_gap = self._tx.index > 0 and (self.has_gap or not self.has_loss)
+        self.has_loss, self._awaits_first_loss = False, True
 
-    def end_update(self) -> None:
+    def end_optimizer_step(self) -> None:
         """Allow losses with another count after the update of an optimizer."""
         self._awaits_first_loss = self._awaits_first_loss or not self.has_earlier_losses
 
@@ -104,17 +104,19 @@ class LossWeights:
             ValueError: If another loss of the micro-batch has another count, or if user code
                 counts items only for some batches of an update.
         """
-        if not self._has_begun:  # a loop without the iterator of raysgd
+        tx = self._tx
+        if tx.index < 0:
             self.reset()
-        is_repeated, self.has_loss = not self._micro_batch.fraction, True
+        is_repeated, self.has_loss = not tx.micro_batch.fraction, True
         if count.is_sum:
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
         if self._awaits_first_loss:
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
-            planned = 0.0 if self._is_only else self._planned(num_workers, add_up)
-            self._total = self._exact(num_workers, add_up) if self._is_last else planned
+            is_only = tx.index <= 0 and tx.is_last
+            planned = 0.0 if is_only else self._planned(num_workers, add_up)
+            self._total = self._exact(num_workers, add_up) if tx.is_last else planned
             if self.has_earlier_losses and self._total:
                 is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
                 earlier = 1.0 if is_planned else planned / self._total
@@ -133,9 +135,9 @@ class LossWeights:
             )
         self._count, items = count, count.items
         if items is None:
-            items = self._micro_batch.samples
+            items = self._tx.micro_batch.samples
         if items is None:
-            items = self._micro_batch.fraction
+            items = self._tx.micro_batch.fraction
         self._items = 0.0 if is_repeated else float(items)
         self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
         self._awaits_first_loss = False
@@ -143,19 +145,20 @@ class LossWeights:
     def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._count.items is not None:
             if self.expected is None:  # the first update of a generation
-                self.expected = _power_of_two(self._num_planned * add_up(self._items))
+                self.expected = _power_of_two(self._tx.num_planned * add_up(self._items))
             return self.expected
-        if self._plan.total is None:
-            return float(self._plan.num_steps * num_workers)
-        return self._plan.total if num_workers > 1 else self._plan.samples
+        plan = self._tx.plan
+        if plan.total is None:
+            return float(plan.num_steps * num_workers)
+        return plan.total if num_workers > 1 else plan.samples
 
     def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._count.items is not None:
             total = add_up(self._num_items)
             self.expected = _power_of_two(total)
             return total
-        if num_workers > 1 and self._plan.total is not None:
-            return self._plan.total
+        if num_workers > 1 and self._tx.plan.total is not None:
+            return self._tx.plan.total
         return self._num_items * num_workers  # the mean of each worker weighs the same
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.options import Settings
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 
 
 class IndivisibleError(BaseException):
@@ -28,7 +28,6 @@ class MicroBatching(StepFeature):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.why_not_split: str | None = None  # why batches must not be split
-        self.in_parts = False  # the loop takes large batches in parts
         self.split = 1  # parts of each batch; more than 1 after memory ran out
 
     def refuse(self, why: str, tx: UpdateTransaction) -> None:
@@ -49,11 +48,13 @@ class MicroBatching(StepFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the micro-batches of a batch. By default, this is the whole batch."""
+    def split_batch(
+        self, batch: Any, micro_batch: MicroBatch, in_parts: bool
+    ) -> Sequence[tuple[Any, MicroBatch]]:
+        """Return the parts of a batch if the loop takes it `in_parts`. The default is one part."""
         return [(batch, micro_batch)]
 
-    def split_after(self, error: BaseException, batch: Any) -> int:
+    def split_after(self, error: BaseException, batch: Any, in_parts: bool) -> int:
         """Return the number of parts to use after an error in a step, or 0 to raise the error."""
         return 0
 

@@ -62,11 +62,11 @@ class OperatorBase:
         no batch from its iterator.
         """
         step = self._train_state.global_step
-        return self._train_state.counted.get(step, step)
+        return self._train_state.steps_of_user.get(step, step)
 
     @global_step.setter
     def global_step(self, value: int) -> None:
-        self._train_state.counted = {self._train_state.global_step: value}
+        self._train_state.steps_of_user = {self._train_state.global_step: value}
 
     @property
     def timers(self) -> Any:
@@ -162,13 +162,13 @@ class OperatorBase:
             "batch_idx": batch_idx,
             NUM_SAMPLES: getattr(iterator, "num_drawn", None),
             "global_step": self._train_state.global_step
-            + self._train_state.transaction.micro_batch.step,
+            + self._train_state.transaction.micro_batch.step_index,
             "epoch_idx": epoch_idx,
             "info": info and info_of_user(info),
         }
 
     def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
-        """Add the metrics of a batch, or of a part of a batch. They count after its update."""
+        """Add the metrics of a batch, or of a part of a batch. They count if its update counts."""
         tx = self._train_state.transaction
         micro_batch = tx.micro_batch
         metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.fraction)
@@ -176,8 +176,15 @@ class OperatorBase:
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
-        if tx.is_last:
-            meters.settle(self._train_state.share_metrics)
+        if not tx.is_open:  # the loop has its own batches
+            meters.settle()
+
+    def _metrics(self, meters: AverageMeterCollection) -> dict[str, Any]:
+        """Return all metrics of an epoch, also if its loop stopped before the iterator."""
+        segment: StepIterator | None = self._train_state.segment
+        if segment is not None:
+            segment.finish()
+        return meters.summary()
 
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""

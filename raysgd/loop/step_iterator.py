@@ -59,13 +59,13 @@ class StepIterator:
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
         self._batch_is_last = True  # the newest batch of the source is the last of the update
-        train_state.micro_batching.in_parts = False
-        self._next_batch = _NOTHING
+        self._ahead: deque[Any] = deque()  # batches of the loader that no update has
         self._exhausted = False
         self._ended = False
         self.start = train_state.offset
         self.paused = False
         self.num_batches = 0
+        self.in_parts = False  # the loop takes large batches in parts
         self.drawn_from = False
         self.loader_failed = False  # the loader raised an error, so its iterator cannot continue
 
@@ -78,7 +78,7 @@ class StepIterator:
     @property
     def num_finished(self) -> int:
         """Number of finished batches, including batches that wait for their update."""
-        return self.num_batches + self._tx.micro_batch.step
+        return self.num_batches + self._tx.micro_batch.step_index
 
     @property
     def num_drawn(self) -> int | None:
@@ -103,7 +103,7 @@ class StepIterator:
         if not self._ended and not self._is_limited:
             return True  # a loop that stops early ends the epoch
         newest = self._tx.micro_batch
-        pending = newest.step + newest.ends_step if self._tx.is_open else 0
+        pending = newest.step_index + newest.ends_step if self._tx.is_open else 0
         return self.epoch_is_over or self.num_batches + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
@@ -111,9 +111,8 @@ class StepIterator:
 
     def allow_parts(self) -> StepIterator:
         """Allow large batches to be split into parts."""
-        micro_batching = self._train_state.micro_batching
         if not self.drawn_from:
-            micro_batching.in_parts = micro_batching.why_not_split is None
+            self.in_parts = self._train_state.micro_batching.why_not_split is None
         return self
 
     def __next__(self) -> Any:
@@ -124,23 +123,26 @@ class StepIterator:
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
-        batch, self._next_batch = self._next_batch, _NOTHING
-        if batch is _NOTHING and (self._tx.is_open or not self._is_at_end()):
-            batch = self._take()
-        if batch is _NOTHING:
+        if not self._ahead and (self._tx.is_open or not self._is_at_end()):
+            self._read()
+        if not self._ahead:
             self._ended = True
             raise StopIteration
+        batch = self._ahead.popleft()
         # A partitioned source can read the batch again by its offset.
         self._tx.draw(None if self._source.is_partitioned else batch)
         micro_batch = self._plan_batch()
         self.batch = batch
-        self._parts.extend(self._train_state.micro_batching.split_batch(batch, micro_batch))
+        split_batch = self._train_state.micro_batching.split_batch
+        self._parts.extend(split_batch(batch, micro_batch, self.in_parts))
         self._tx.split(len(self._parts))
         return self._next_part()
 
     def _next_part(self) -> Any:
         part, micro_batch = self._parts.popleft()
-        self._train_state.begin(micro_batch, is_last=self._batch_is_last and not self._parts)
+        self._train_state.begin_micro_batch(
+            micro_batch, is_last=self._batch_is_last and not self._parts
+        )
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
@@ -157,38 +159,22 @@ class StepIterator:
 
     def settle(self) -> list[Any]:
         """End the segment after the loop has raised. Return batches to train again."""
-        ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
-        self._next_batch = _NOTHING
-        return self._end_micro_batch("error") + ahead
+        return [*self._end_micro_batch("error"), *self._ahead]
 
     def _end_micro_batch(self, ending: Literal["next", "return", "error"]) -> list[Any]:
-        """Decide whether the update in progress counts. No other place decides.
-
-        ==================================  =============  =============  =============
-        the loop ...                        asks for more  returns        raises
-        ==================================  =============  =============  =============
-        within the update                   it continues   an error       it is undone
-        in its last micro-batch             it is counted  it is counted  it is undone
-        after all optimizers have updated   it is counted  it is counted  it is counted
-        after a feature has refused it      -              -              it is undone
-        ==================================  =============  =============  =============
+        """Commit the update in progress if it now counts, and undo it after an error.
 
         Return the batches of an update that is undone.
         """
         tx, train_state = self._tx, self._train_state
-        is_complete = tx.is_open and tx.is_last and not tx.is_refused
-        counts = is_complete and (ending != "error" or tx.is_updated)
-        try:
-            if counts:
-                self._commit()
-            elif ending == "return" and tx.is_open:
-                raise RuntimeError(
-                    "train_epoch ended within an accumulation group, before the update. Draw whole "
-                    f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
-                )
-        finally:
-            if ending != "next":
-                train_state.offset = self._offset()
+        counts = tx.counts(raised=ending == "error")
+        if counts:
+            self._commit()
+        elif ending == "return" and tx.is_open:
+            raise RuntimeError(
+                "train_epoch ended within an accumulation group, before the update. Draw whole "
+                f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
+            )
         if ending == "error":
             drawn = tx.drawn
             self._parts.clear()
@@ -206,18 +192,18 @@ class StepIterator:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             num_steps = size if left is None else min(size, left)
-            in_parts = train_state.micro_batching.in_parts
-            self._tx.begin_plan(self._source.plan(self._offset(), num_steps, in_parts))
+            plan = self._source.plan(train_state.offset, num_steps, self.in_parts)
+            self._tx.begin_plan(plan)
         planned = self._tx.plan.micro_batches
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:
             # The loader may end before its claimed length.
-            self._next_batch = self._take()
-            self._batch_is_last = self._next_batch is _NOTHING
+            self._read()
+            self._batch_is_last = not self._ahead
         return planned[index]
 
-    def _take(self) -> Any:
-        """Return the next batch, or _NOTHING if any rank has no more batches."""
+    def _read(self) -> None:
+        """Read a batch ahead, unless any rank has no more batches."""
         timers, timing = self._train_state.timers, self._train_state.timing
         timing.enter(DATA)
         try:
@@ -227,15 +213,13 @@ class StepIterator:
             self.loader_failed = True
             raise
         timing.enter(OTHER)
-        if self._go_on is not None:
-            self._next_batch = batch  # keeps the batch if a worker is lost during the collective
-            if not self._go_on(int(batch is not _NOTHING)):
-                batch = _NOTHING
-            self._next_batch = _NOTHING
-        if batch is _NOTHING:
+        if batch is not _NOTHING:
+            self._ahead.append(batch)  # a worker may be lost during the collective
+        if self._go_on is not None and not self._go_on(len(self._ahead)):
+            self._ahead.clear()
+        if not self._ahead:
             self._exhausted = True
             self._check_length()
-        return batch
 
     def _check_length(self) -> None:
         train_state = self._train_state
@@ -248,18 +232,15 @@ class StepIterator:
             "remove __len__ of the loader. Its data set must not raise StopIteration."
         )
 
-    def _offset(self) -> int:
-        return self._source.offset_after(self.start, self.num_batches)
-
     def _commit(self) -> None:
-        num_steps = self._tx.micro_batch.step + 1
+        num_steps = self._tx.micro_batch.step_index + 1
         try:
             self._train_state.commit(num_steps)
         finally:
             if not self._tx.is_open:
                 self.batch = None
                 self.num_batches += num_steps
+                self._train_state.offset = self._source.offset_after(self.start, self.num_batches)
                 self._train_state.timing.num_steps += num_steps
         if self._on_commit is not None:
-            self._train_state.offset = self._offset()
             self._on_commit()

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data.partition import UpdatePlan, part_of, plan_update
+from raysgd.data.partition import EpochPartition, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
@@ -260,14 +260,9 @@ class DatasetSource(PartitionedSource):
         max_rows = max(sizes)
         if self._splits:
             max_rows = -(-max_rows // (self._full_size or partition.world_size))
-        self._plan = plan_update(
-            (sum(sizes),),
-            partition.world_size,
-            partition.rank,
-            max_rows,
-            in_parts and self.keeps_step,
-            partition.shares,
-        )
+        size, rank, shares = partition.world_size, partition.rank, partition.shares
+        step = EpochPartition(0, max_rows, size, rank, shares=shares)
+        self._plan = step.plan((sum(sizes),), in_parts and self.keeps_step)
         own, number = self._own_part(group), len(self._plan.micro_batches)
         if number == 1:
             yield own

@@ -68,7 +68,7 @@ class TrainingOperator(OperatorBase):
         for batch in self._with_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
             self._measure(meters, _plain(self.train_batch(batch, batch_info)))
-        return meters.summary()
+        return self._metrics(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train on one batch: forward, loss, gradients, update.

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -111,13 +111,19 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
     Raises:
         TypeError: If the arguments and the target cannot be told apart.
     """
-    if (named := _by_name(batch, model)) is not None:
-        accepted = _accepts(model, named)
+    fields = set(getattr(batch, "_fields", ())) if isinstance(batch, tuple) else set()
+    if (named := batch._asdict() if fields else _named(batch)) is not None:
+        inputs = _inputs_of(model)
+        names = {p.name for p in inputs if p.kind not in _VARIADIC}
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inputs)
+        accepted = {name for name in named if takes_any or name in names}
         others = [name for name in named if name not in accepted]
-        if not accepted or len(others) > 1:
-            raise _unclear(batch, model)
-        known = {name: named[name] for name in named if name in accepted}
-        return Batch((), known, named[others[0]] if others else None)
+        required = {p.name for p in inputs if p.default is p.empty and p.kind not in _VARIADIC}
+        if not fields or (required <= fields and len(fields - names) <= 1):
+            if not accepted or len(others) > 1:
+                raise _unclear(batch, model)
+            known = {name: named[name] for name in named if name in accepted}
+            return Batch((), known, named[others[0]] if others else None)
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise _unclear(batch, model)
     *features, target = batch
@@ -131,27 +137,6 @@ def _named(value: Any) -> Mapping[str, Any] | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
-def _by_name(value: Any, model: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Like `_named`, but also accept a named tuple with every required argument of ``forward``.
-
-    At most one field of the named tuple may be no argument of ``forward``.
-    """
-    fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
-    if not fields:
-        return _named(value)
-    inputs = [p for p in _inputs_of(model) if p.kind not in _VARIADIC]
-    required = {p.name for p in inputs if p.default is inspect.Parameter.empty}
-    is_like = required <= fields and len(fields - {p.name for p in inputs}) <= 1
-    return value._asdict() if is_like else None
-
-
-def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
-    inputs = _inputs_of(model)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inputs):
-        return set(names)
-    return {p.name for p in inputs if p.kind not in _VARIADIC} & {*names}
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd._internal.nested import map_leaves
+from raysgd.torch.digests import digest_of, has_bits
 
 _MESSAGE_BYTES = 4 * 2**20
 """Size in bytes at which a combined message of tensors is sent. Larger tensors are sent in parts.
@@ -208,9 +209,13 @@ def fingerprint(state: Any) -> bytes:
 
     A state that cannot be pickled gets a random digest.
     """
+    tensors: dict[torch.device, list[torch.Tensor]] = {}
 
     def summary(leaf: Any) -> Any:
-        return _bits(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor) or not has_bits(leaf):
+            return leaf
+        tensors.setdefault(leaf.device, []).append(leaf)
+        return str(leaf.dtype), tuple(leaf.shape)
 
     with io.BytesIO() as file:
         pickler = pickle.Pickler(file)
@@ -219,15 +224,5 @@ def fingerprint(state: Any) -> bytes:
             pickler.dump(map_leaves(state, summary))
         except Exception:  # probably a reference cycle: a scheduler that holds its own method
             return os.urandom(32)
+        pickler.dump([int(digest_of(held, device)) for device, held in tensors.items()])
         return hashlib.sha256(file.getvalue()).digest()
-
-
-def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the sum and the hash of the 64-bit words of a tensor, computed on its device."""
-    content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-    if content.storage_offset() % 8:
-        content = content.clone()  # words must be aligned
-    num_whole = content.numel() // 8 * 8
-    words, rest = content[:num_whole].view(torch.int64), content[num_whole:].tolist()
-    bits = (int(words.sum()), int(torch.hash_tensor(words).view(torch.int64))) if num_whole else ()
-    return (str(tensor.dtype), tuple(tensor.shape), *bits, *rest)

@@ -284,7 +284,7 @@ def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
             model._awaits_pass, model._averaged = False, {}
 
 
-def check_skipped(models: Sequence[torch.nn.Module], has_updates: bool) -> None:
+def check_skipped(models: Sequence[torch.nn.Module], has_optimizer_steps: bool) -> None:
     """Raise an error if this worker has skipped a model that other workers have trained.
 
     Without it, the other workers would average their gradients with those of a later pass. A model
@@ -296,7 +296,7 @@ def check_skipped(models: Sequence[torch.nn.Module], has_updates: bool) -> None:
     skipped = [
         model for model in replicas if model._trained_last_step and not model._trained_this_step
     ]
-    if not has_updates and not any(model._trained_this_step for model in replicas):
+    if not has_optimizer_steps and not any(model._trained_this_step for model in replicas):
         skipped = replicas[:1]
     parameters = [parameter for model in skipped for parameter in model.parameters()]
     if any(parameter.grad is not None for parameter in parameters):
@@ -360,11 +360,6 @@ def is_compiled(model: torch.nn.Module) -> bool:
     """Return whether ``torch.compile``, or ``compile()`` of a module, compiles parts of `model`."""
     has_own = any(module._compiled_call_impl is not None for module in model.modules())
     return has_own or plain(model) is not unwrap(model)
-
-
-def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    buffers = {name for name, _ in plain(model).named_buffers()}
-    return {name: value for name, value in state.items() if name not in buffers}
 
 
 def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
     """
     pieces: list[torch.Tensor] = []
     held = 0
-    for tensor in filter(_has_bits, tensors):
+    for tensor in filter(has_bits, tensors):
         content = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         content = content.contiguous().view(torch.uint8)
         num_bytes = content.numel()
@@ -60,7 +60,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
         yield _joined(pieces, held)
 
 
-def _has_bits(tensor: torch.Tensor) -> bool:
+def has_bits(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor can be read, unlike that of a sparse tensor."""
     if torch.nn.parameter.is_lazy(tensor) or tensor.layout is not torch.strided:
         return False

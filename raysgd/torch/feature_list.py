@@ -21,7 +21,7 @@ def features_of(
     replication: StepFeature | None,
     norms: GradientNorms,
 ) -> Iterator[StepFeature]:
-    """Yield the features in the order in which an update calls each hook.
+    """Yield the features in the order in which an update calls each hook. `receive` reverses it.
 
     To add a feature, add a line. `TorchTrainState` creates those that work before ``register``.
     """
@@ -31,6 +31,7 @@ def features_of(
     if replication is not None:
         yield replication  # averages of gradients; equal models
     yield optimization  # from losses to updates
+    yield state.checks  # errors for code that would make other updates
     yield norms  # clipping
     # Parameters and optimizers of discarded updates. Full sharding restores its own.
     watched = ([], []) if replication is None else (state.optimizers, state.models)

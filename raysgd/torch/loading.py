@@ -118,7 +118,9 @@ class PartitionedLoader(PartitionedSource):
     @property
     def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        return replace(self._partition, total=len(self.order_sampler))
+        if self._partition.total != (total := len(self.order_sampler)):
+            self._partition = replace(self._partition, total=total)
+        return self._partition
 
     @property
     def order_sampler(self) -> Any:
@@ -353,7 +355,7 @@ def wrap_loader(
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     may_split = partitions and own_split(loader) is None
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
-    why_whole = _why_whole(whole)
+    why_whole = why_whole(whole)
     if (may_split or _is_distributed(whole)) and not why_whole:
         return PartitionedLoader(whole, **placing)
     # A stream cannot be divided into shards, which `_check_equal_bits` reports.
@@ -403,7 +405,8 @@ def _is_distributed(loader: Any) -> bool:
     )
 
 
-def _why_whole(loader: Any) -> str:
+def why_whole(loader: Any) -> str:
+    """Return why a loader cannot be partitioned, or an empty string if it can."""
     if isinstance(loader, Iterator):
         return "an iterator can be read only once"
     if not isinstance(loader, DataLoader):

@@ -1,8 +1,10 @@
-"""Recognize losses of PyTorch that are not means over samples."""
+"""Count the items of losses, and recognize losses of PyTorch that are not means over samples."""
 
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -82,3 +84,14 @@ def num_counted(
             return None
     counted = target[target != index]
     return float(counted.numel() if weight is None else weight[counted].sum())
+
+
+def as_count(count: Any, source: str = "backward(num_samples={})") -> float:
+    """Return a number, or a tensor of one element, as a float. `source` is for errors."""
+    is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
+    value = count.item() if is_scalar else count
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{source.format(repr(count))}: the count must be a number.")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{source.format(repr(value))}: the count must be finite and at least 0.")
+    return float(value)

@@ -39,9 +39,8 @@ from raysgd.torch.batches import (
     scores_in,
 )
 from raysgd.torch.ddp import plain
-from raysgd.torch.losses import ignored_index, is_sum, num_counted
+from raysgd.torch.losses import as_count, ignored_index, is_sum, num_counted
 from raysgd.torch.operator_base import TorchOperatorBase
-from raysgd.torch.optimization import as_count
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
@@ -99,14 +98,14 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
-                if per_batch and train_state.transaction.is_updated:
+                if per_batch and train_state.transaction.counts(raised=True):
                     self.step_schedulers()  # the step counts as done
                 raise
             if per_batch and train_state.transaction.is_last:
                 self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
             self.step_schedulers()
-        return meters.summary()
+        return self._metrics(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train ``self.model`` on one batch: forward, loss, backward, optimizer step.

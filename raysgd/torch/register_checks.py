@@ -10,7 +10,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
@@ -118,7 +117,10 @@ def checked_sharding(
     sharding: Any,
     arguments: Any,
     options: TorchOptions,
+    models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
+    has_ddp_args: bool,
+    scales: bool,
 ) -> Any:
     """Return ``sharding_args`` without the keys that are None."""
     if sharding not in (None, *_SHARDING_ARGS):
@@ -143,6 +145,7 @@ def checked_sharding(
     if "copies" in given:
         check_int("register(sharding_args=...)", "copies", given["copies"], 0)
     others = {
+        "TorchTrainer(exact=...)": options.num_shards is not None,
         'backend="horovod" of the trainer': options.use_horovod,
         'use_fp16="apex" of the trainer': options.use_fp16 == "apex",
         "wrap_ddp=False of the trainer": not options.wrap_ddp,
@@ -150,81 +153,70 @@ def checked_sharding(
         and options.guard.crosscheck_every,
     }
     if sharding == "full":
-        is_measured = options.elastic.shares == "measured"
-        others['ElasticConfig(shares="measured"), but with a mapping of shares'] = is_measured
-    _refuse_any(sharding, others)
-    for optimizer in optimizers:
-        if type(optimizer) not in ELEMENTWISE:
-            names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-            raise ValueError(
-                f'register(sharding="{sharding}") cannot shard {type(optimizer).__name__}. Use an '
-                "optimizer of torch.optim that updates each element independently of the others: "
-                f"{names}."
-            )
+        others |= {
+            'ElasticConfig(shares="measured"), but with a mapping of shares': (
+                options.elastic.shares == "measured"
+            ),
+            "torch.compile": any(map(ddp.is_compiled, models)),
+            "DistributedDataParallel(model)": any(map(ddp.replicated, models)),
+            "register(ddp_args=...)": has_ddp_args,
+            "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16": scales,
+        }
+    call = f'register(sharding="{sharding}")'
+    for name, is_given in others.items():
+        if is_given:
+            raise ValueError(f"{call} does not work with {name}. Leave out one of the two.")
+    _check_shardable(call, models, optimizers)
+    if sharding == "full":
+        _check_rows(call, models, optimizers)
     return given
 
 
-def _refuse_any(sharding: str, others: Mapping[str, Any]) -> None:
-    for name, is_given in others.items():
-        if is_given:
-            raise ValueError(
-                f'register(sharding="{sharding}") does not work with {name}. Leave out one of the '
-                "two."
-            )
-
-
-def check_shardable(
-    sharding: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+def _check_shardable(
+    call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Reject parameters whose update cannot be sharded."""
-    given = f'register(sharding="{sharding}")'
+    """Reject optimizers and parameters whose update cannot be sharded."""
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise ValueError(
-                f"{given} cannot shard the sparse gradients of {type(module).__name__}"
+                f"{call} cannot shard the sparse gradients of {type(module).__name__}"
                 "(sparse=True). Leave sparse out."
             )
     registered = _parameters_of(models)
     for optimizer in optimizers:
+        kind = type(optimizer)
+        if kind not in ELEMENTWISE:
+            names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
+            raise ValueError(
+                f"{call} cannot shard {kind.__name__}. Use an optimizer of torch.optim that "
+                f"updates each element independently of the others: {names}."
+            )
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
         if strangers := [p for p in trained if id(p) not in registered]:
             raise ValueError(
-                f"{given}: {type(optimizer).__name__} has {len(strangers)} parameters that are in "
-                "no registered model. Register their model."
+                f"{call}: {kind.__name__} has {len(strangers)} parameters that are in no "
+                "registered model. Register their model."
             )
         for parameter in trained:
             if not parameter.is_contiguous():
                 raise ValueError(
-                    f"{given}: a parameter of shape {tuple(parameter.shape)} is not contiguous. "
+                    f"{call}: a parameter of shape {tuple(parameter.shape)} is not contiguous. "
                     "Make it contiguous(), for example without channels_last."
                 )
 
 
-def check_fully_shardable(
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    has_ddp_args: bool,
-    scales: bool,
+def _check_rows(
+    call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Reject arguments and models that do not work with ``sharding="full"``."""
-    given = 'register(sharding="full")'
     if len(optimizers) != 1:
         raise ValueError(
-            f"{given} got {len(optimizers)} optimizers. Pass one, with parameter groups."
+            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
         )
-    is_wrapped = any(isinstance(model, DistributedDataParallel) for model in models)
-    others = {
-        "torch.compile": any(map(ddp.is_compiled, models)),
-        "DistributedDataParallel(model)": is_wrapped,
-        "register(ddp_args=...)": has_ddp_args,
-        "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16": scales,
-    }
-    _refuse_any("full", others)
     for model in models:
         for name, parameter in model.named_parameters():
             if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
                 raise ValueError(
-                    f"{given} divides parameters by rows. {type(model).__name__}.{name} has no "
+                    f"{call} divides parameters by rows. {type(model).__name__}.{name} has no "
                     f"contiguous rows: its shape is {tuple(parameter.shape)}, and its strides are "
                     f"{tuple(parameter.stride())}. Use a contiguous parameter that has a dimension "
                     "and is not empty."

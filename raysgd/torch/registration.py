@@ -21,8 +21,6 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
-    check_fully_shardable,
-    check_shardable,
     check_step_freq,
     checked,
     checked_criteria,
@@ -59,16 +57,24 @@ def register(
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
-    options = state.settings.options
-    sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
+    options, precision = state.settings.options, state.optimization.precision
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
-    _move_models(state, [*modules, *trained], keeps_parameters=sharding == "full")
-    precision = state.optimization.precision
+    modules += trained
+    sharding_args = checked_sharding(
+        sharding,
+        sharding_args,
+        options,
+        modules,
+        state.optimizers,
+        has_ddp_args=bool(ddp_args),
+        scales=precision.scales,
+    )
+    _move_models(state, modules, keeps_parameters=sharding == "full")
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.settings.warn_once("apex", unused, apex_args, precision.name)
-    sharded = _shard(state, sharding, sharding_args, bool(ddp_args))
+    sharded = _shard(state, sharding, sharding_args) if state.context.distributed else []
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
@@ -77,11 +83,15 @@ def register(
     )
     norms = GradientNorms(state.optimization, max_grad_norm)
     for optimizer in state.optimizers:
-        optimizer.register_step_post_hook(state.optimization.end_update)
+        optimizer.register_step_post_hook(state.optimization.after_optimizer_step)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     is_full = any(each.is_fully_sharded for each in sharded)
     replication = None if is_full else _replicate(state, ddp_args, horovod_args)
-    _add_features(state, sharded, replication, norms)
+    state.buffers = BufferCopies(state.models, state)
+    state.features = list(features_of(state, sharded, replication, norms))
+    state.optimization.register_hooks()
+    for each in sharded:
+        each.shard_steps()
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.transaction.optimizers = state.optimizers
@@ -116,39 +126,18 @@ def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[A
     ]
 
 
-def _add_features(
-    state: TorchTrainState, sharded: list[Any], replication: Any, norms: GradientNorms
-) -> None:
-    state.buffers = BufferCopies(state.models, lambda make, rank: state.from_rank(make, rank))
-    state.features = list(features_of(state, sharded, replication, norms))
-    state.optimization.register_hooks()
-    for each in sharded:
-        each.shard_steps()
-
-
 def _shard(
-    state: TorchTrainState, sharding: str | None, arguments: dict[str, Any], has_ddp_args: bool
-) -> list[Any]:
+    state: TorchTrainState, sharding: str | None, arguments: dict[str, Any]
+) -> list[ShardedOptimizer]:
     if sharding is None:
         return []
-    precision, distributed = state.optimization.precision, state.context.distributed
-    if state.settings.options.num_shards is not None:
-        raise ValueError(
-            f"register(sharding={sharding!r}) does not work with TorchTrainer(exact=...). Leave "
-            "out one of the two."
-        )
-    check_shardable(sharding, state.models, state.optimizers)
     if sharding == "full":
-        check_fully_shardable(state.models, state.optimizers, has_ddp_args, precision.scales)
-        if distributed:
-            return [_shard_fully(state, arguments)]
-    elif distributed:
-        return [
-            ShardedOptimizer(each, arguments.get("copies"), state)
-            for each in state.optimizers
-            if any(p.requires_grad for g in each.param_groups for p in g["params"])
-        ]
-    return []
+        return [_shard_fully(state, arguments)]
+    return [
+        ShardedOptimizer(each, arguments.get("copies"), state)
+        for each in state.optimizers
+        if any(p.requires_grad for g in each.param_groups for p in g["params"])
+    ]
 
 
 def _replicate(
@@ -157,8 +146,7 @@ def _replicate(
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
         shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
-        state.optimization.exchange = shards
-        state.share_metrics = shards.share_metrics
+        state.gathers_metrics = True
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)
@@ -170,8 +158,7 @@ def _replicate(
             for index, model in enumerate(state.models)
         ]
         state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
-    state.optimization.exchange = replication = Replication(state, wraps)
-    return replication
+    return Replication(state, wraps)
 
 
 def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShardedModel:
@@ -187,7 +174,6 @@ def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShar
     precision, (optimizer,) = state.optimization.precision, state.optimizers
     dtype = precision.dtype if isinstance(precision, NativeAmp) else None
     model = FullyShardedModel(optimizer, state, arguments, dtype)
-    state.optimization.exchange = model
     if state.micro_batching.batch_norms:
         state.micro_batching.why_not_split = (
             "batch normalization may need fewer parts on some workers"

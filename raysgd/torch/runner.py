@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -36,7 +37,8 @@ class TorchRunner(OperatorRunner):
     def __init__(self, options: TorchOptions) -> None:
         super().__init__(options)
         self.generators = TorchGenerators()
-        self._earlier: tuple[Any, ...] | None = None
+        self._earlier = contextlib.ExitStack()
+        """Restores the settings of PyTorch that equal bits change."""
 
     # ---- lifecycle
 
@@ -46,9 +48,7 @@ class TorchRunner(OperatorRunner):
             torch.set_num_threads(max(1, int(context.num_cpus)))
             torch.set_default_dtype(self._options.default_dtype)
         if self._options.num_shards is not None:
-            self._earlier = self._earlier or _arithmetic()
-            workspace = os.environ.get(_WORKSPACE, ":4096:8")
-            _set_arithmetic(max(1, int(context.num_cpus)), True, False, False, workspace)
+            self._fix_arithmetic(max(1, int(context.num_cpus)))
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
@@ -72,8 +72,25 @@ class TorchRunner(OperatorRunner):
 
     def teardown(self) -> None:
         super().teardown()
-        if self._earlier is not None:  # the process may be the user's
-            _set_arithmetic(*self._earlier)
+        self._earlier.close()  # the process may be the user's
+
+    def _fix_arithmetic(self, num_threads: int) -> None:
+        """Make the results of operations reproducible until `teardown`."""
+        self._earlier.close()
+        restore, cudnn = self._earlier.callback, torch.backends.cudnn
+        restore(torch.set_num_threads, torch.get_num_threads())
+        restore(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        restore(setattr, cudnn, "benchmark", cudnn.benchmark)
+        if _WORKSPACE not in os.environ:
+            restore(os.environ.pop, _WORKSPACE, None)
+        torch.set_num_threads(num_threads)
+        torch.use_deterministic_algorithms(True)
+        cudnn.benchmark = False
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
 
     # ---- answers to requests
 
@@ -116,33 +133,6 @@ def build_operator(
     operator._seed_worker()
     state.untracked.watch(operator)
     return operator
-
-
-def _arithmetic() -> tuple[Any, ...]:
-    """Return the settings of PyTorch for `_set_arithmetic`."""
-    return (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-        os.environ.get(_WORKSPACE),
-    )
-
-
-def _set_arithmetic(
-    num_threads: int,
-    is_deterministic: bool,
-    warns_only: bool,
-    benchmark: bool,
-    workspace: str | None,
-) -> None:
-    if workspace is None:
-        os.environ.pop(_WORKSPACE, None)
-    else:
-        os.environ[_WORKSPACE] = workspace
-    torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
-    torch.backends.cudnn.benchmark = benchmark
 
 
 def _device(use_gpu: bool, context: WorkerContext) -> torch.device:

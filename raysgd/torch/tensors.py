@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def state_problem(held: Any, state: Mapping[str, Any]) -> str:
     if isinstance(held, torch.nn.Module):
         own = tuple(f"{name}." if name else "" for name, m in held.named_modules() if _converts(m))
         states = (held.state_dict(), state)
-        return _model_problem(*({k: s[k] for k in s if not k.startswith(own)} for s in states))
+        return model_problem(*({k: s[k] for k in s if not k.startswith(own)} for s in states))
     if isinstance(held, torch.optim.Optimizer):
         try:
             return _optimizer_problem(held, state)
@@ -176,7 +177,8 @@ def _converts(module: torch.nn.Module) -> bool:
     return not is_plain or bool(module._load_state_dict_pre_hooks)
 
 
-def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+def model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Return why named tensors cannot be loaded, or an empty string."""
     missing, unknown = held.keys() - state.keys(), state.keys() - held.keys()
     if missing or unknown:
         return _differing("it", missing, unknown)
@@ -290,6 +292,9 @@ def multiply_all(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) 
         torch._foreach_mul_(tensors, factor)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place."""
-    return tensor._version
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Returns how often a tensor was changed in place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.equal_bits import EqualBitsMicroBatching, EqualBitsTransaction
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
@@ -44,13 +46,14 @@ class TorchTrainState(RegisteredState):
         self.micro_batching: TorchMicroBatching = kind(self)
         self.untracked = Untracked(self)
         self.features = [self.micro_batching, self.untracked]  # `register` adds the others
-        self.optimization = Optimization(self, precision)
-        self.schedules = Schedules(self, self.optimization.check_complete)
+        self.checks = StepChecks(self, precision)
+        self.optimization = Optimization(self, precision, self.checks)
+        self.schedules = Schedules(self, self.checks.check_complete)
         self.averaging = Averaging(self)
 
     # ---- the other workers
 
-    def share_training_state(self, leader: int, follows: bool) -> None:
+    def copy_training_state(self, leader: int, follows: bool) -> None:
         """Load the state of rank `leader` if this rank `follows`. Every rank must call it.
 
         Parameters and optimizer states are sent only if they differ. After a worker loss, the other
@@ -60,10 +63,9 @@ class TorchTrainState(RegisteredState):
         # Do not read a large state if no other worker can have it.
         if self.minimum(-int(follows and not self.is_new)) < 0:
             state = self.training_state()
-            state["models"] = [
-                ddp.without_buffers(model, model_state)
-                for model, model_state in zip(self.models, state["models"], strict=True)
-            ]
+            for index, model in enumerate(map(ddp.plain, self.models)):
+                buffers, of_model = dict(model.named_buffers()), state["models"][index]
+                state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
             own = collectives.fingerprint((self.global_step, state))
             expected = collectives.broadcast_object(own, leader)
             lacks = follows and own != expected
@@ -120,9 +122,9 @@ class TorchTrainState(RegisteredState):
                 module.training = training
 
     def training_state(self) -> dict[str, Any]:
-        models = self._partial_models() or map(ddp.plain, self.models)
+        models = [ddp.plain(model).state_dict() for model in self.models]
         state: dict[str, Any] = {
-            "models": [model.state_dict() for model in models],
+            "models": list(map(self._without_shards, models, itertools.count())),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         if self.schedulers:
@@ -131,10 +133,11 @@ class TorchTrainState(RegisteredState):
             state |= feature.state_dict()
         return state
 
-    def _partial_models(self) -> list[Any] | None:
-        """Return placeholders for fully sharded models, with all state except the parameters."""
-        full = self.fully_sharded
-        return None if full is None else full.unsharded()
+    def _without_shards(self, state: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+        """Return the state of a model without sharded parameters."""
+        if (full := self.fully_sharded) is None:
+            return state
+        return {k: value for k, value in state.items() if k not in full.parameter_names[index]}
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects, saved in self._stateful(state):
@@ -165,7 +168,7 @@ class TorchTrainState(RegisteredState):
             feature.load_shards(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        stateful, partial = self._stateful(state), self._partial_models()
+        stateful = self._stateful(state)
         _, models, of_models = stateful[0]
         keeps_dtypes = all(
             tensor.dtype == saved[name].dtype
@@ -173,16 +176,17 @@ class TorchTrainState(RegisteredState):
             for name, tensor in model.named_parameters()
             if name in saved
         )
-        if partial is not None:
-            stateful[0] = ("models", partial[: len(models)], of_models)
         with contextlib.ExitStack() as undoing:
             # Load models last, because loading changes their tensors in place.
             for kind, objects, states in reversed(stateful):
                 for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
-                    load = None
+                    load, own = None, each.state_dict()
                     if kind == "optimizers" and keeps_dtypes:
                         load = functools.partial(load_optimizer, each)
-                    place, own = f"{kind}[{index}]", each.state_dict()
+                    elif kind == "models" and self.fully_sharded is not None:
+                        load = functools.partial(each.load_state_dict, strict=False)
+                        own, saved = (self._without_shards(s, index) for s in (own, saved))
+                    place = f"{kind}[{index}]"
                     undoing.enter_context(loading(each, own, saved, place, load))
         for feature in self.features:
             feature.load_state_dict(state)

@@ -95,23 +95,19 @@ def get_checkpoint() -> Checkpoint | None:
     return None if session is None else session.load()
 
 
-def _worker_context() -> WorkerContext:
-    return worker_context() or WorkerContext()
-
-
 def world_rank() -> int:
     """Return this worker's rank among all workers, from 0; 0 outside of a worker."""
-    return _worker_context().world_rank
+    return worker_context().world_rank
 
 
 def local_rank() -> int:
     """Return this worker's rank on its node, from 0; 0 outside of a worker."""
-    return _worker_context().local_rank
+    return worker_context().local_rank
 
 
 def world_size() -> int:
     """Return the number of workers; 1 outside of a worker. Only a restart changes it."""
-    return _worker_context().world_size
+    return worker_context().world_size
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
@@ -121,10 +117,9 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     splits the data set again. The name is required if the data sets have names. Outside of a run,
     or if the trainer has no data set, it warns and returns None.
     """
-    session = _within_run("get_dataset_shard")
-    if session is None:
+    if _within_run("get_dataset_shard") is None:
         return None
-    shards = session.shards
+    shards = here.shards
     if shards is None:
         warnings.warn(
             "get_dataset_shard() returns None, because the trainer has no data set.",
@@ -197,4 +192,4 @@ class TrainContext:
 def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
     plan = Plan() if here.session is None else here.session.plan
-    return TrainContext(_worker_context(), plan)
+    return TrainContext(worker_context(), plan)

@@ -24,9 +24,12 @@ _DICT = "dict_checkpoint.pkl"
 _METADATA = ".metadata.json"  # the file of Ray
 
 
-def load_checkpoint_from_path(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint, as `Trainer.load_checkpoint_from_path` does."""
-    state: dict[str, Any] = pickle.loads(read_pickle(path)[0])
+def load_checkpoint_from_path(checkpoint_file_path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint. Unpickling can run code from the file: read only files that you trust.
+
+    Raise CheckpointError if the file is missing or damaged.
+    """
+    state: dict[str, Any] = pickle.loads(read_pickle(checkpoint_file_path)[0])
     return state
 
 

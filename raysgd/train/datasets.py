@@ -16,17 +16,14 @@ class Datasets:
     """
 
     def __init__(self, datasets: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
-        is_dict = isinstance(datasets, Mapping)
-        self._has_names = is_dict and bool(datasets)
-        self._named: dict[str, Any] = dict(datasets) if is_dict else {"dataset": datasets}
-        self._split = {
-            n: data for n, data in self._named.items() if is_split(n) and data is not None
-        }
-        self._fixed: dict[str, Any] = {}
-        """Data sets to split with fixed rows, so that a restart gets the same shards."""
-        for name, dataset in self._split.items():
-            if not hasattr(dataset, "split") or isinstance(dataset, str):
-                shown = f"dataset {name!r}" if self._has_names else f"dataset={dataset!r}"
+        if isinstance(datasets, Mapping) and not datasets:
+            datasets = None
+        self._has_names = isinstance(datasets, Mapping)
+        self._named = dict(datasets) if self._has_names else {"dataset": datasets}
+        self._split = [n for n, data in self._named.items() if data is not None and is_split(n)]
+        for name in self._split:
+            if not hasattr(self._named[name], "materialize"):
+                shown = f"dataset {name!r}" if self._has_names else f"dataset={datasets!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of Datasets by name.")
 
     def shared_out(self, actors: Sequence[Any]) -> list[Any]:
@@ -38,15 +35,16 @@ class Datasets:
         self.materialize()
         shards = {name: self._shards(name, actors) for name in self._named}
         if not self._has_names:
-            return shards.get("dataset", [None] * len(actors))
+            return shards["dataset"]
         return [{name: each[rank] for name, each in shards.items()} for rank in range(len(actors))]
 
     def materialize(self) -> None:
-        """Read the data sets to split before the workers reserve the CPUs that reading needs."""
-        for name, dataset in self._split.items():
-            if name in self._fixed:
-                continue
-            if _is_lazy(dataset):
+        """Read the data sets to split before the workers reserve the CPUs that reading needs.
+
+        A restart gets the same shards, because the rows are fixed then.
+        """
+        for name in self._split:
+            if _is_lazy(self._named[name]):
                 logger.warning(
                     "Data set %r is read once, before training. Random map functions give the same "
                     "rows in every epoch: draw random numbers in the training function. To avoid "
@@ -54,15 +52,15 @@ class Datasets:
                     name,
                 )
                 _warn_without_cpu(name)
-            self._fixed[name] = getattr(dataset, "materialize", lambda: dataset)()  # noqa: B023
+                self._named[name] = self._named[name].materialize()
 
     def _shards(self, name: str, actors: Sequence[Any]) -> list[Any]:
-        dataset, num_workers = self._fixed.get(name), len(actors)
-        if dataset is None:
-            if _is_lazy(self._named[name]):
+        dataset, num_workers = self._named[name], len(actors)
+        if name not in self._split:
+            if _is_lazy(dataset):
                 _warn_without_cpu(name)
-            return [self._named[name]] * num_workers
-        num_rows = dataset.count() if hasattr(dataset, "count") else 0
+            return [dataset] * num_workers
+        num_rows = dataset.count()
         if num_unused := num_rows % num_workers:
             logger.warning(
                 "%d of %d rows of data set %r are not used, so that %d workers get equal shards.",

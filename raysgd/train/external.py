@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 
 from raysgd.train.api import get_checkpoint, world_rank, world_size
-from raysgd.train.session import here, worker_context
+from raysgd.train.session import here
 
 
 def newest_checkpoint_path(name: str) -> str | None:
@@ -33,7 +33,7 @@ def newest_checkpoint_path(name: str) -> str | None:
 
 def check_place(rank: int, size: int, advice: str) -> None:
     """Check the rank and the world size that another library has found."""
-    if worker_context() is not None and (rank, size) != (world_rank(), world_size()):
+    if here.context is not None and (rank, size) != (world_rank(), world_size()):
         raise RuntimeError(
             f"prepare_trainer(): this is worker {world_rank()} of {world_size()}, but the trainer "
             f"has rank {rank} of {size}. {advice}"

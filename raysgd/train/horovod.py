@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.arguments import check_timeout
-from raysgd._internal.context import WorkerContext
 from raysgd.backends import CollectiveBackend
-from raysgd.comm.horovod import HorovodBackend, HorovodRendezvous, check_horovod
+from raysgd.comm.horovod import HorovodBackend, check_horovod
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.framework import Backend, BackendConfig
 
@@ -61,24 +58,7 @@ class HorovodConfig(BackendConfig):
         if self.nics:
             names = sorted(self.nics)
             variables |= {"HOROVOD_GLOO_IFACE": names[0], "NCCL_SOCKET_IFNAME": ",".join(names)}
-        return FunctionHorovod(self.timeout_s, variables)
-
-
-class FunctionHorovod(HorovodBackend):
-    """Sets the environment of Horovod, for functions that call ``hvd.init()`` themselves.
-
-    raysgd does not know which groups the function joins, so all workers restart after an error.
-    """
-
-    rejoins = False
-
-    def __init__(self, timeout_s: float, variables: Mapping[str, str]) -> None:
-        super().__init__("horovod", timeout_s, framework=None)
-        self._variables = dict(variables)
-
-    def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
-        super().setup(context, rendezvous)
-        os.environ.update(self._variables)
+        return HorovodBackend("horovod", self.timeout_s, framework=None, variables=variables)
 
 
 class HorovodTrainer(DataParallelTrainer):

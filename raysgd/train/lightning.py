@@ -86,10 +86,8 @@ class RayTrainReportCallback(Callback):
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME))  # call on all workers
-            if trainer.is_global_zero:
-                report(metrics, checkpoint=Checkpoint.from_directory(folder))
-            else:
-                report(metrics)
+            checkpoint = Checkpoint.from_directory(folder) if trainer.is_global_zero else None
+            report(metrics, checkpoint)
 
 
 def get_checkpoint_path() -> str | None:

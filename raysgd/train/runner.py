@@ -43,7 +43,6 @@ class FunctionRunner(Runner):
 
     def __init__(self, share_gpus: bool) -> None:
         self._share_gpus = env_flag(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, share_gpus)
-        self._context = WorkerContext()
         self._plan: Plan | None = None
         self._session: Session | None = None  # None until the function has started
 
@@ -54,7 +53,7 @@ class FunctionRunner(Runner):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
 
     def setup(self, context: WorkerContext) -> None:
-        self._context = here.context = context
+        here.context = context
         if process.is_worker:
             sys.modules["ray.air.session"] = ray_session
 
@@ -105,6 +104,6 @@ class FunctionRunner(Runner):
         if self._session is None:
             if self._plan is None:
                 raise RuntimeError("This worker has no function to run.")
-            self._session = Session(self._plan, self._context, ReportQueue(), here.shards)
+            self._session = Session(self._plan, ReportQueue())
             self._session.thread.start()
         return self._session

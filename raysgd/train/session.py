@@ -53,17 +53,9 @@ class Plan:
 class Session:
     """One run of a training function in this process."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        context: WorkerContext,
-        report_queue: ReportQueue,
-        shards: Any = None,
-    ) -> None:
+    def __init__(self, plan: Plan, report_queue: ReportQueue) -> None:
         self.plan = plan
-        self.context = context
         self.report_queue = report_queue
-        self.shards = shards
         self.extras: dict[str, Any] = {}
         """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
@@ -79,7 +71,7 @@ class Session:
                 state.AcceleratorState._reset_state(True)  # a run may use another precision
             before = num_collectives()
             value = pickle.loads(self.plan.function)()
-            context = self.context
+            context = worker_context()
             has_communicated = before is None or num_collectives() != before
             if context.world_size > 1 and context.world_rank == 0 and not has_communicated:
                 logger.warning(
@@ -154,7 +146,7 @@ class Session:
             Turn(
                 kind,
                 content=content,
-                checkpoint=blob if self.context.world_rank == 0 else None,
+                checkpoint=blob if worker_context().world_rank == 0 else None,
                 has_checkpoint=blob is not None,
                 numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
                 iteration=self.iteration,
@@ -215,20 +207,23 @@ def _returned(value: Any) -> Packed | None:
 # ---- state of this process
 
 
+@dataclass
 class _Here:
     session: Session | None = None
     context: WorkerContext | None = None
-    """Context of this worker. It stays set between runs, because `to_worker_group` needs it."""
+    """Context of this worker, also between runs. None outside of a worker."""
     shards: Any = None
-    """This worker's data sets, for the next session."""
+    """This worker's data sets, for the current session or the next one."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Replaces `Session.extras` outside of a run."""
 
 
 here = _Here()
 
 
-def worker_context() -> WorkerContext | None:
-    """Return this worker's context, also between runs. None outside of a worker."""
-    return here.context if here.session is None else here.session.context
+def worker_context() -> WorkerContext:
+    """Return this worker's context; outside of a worker, that of a single worker."""
+    return here.context or WorkerContext()
 
 
 def receive_shards(shards: Any) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import operator
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.data_parallel_trainer import DataParallelTrainer, function_trainable
 from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.framework import BackendConfig, checked_config
 from raysgd.train.worker_group import TrainWorkerGroup
@@ -180,10 +179,8 @@ class Trainer(OldNames):
             dataset_config=dict.fromkeys(named, True),
         )
         trainer.datasets = dataset  # it may be a single dataset, without a name
-        functions = importlib.import_module("raysgd.tune.functions")
         name = getattr(train_func, "__name__", "train_func")
-        trainable: type[Any] = functions.function_trainable(name, trainer.with_config)
-        return trainable
+        return function_trainable(name, trainer.with_config)
 
     # ---- results
 
@@ -192,20 +189,13 @@ class Trainer(OldNames):
     latest_checkpoint_path = _of_executor("latest_checkpoint_path")
     best_checkpoint_path = _of_executor("best_checkpoint_path")
     events = _of_executor("events")
+    load_checkpoint_from_path = staticmethod(load_checkpoint_from_path)
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
         """The best checkpoint of the newest run; None if no checkpoint is on disk."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
-
-    @staticmethod
-    def load_checkpoint_from_path(checkpoint_file_path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read a checkpoint. Unpickling can run code from the file: read only files that you trust.
-
-        Raise CheckpointError if the file is missing or damaged.
-        """
-        return load_checkpoint_from_path(checkpoint_file_path)
 
     def _prepared(
         self, method: str, train_func: Callable[..., Any], config: dict[str, Any] | None
@@ -225,7 +215,7 @@ class Trainer(OldNames):
         return function, self.latest_run_dir
 
 
-class TrainingIterator:
+class TrainingIterator(Iterator[list[dict[str, Any]]]):
     """Yields the reports of all workers: a list of dicts, by rank."""
 
     def __init__(self, executor: BackendExecutor) -> None:
@@ -238,9 +228,6 @@ class TrainingIterator:
         while (reports := self._executor.fetch_next_result()) is not None:
             yield reports
         self._results = self._executor.finish_training()
-
-    def __iter__(self) -> TrainingIterator:
-        return self
 
     def __next__(self) -> list[dict[str, Any]]:
         """Wait for the next reports. Raise the exception of the function if it fails."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -163,10 +163,10 @@ _HOSTED: dict[str, Any] = {}
 """The worker's object of each `TrainWorkerGroup`, by the ID of the group."""
 
 
-class TrainWorkerGroup:
+class TrainWorkerGroup(list["HostedWorker"]):
     """Objects of a user's class, one on every worker: the result of ``Trainer.to_worker_group``.
 
-    Index or iterate over the group, and call methods like those of a Ray actor::
+    Call methods like those of a Ray actor::
 
         workers = trainer.to_worker_group(Trainer, config)
         ray.get([worker.train_epoch.remote() for worker in workers])
@@ -183,23 +183,14 @@ class TrainWorkerGroup:
         self._executor = executor
         group: WorkerGroup = executor.worker_group
         group.execute(_host, hosted_id, train_cls, args, dict(kwargs))
-        self._workers = [HostedWorker(worker.actor, hosted_id) for worker in group.workers]
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def __getitem__(self, index: int) -> HostedWorker:
-        return self._workers[index]
-
-    def __iter__(self) -> Iterator[HostedWorker]:
-        return iter(self._workers)
+        super().__init__(HostedWorker(worker.actor, hosted_id) for worker in group.workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers and wait until their resources are free.
 
         Workers have `patience_s` seconds to finish their work; 0 kills them immediately.
         """
-        self._workers = []
+        self.clear()
         self._executor.shutdown(patience_s > 0, patience_s)
 
 

@@ -147,17 +147,3 @@ def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement
     assert trainer.num_workers == NUM_WORKERS
     assert trainer.config[BATCH_SIZE] == 12
     check_ledger(trainer, metrics)
-
-
-@pytest.mark.slow("three workers start")
-def test_all_are_lost_and_training_restarts_from_a_snapshot(three):
-    """Training repeats the steps after the snapshot, and nothing else, whichever snapshot it is."""
-    trainer = three.trainer
-    trainer.train()
-    trainer.train(num_steps=2)
-    for rank in range(NUM_WORKERS):
-        chaos.kill(trainer, rank)
-    assert trainer.train()["epoch"] == 2
-    assert "restarted" in three.kinds
-    assert trainer.num_workers == NUM_WORKERS
-    assert torch.equal(ledger_of(trainer), torch.full((NUM_SAMPLES,), 2.0))

@@ -30,27 +30,17 @@ def rows(module_cluster, monkeypatch):
 
 
 @pytest.mark.slow("workers start several times, and so do those of Ray Data")
-def test_batches_of_ray_data_are_read_once_despite_losses(rows, tmp_path):
+def test_batches_of_ray_data_are_read_once_despite_losses(rows):
     settings = {"elastic": ElasticConfig(resize_cooldown_s=0.0), "operator_cls": FromRayData}
     with ledger_trainer(2, NUM_SAMPLES, rows=rows, **settings) as trainer:
-        trainer.train()
-        assert torch.equal(ledger_of(trainer), torch.ones(NUM_SAMPLES))
-        before = ledger_of(trainer).clone()
-        with Chaos(trainer, [Fault(rank=1, step=45)]):
+        with Chaos(trainer, [Fault(rank=1, step=5)]):
             trainer.train()
         assert [event.kind for event in trainer.events].count("lost") == 1
         assert trainer.num_workers == 2  # the new worker has joined
-        trained = ledger_of(trainer) - before
+        trained = ledger_of(trainer)
         # If the last step has one batch, the loss, which assumes two, counts it twice.
         assert trained.min() == 1
         assert (trained > 1).sum() in (0, 8)
-        before = ledger_of(trainer).clone()
-        trainer.train(num_steps=13)
-        saved = trainer.save(tmp_path / "state.pt")
-    with ledger_trainer(1, NUM_SAMPLES, rows=rows, use_local=True, **settings) as one:
-        one.load(saved)
-        one.train()
-        assert torch.equal(ledger_of(one), before + 1)
 
 
 def test_rows_of_ray_data_are_refused_because_they_are_not_batches(rows):

@@ -25,8 +25,6 @@ from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback, session
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.logging import (
     JsonLoggerCallback,
-    MLflowLoggerCallback,
-    TBXLoggerCallback,
 )
 from raysgd.train.callbacks.print import PrintCallback
 from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
@@ -86,73 +84,7 @@ def test_linear(trainer):
     assert results[0][2] == results[1][2] == pytest.approx(2, abs=0.1)
     losses = [result["loss"] for result in results[0][0]]
     assert losses[-1] < 0.1 * losses[0]
-
-
-# ---- images of digits; training and validation in each epoch
-
-
-def digits():
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    pixels = torch.tensor(data.data, dtype=torch.float32) / 16
-    return TensorDataset(pixels, torch.tensor(data.target))
-
-
-class NeuralNetwork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stack = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    def forward(self, x):
-        return self.stack(x)
-
-
-def digits_func(config):
-    data = digits()
-    training = torch.utils.data.Subset(data, range(1400))
-    test = torch.utils.data.Subset(data, range(1400, len(data)))
-    worker_batch_size = config["batch_size"] // train.world_size()
-    train_loader = train.torch.prepare_data_loader(
-        DataLoader(training, batch_size=worker_batch_size, shuffle=True)
-    )
-    test_loader = train.torch.prepare_data_loader(DataLoader(test, batch_size=worker_batch_size))
-    model = train.torch.prepare_model(NeuralNetwork())
-    loss_fn = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
-    for epoch in range(config["epochs"]):
-        if train.world_size() > 1:
-            train_loader.sampler.set_epoch(epoch)
-        model.train()
-        for pixels, target in train_loader:
-            optimizer.zero_grad()
-            loss_fn(model(pixels), target).backward()
-            optimizer.step()
-        model.eval()
-        correct = 0
-        with torch.no_grad():
-            for pixels, target in test_loader:
-                correct += (model(pixels).argmax(1) == target).sum().item()
-        train.report(accuracy=correct / len(test_loader.sampler))
-    return model.module.state_dict()
-
-
-def is_dynamo_loaded():
-    return "torch._dynamo.eval_frame" in sys.modules
-
-
-def test_digits(trainer):
-    accuracy = []
-
-    class Callback(TrainingCallback):
-        def handle_result(self, results, **info):
-            accuracy.append(sum(r["accuracy"] for r in results) / len(results))
-
-    config = {"lr": 0.5, "batch_size": 64, "epochs": 6}
-    states = trainer.run(digits_func, config=config, callbacks=[Callback()])
-    assert accuracy[-1] > 0.8
-    assert trainer.run(is_dynamo_loaded) == [False, False]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert trainer.run(lambda: "torch._dynamo.eval_frame" in sys.modules) == [False, False]
 
 
 # ---- an iterator over the results
@@ -248,71 +180,15 @@ def test_callbacks(trainer, capsys):
             raise ValueError("no more")
 
     average, as_json = Average(), JsonLoggerCallback()
-    callbacks = [average, as_json, TBXLoggerCallback(), PrintCallback()]
-    trainer.run(train_func, config={"n": 2}, callbacks=callbacks)
+    trainer.run(train_func, config={"n": 2}, callbacks=[average, as_json, PrintCallback()])
     assert average.means == [0.5, 1.5]
     assert average.log == [(trainer.latest_run_dir.name, {"n": 2}), False]
     assert as_json.log_path == trainer.latest_run_dir / "results.json"
-    logged = json.loads(as_json.log_path.read_text())
-    assert [[result["loss"] for result in results] for results in logged] == [[0], [1]]
-    assert list(trainer.latest_run_dir.glob("events.out.tfevents*"))
-    printed = json.loads("[" + capsys.readouterr().out.replace("\n]\n[", "\n],\n[") + "]")
-    assert [[result["loss"] for result in results] for results in printed] == [[0, 1], [1, 2]]
+    assert json.loads(as_json.log_path.read_text())[1][0]["loss"] == 1
+    assert '"loss": 2' in capsys.readouterr().out
     with pytest.raises(ValueError, match="no more"):
         trainer.run(train_func, config={"n": 1, "fails": True}, callbacks=[average])
     assert average.log[-1] is True
-
-
-# ---- data sets
-
-
-def test_shards_of_data_sets(trainer):
-    def train_func():
-        shard = train.get_dataset_shard("train")
-        values = [row["id"] for row in shard.iter_rows()]
-        batches = list(shard.iter_torch_batches(batch_size=4))
-        return values, len(batches), train.get_dataset_shard("val").count()
-
-    import ray.data
-
-    sizes = {"train": 16, "val": 8}
-    datasets = {name: ray.data.range(size, override_num_blocks=2) for name, size in sizes.items()}
-    results = trainer.run(train_func, dataset=datasets)
-    assert sorted(results[0][0] + results[1][0]) == list(range(16))
-    assert [counts for _, *counts in results] == [[2, 4], [2, 4]]
-
-
-# ---- mixed precision
-
-
-def amp_func(config):
-    train.torch.accelerate(amp=config["amp"])
-    train.torch.enable_reproducibility(seed=1)
-    model = train.torch.prepare_model(nn.Linear(1, 1))
-    loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    optimizer = train.torch.prepare_optimizer(optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    for _ in range(4):
-        for X, y in loader:  # noqa: N806  as scripts named it
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(X), y)
-            train.torch.backward(loss)
-            optimizer.step()
-        scheduler.step()
-    try:
-        train.torch.accelerate()
-    except RuntimeError as error:
-        return loss.item(), scheduler.get_last_lr(), str(error)
-
-
-def test_mixed_precision(trainer):
-    full, _, _ = trainer.run(amp_func, config={"amp": False})[0]
-    mixed, rate, said = trainer.run(amp_func, config={"amp": True})[0]
-    assert mixed == pytest.approx(full, rel=0.1)
-    assert mixed != full
-    assert rate == [0.2 / 16]
-    assert "accelerate() has to be called once" in said
 
 
 # ---- profiles
@@ -343,71 +219,6 @@ def test_profiles_of_the_workers(trainer, tmp_path):
     assert sorted(os.listdir(tmp_path / "traces")) == [trace.name for trace in traces]
     assert {trace.name.split("_")[1] for trace in traces} == {"0", "1"}
     assert all("traceEvents" in json.loads(trace.read_text()) for trace in traces)
-
-
-# ---- MLflow, TorchMetrics
-
-
-def test_mlflow(trainer, tmp_path, monkeypatch):
-    import mlflow
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = str(tmp_path / "mlruns")
-    callback = MLflowLoggerCallback(tracking_uri=uri, experiment_name="lines")
-    trainer.run(linear_func, config={"epochs": 2, "lr": 0.1}, callbacks=[callback])
-    run = mlflow.MlflowClient(uri).get_run(callback.run_id)
-    assert run.info.status == "FINISHED"
-    assert run.data.params == {"epochs": "2", "lr": "0.1"}
-    assert len(mlflow.MlflowClient(uri).get_metric_history(callback.run_id, "loss")) == 2
-
-
-def metrics_func():
-    from torchmetrics.classification import MulticlassAccuracy
-
-    accuracy = MulticlassAccuracy(num_classes=2, average="micro")
-    # all four samples of worker 0 are right, and both of worker 1 are wrong
-    if train.world_rank() == 0:
-        accuracy.update(torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 0, 1]))
-    else:
-        accuracy.update(torch.tensor([0, 1]), torch.tensor([1, 0]))
-    train.report(accuracy=accuracy.compute().item())
-    return accuracy.compute().item()
-
-
-def test_torchmetrics(trainer):
-    assert trainer.run(metrics_func) == [pytest.approx(4 / 6)] * 2
-
-
-# ---- a class that keeps its state between calls
-
-
-class StatefulTrainer:
-    def __init__(self, config):
-        self.model = train.torch.prepare_model(nn.Linear(1, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config["lr"])
-        self.loader = train.torch.prepare_data_loader(DataLoader(line(), batch_size=8))
-        self.epochs = 0
-
-    def train_epoch(self, factor=1.0):
-        loss = linear_epoch(self.loader, self.model, nn.MSELoss(), self.optimizer)
-        self.epochs += 1
-        return self.epochs, loss * factor
-
-    def place(self):
-        ranks = train.world_rank(), train.local_rank(), train.world_size()
-        return ranks, len(self.loader.sampler)
-
-
-def test_a_stateful_class_on_every_worker(trainer):
-    workers = trainer.to_worker_group(StatefulTrainer, config={"lr": 0.2})
-    assert len(workers) == 2
-    places = ray.get([worker.place.remote() for worker in workers])
-    assert places == [((0, 0, 2), len(line()) // 2), ((1, 1, 2), len(line()) // 2)]
-    first = ray.get([worker.train_epoch.remote() for worker in workers])
-    second = ray.get([workers[i].train_epoch.remote(factor=1.0) for i in range(2)])
-    assert [epochs for epochs, _ in first] == [1, 1]
-    assert [epochs for epochs, _ in second] == [2, 2]
-    assert second[0][1] < first[0][1]
 
 
 # ---- a worker that dies
@@ -460,10 +271,13 @@ def test_a_function_continues_after_a_worker_dies(trainer):
         assert isinstance(cloudpickle.load(file)["model"], nn.Linear)
 
 
-# ---- shutdown of busy workers
+# ---- objects on the workers, and the shutdown of busy workers
 
 
 class Busy:
+    def place(self, factor=1):
+        return train.world_rank() * factor, train.local_rank(), train.world_size()
+
     def wait_for_ever(self, begun):
         begun.touch()
         threading.Event().wait()
@@ -471,6 +285,8 @@ class Busy:
 
 def test_busy_workers_are_killed_after_patience_s(trainer, tmp_path):
     workers = trainer.to_worker_group(Busy)
+    assert len(workers) == 2
+    assert ray.get([worker.place.remote(factor=5) for worker in workers]) == [(0, 0, 2), (5, 1, 2)]
     calls = [workers[i].wait_for_ever.remote(tmp_path / f"begun{i}") for i in range(2)]
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     ray.kill(workers[0].actor)

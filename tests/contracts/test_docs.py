@@ -8,6 +8,7 @@ the quick start runs before them. A block that cannot run here is a
 """
 
 import ast
+import json
 import logging
 import re
 import string
@@ -25,6 +26,7 @@ DOCS = ROOT / "docs"
 QUICKSTART = DOCS / "quickstart.md"
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 MAX_NOT_RUN = 8
 
 # ---- files
@@ -40,7 +42,7 @@ def test_the_files_that_the_architecture_page_names_exist():
 
 # ---- snippets
 
-FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\S.*)?$")
+FENCE = re.compile(r"(?P<above>.*)\n *```(?P<kind>\S.*)?\n(?P<code>(?:.*\n)*?) *``` *(?=\n)")
 
 
 @dataclass(frozen=True)
@@ -57,24 +59,23 @@ class Block:
 
 def blocks(path):
     """Return the fenced blocks of a page."""
-    found, lines = [], path.read_text(encoding="utf-8").splitlines()
-    number = 0
-    while number < len(lines):
-        fence = FENCE.match(lines[number])
-        if fence is None:
-            number += 1
-            continue
-        end = number + 1
-        while lines[end].strip() != "```":
-            end += 1
-        code = textwrap.dedent("\n".join(lines[number + 1 : end]))
-        above = lines[number - 1].strip() if number else ""
-        found.append(Block((fence["kind"] or "").strip(), number + 2, code, above))
-        number = end + 1
-    return found
+    text = f"\n{path.read_text(encoding='utf-8')}\n"
+    return [
+        Block(
+            kind=(fence["kind"] or "").strip(),
+            line=text.count("\n", 0, fence.start("code")),
+            code=textwrap.dedent(fence["code"]).removesuffix("\n"),
+            above=fence["above"].strip(),
+        )
+        for fence in FENCE.finditer(text)
+    ]
 
 
 def snippets(path):
+    if path == NOTEBOOK:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        return [Block("python", 1, each, "") for each in code]
     return [block for block in blocks(path) if block.kind == "python"]
 
 
@@ -108,7 +109,7 @@ def run(path, block, namespace):
     exec(compile(tree, str(path.relative_to(ROOT)), "exec"), namespace)
 
 
-WITH_SNIPPETS = [path for path in PAGES if snippets(path)]
+WITH_SNIPPETS = [path for path in [*PAGES, NOTEBOOK] if snippets(path)]
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def run_page(tmp_path, monkeypatch, kept_logging):
         monkeypatch.setenv("HOME", str(tmp_path))  # runs of functions save files here
         # Ray sends classes and functions of __main__ to workers by value, as for a script.
         namespace = {"__name__": "__main__"}
-        if path not in (QUICKSTART, ROOT / "README.md"):
+        if path not in (QUICKSTART, NOTEBOOK, ROOT / "README.md"):
             run(QUICKSTART, snippets(QUICKSTART)[0], namespace)
         for block in snippets(path):
             run(path, block, namespace)
@@ -141,7 +142,7 @@ def run_page(tmp_path, monkeypatch, kept_logging):
 
 
 @pytest.mark.slow("a page makes up to three trainers")
-@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WITH_SNIPPETS, ids=lambda path: path.name)
 def test_the_snippets_of_a_page_run(path, run_page, ray_cluster):
     if path.stem == "horovod":
         import_horovod()

@@ -1,4 +1,4 @@
-"""Importing raysgd loads only what is needed. Each check runs in a new process."""
+"""Importing raysgd loads only what is needed."""
 
 import subprocess
 import sys
@@ -6,17 +6,64 @@ import sys
 import pytest
 
 BEGIN = """
-import sys
+import importlib, importlib.util, pkgutil, sys
 
 def loaded():
     # ray and its parts, not a library whose name begins with the same letters
     heavy = {"torch", "tensorflow", "keras", "horovod", "ray"}
     return {name.split(".")[0] for name in sys.modules} & heavy
+
+find_spec, asked = importlib.util.find_spec, []
+importlib.util.find_spec = lambda name, *rest: (
+    None if name in ("tensorflow", "horovod") else find_spec(name, *rest))
+
+class Missing:
+    def find_spec(self, name, *rest):
+        if name.split(".")[0] in ("tensorflow", "horovod"):
+            asked.append(name)
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+LIGHT = """
+import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing
+dir(raysgd)
+from raysgd import train
+import raysgd.train.backend, raysgd.train.callbacks
+for name in train.__all__:
+    getattr(train, name)
+# A worker must first set the environment variables that TensorFlow reads.
+import raysgd.tf, raysgd.comm.horovod
+raysgd.TFTrainer
+assert not loaded(), loaded()
+
+import logging, os, random, warnings
+import numpy, torch
+
+def settings():
+    return (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(),
+            list(warnings.filters))
+
+before = settings()
+import raysgd.operators, raysgd.torch
+raysgd.TorchTrainer
+assert settings() == before
+assert loaded() == {"torch"}, loaded()
+assert not {"torchmetrics", "transformers"} & set(sys.modules)
+
+below = {"_internal", "backends", "callbacks", "checkpoint", "comm", "data", "errors", "metrics",
+         "operators", "utils"}
+names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
+names = [name for name in names if name.split(".")[1] in below]
+assert {name.split(".")[1] for name in names} == below
+for name in names:
+    importlib.import_module(name)
+assert "ray" not in loaded(), loaded()
+assert not asked, asked
 """
 
 TRAIN = """
-import sys
-import torch
 from raysgd import TorchTrainer, TrainingOperator
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -46,84 +93,8 @@ with TorchTrainer(training_operator_cls=Operator, num_workers=1, use_local=True)
     trainer.load(sys.argv[1])
 """
 
-
-def run(code, *arguments):
-    """Run code in a new process. In it, `loaded()` returns the heavy packages in `sys.modules`."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BEGIN + code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_importing_raysgd_imports_no_framework():
-    """Its light submodules and `dir(raysgd)` import none either."""
-    run("""
-import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing
-dir(raysgd)
-assert not loaded(), loaded()
-""")
-
-
-def test_importing_the_function_family_imports_neither_ray_nor_a_framework():
-    run("""
-from raysgd import train
-import raysgd.train.backend, raysgd.train.callbacks
-for name in train.__all__:
-    getattr(train, name)
-assert not loaded(), loaded()
-""")
-
-
-def test_importing_the_tensorflow_family_imports_no_framework():
-    """A worker must first set the environment variables that TensorFlow reads."""
-    run("""
-import raysgd.tf, raysgd.comm.horovod
-raysgd.TFTrainer
-assert not loaded(), loaded()
-""")
-
-
-def test_the_operators_and_the_layers_below_cluster_import_only_what_they_use():
-    run("""
-import raysgd.operators as operators
-assert not loaded(), loaded()
-for name in operators.__all__:
-    getattr(operators, name)
-assert loaded() == {"torch"}, loaded()
-assert not {"torchmetrics", "transformers"} & set(sys.modules)
-
-import importlib, pkgutil, raysgd
-below = {"_internal", "backends", "callbacks", "checkpoint", "comm", "data", "errors", "metrics",
-         "operators", "utils"}
-names = [info.name for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.")]
-names = [name for name in names if name.split(".")[1] in below]
-assert {name.split(".")[1] for name in names} == below
-for name in names:
-    importlib.import_module(name)
-assert "ray" not in loaded(), loaded()
-""")
-
-
-@pytest.mark.slow("a process of its own that trains, and imports every module")
-def test_without_tensorflow_and_horovod_the_rest_works_and_errors_name_the_extra(tmp_path):
-    """A single worker in this process trains without importing Ray."""
-    without = """
-import importlib, importlib.util, pkgutil, sys
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: (
-    None if name in ("tensorflow", "horovod") else find_spec(name, *rest))
-class Missing:
-    def find_spec(self, name, *rest):
-        if name.split(".")[0] in ("tensorflow", "horovod"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Missing())
-"""
-    errors = """
-import raysgd, raysgd.train.horovod, raysgd.train.tensorflow
+ERRORS = """
+import raysgd.train.horovod, raysgd.train.tensorflow
 from raysgd.train import Trainer
 for make, extra in (
     (lambda: raysgd.TFTrainer(lambda config: None), "raysgd[tensorflow]"),
@@ -147,21 +118,17 @@ for info in pkgutil.walk_packages(raysgd.__path__, "raysgd."):
         importlib.import_module(info.name)
 assert loaded() == {"torch", "ray"}, loaded()
 """
-    run(without + TRAIN + errors, str(tmp_path / "state.pt"))
 
 
-def test_importing_the_torch_family_imports_only_torch_and_changes_no_settings():
-    run("""
-import logging, os, random, warnings
-import numpy, torch
-
-def settings():
-    return (dict(os.environ), logging.root.level, list(logging.root.handlers), random.getstate(),
-            list(warnings.filters))
-
-before = settings()
-import raysgd, raysgd.tf, raysgd.torch, raysgd.testing
-raysgd.TorchTrainer
-assert settings() == before
-assert loaded() == {"torch"}, loaded()
-""")
+@pytest.mark.slow("a process of its own that trains, and imports every module")
+def test_imports_load_only_what_is_used_and_missing_packages_are_named(tmp_path):
+    """A single worker in this process trains without Ray, TensorFlow, and Horovod."""
+    code = BEGIN + LIGHT + TRAIN + ERRORS
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(tmp_path / "state.pt")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

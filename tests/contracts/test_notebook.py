@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom in its own kernel."""
+"""The notebook runs from top to bottom in its own kernel, and test_docs.py runs its cells."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,12 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.conftest import IN_SOAK
+
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.slow("a kernel, and two workers that train ten epochs")
+@pytest.mark.skipif(not IN_SOAK, reason="tests/contracts/test_docs.py runs the cells")
 def test_the_notebook_runs(ray_cluster, monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster.get_runtime_context().gcs_address)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

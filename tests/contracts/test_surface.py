@@ -205,80 +205,55 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
         assert parameters[name].default == default, name
 
 
-@pytest.mark.parametrize(
-    ("owner", "method", "names"),
-    [
-        (
-            "TorchTrainer",
-            "train",
-            ["num_steps", "profile", "reduce_results", "max_retries", "info", "dataset"],
-        ),
-        ("TorchTrainer", "validate", ["num_steps", "profile", "reduce_results", "info"]),
-        (
-            "TorchTrainer",
-            "fit",
-            ["num_epochs", "validate_every", "callbacks", "max_retries", "info"],
-        ),
-        ("TorchTrainer", "test", ["loader", "info"]),
-        ("TorchTrainer", "predict", ["loader"]),
-        ("TorchTrainer", "request_stop", ["reason"]),
-        ("Callback", "on_train_start", ["trainer"]),
-        ("Callback", "on_train_end", ["trainer"]),
-        ("Callback", "on_epoch_end", ["trainer", "metrics"]),
-        ("Callback", "on_steps_end", ["trainer", "metrics"]),
-        ("Callback", "on_validation_end", ["trainer", "metrics"]),
-        ("Callback", "on_event", ["trainer", "event"]),
-        ("Callback", "on_exception", ["trainer", "error"]),
-        ("Callback", "on_pause", ["trainer"]),
-        ("Callback", "on_progress", ["trainer", "kind", "progress"]),
-        ("Callback", "next_pause", ["global_step"]),
-        ("TorchTrainer", "update_scheduler", ["metric"]),
-        ("TorchTrainer", "get_model", ["to_cpu"]),
-        ("TorchTrainer", "save", ["path"]),
-        ("TorchTrainer", "save_model", ["path"]),
-        ("TorchTrainer", "load_state_dict", ["state", "blocking"]),
-        ("TorchTrainer", "shutdown", ["force"]),
-        ("TrainingOperator", "setup", ["config"]),
-        ("TrainingOperator", "train_epoch", ["iterator", "info", "num_steps", "epoch_idx"]),
-        ("TrainingOperator", "train_batch", ["batch", "batch_info"]),
-        ("TrainingOperator", "validate", ["val_iterator", "info"]),
-        ("TrainingOperator", "validate_batch", ["batch", "batch_info"]),
-        ("TrainingOperator", "predict_batch", ["batch", "batch_info"]),
-    ],
-)
-def test_methods_take_their_arguments_in_this_order(owner, method, names):
-    home = raysgd.callbacks if owner == "Callback" else raysgd
-    parameters = inspect.signature(getattr(getattr(home, owner), method)).parameters
-    assert list(parameters)[1 : len(names) + 1] == names
+METHODS = {
+    "raysgd.TorchTrainer": """
+        train: num_steps profile reduce_results max_retries info dataset
+        validate: num_steps profile reduce_results info
+        fit: num_epochs validate_every callbacks max_retries info
+        test: loader info
+        predict: loader
+        request_stop: reason
+        update_scheduler: metric
+        get_model: to_cpu
+        save: path
+        save_model: path
+        load_state_dict: state blocking
+        shutdown: force
+    """,
+    "raysgd.callbacks.Callback": """
+        on_train_start: trainer
+        on_train_end: trainer
+        on_epoch_end: trainer metrics
+        on_steps_end: trainer metrics
+        on_validation_end: trainer metrics
+        on_event: trainer event
+        on_exception: trainer error
+        on_pause: trainer
+        on_progress: trainer kind progress
+        next_pause: global_step
+    """,
+    "raysgd.TrainingOperator": """
+        setup: config
+        train_epoch: iterator info num_steps epoch_idx
+        train_batch: batch batch_info
+        validate: val_iterator info
+        validate_batch: batch batch_info
+        predict_batch: batch batch_info
+    """,
+    "raysgd.train.Trainer": """
+        __init__: backend num_workers use_gpu resources_per_worker logdir max_retries
+        start: initialization_hook
+        run: train_func config callbacks dataset checkpoint checkpoint_strategy
+        run_iterator: train_func config dataset checkpoint checkpoint_strategy
+        to_tune_trainable: train_func dataset
+    """,
+}
 
 
-@pytest.mark.parametrize(
-    ("method", "names"),
-    [
-        (
-            "__init__",
-            [
-                "backend",
-                "num_workers",
-                "use_gpu",
-                "resources_per_worker",
-                "logdir",
-                "max_retries",
-            ],
-        ),
-        ("start", ["initialization_hook"]),
-        (
-            "run",
-            ["train_func", "config", "callbacks", "dataset", "checkpoint", "checkpoint_strategy"],
-        ),
-        (
-            "run_iterator",
-            ["train_func", "config", "dataset", "checkpoint", "checkpoint_strategy"],
-        ),
-        ("to_tune_trainable", ["train_func", "dataset"]),
-    ],
-)
-def test_methods_of_the_function_trainer_take_their_arguments_in_this_order(method, names):
-    trainer = importlib.import_module("raysgd.train").Trainer
-    parameters = inspect.signature(getattr(trainer, method)).parameters
-    assert list(parameters)[1 : len(names) + 1] == names
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_their_arguments_in_this_order(name):
+    home, _, owner = name.rpartition(".")
+    for line in METHODS[name].strip().splitlines():
+        method, *names = line.replace(":", "").split()
+        function = getattr(getattr(importlib.import_module(home), owner), method)
+        assert list(inspect.signature(function).parameters)[1 : len(names) + 1] == names, method

@@ -1,8 +1,6 @@
 """Callbacks of a trainer with several workers: lost workers, pauses, errors, and shutdown."""
 
 import json
-import os
-import signal
 import time
 
 import pytest
@@ -110,22 +108,6 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(two):
 
 def mean_of(history, name):
     return sum(entry[name] for entry in history) / len(history)
-
-
-def test_a_worker_that_is_lost_in_a_pause_costs_no_sample(two, tmp_path):
-    class Killing(Spy):
-        def on_pause(self, trainer):
-            super().on_pause(trainer)
-            if trainer.global_step == 10:
-                os.kill(pids[1], signal.SIGKILL)
-            trainer.save(tmp_path / "state.pt")
-
-    spy, pids = Killing(pause_every=10), pids_of(two.trainer)
-    (two.folder / "until_size").write_text("2")
-    two.trainer.fit(1, None, callbacks=[spy])
-    check_epoch(two.trainer)
-    assert told(spy) == ["lost", "resumed", "grown"]
-    assert two.events[0].step == 10
 
 
 def test_a_callback_that_raises_leaves_every_worker_in_the_same_state(two, caplog):

@@ -6,12 +6,11 @@ import threading
 import psutil
 import pytest
 
-from raysgd.cluster import worker_handle as members
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
-from tests.conftest import IN_SOAK, has_ended, own_memory, wait_until
+from tests.conftest import IN_SOAK, own_memory
 from tests.ledger import check_ledger, ledger_trainer
-from tests.shared import Shared, is_whole
+from tests.shared import Shared
 
 NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "1"))
 FIRST_SEED = int(os.environ.get("RAYSGD_SEED", "5"))
@@ -26,27 +25,6 @@ def three_workers(module_cluster):
 @pytest.fixture
 def three(three_workers):
     return three_workers.fresh()
-
-
-@pytest.mark.slow("two workers start")
-def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
-    trainer = three.trainer
-    pids = trainer.apply_all_workers(os.getpid)
-    faults = [Fault(rank=1, step=0), Fault(rank=0, step=10**9)]
-    with Chaos(trainer, faults) as injected:
-        wait_until(lambda: not psutil.pid_exists(pids[1]))
-    assert [(i.fault, i.pid) for i in injected.injected] == [(faults[0], pids[1])]
-    assert injected.pending == faults[1:]
-    with pytest.raises(ProcessLookupError, match=f"worker 1 .pid {pids[1]}. has ended"):
-        chaos.kill(trainer, 1)
-    with monkeypatch.context() as patch:  # as on nodes other than the driver's
-        patch.setattr(members, "_is_here", lambda info: False)
-        assert chaos.kill(trainer, 2) == pids[2]
-        wait_until(lambda: has_ended(pids[2]))
-    assert not has_ended(pids[0])
-    check_ledger(trainer, trainer.train())
-    assert three.kinds.count("lost") == 2
-    assert is_whole(trainer)
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="examples/elastic.py does the same with two kills")

@@ -15,11 +15,10 @@ sys.stdin.read()
 DRIVER = """
 from raysgd.cluster import ray_session
 ray_session.connect()
-print(ray_session.free_cpus())
 """
 
 
-@pytest.mark.slow("starts a cluster and two drivers")
+@pytest.mark.slow("starts a cluster and a driver")
 def test_the_error_of_a_cluster_with_a_token_names_what_lets_a_driver_in():
     environment = {
         **os.environ,
@@ -36,8 +35,5 @@ def test_the_error_of_a_cluster_with_a_token_names_what_lets_a_driver_in():
         lacking = {k: v for k, v in environment.items() if not k.startswith("RAY_AUTH_")}
         with run(DRIVER, lacking, stderr=-1) as driver:
             _, error = driver.communicate(timeout=60)
-        with run(DRIVER, environment) as driver:
-            output, _ = driver.communicate(timeout=60)
         head.stdin.close()
     assert "RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN to the output" in error
-    assert output == "1.0\n"

@@ -148,15 +148,12 @@ def changes(operator):
     return flags, operator.optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.slow("a worker is replaced, and then all")
 def test_replacements_have_what_apply_all_operators_changed(refilled):
     trainer = refilled.trainer
     trainer.train(num_steps=2)
     trainer.apply_all_operators(freeze)
-    for ranks in ([1], [0, 1]):
-        pids = [chaos.kill(trainer, rank) for rank in ranks]
-        wait_until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
-        trainer.validate(num_steps=1)  # with all workers
-        assert trainer.apply_all_operators(changes) == [([False], 0.125)] * 2
-    assert refilled.kinds.count("restarted") == 1
+    pid = chaos.kill(trainer, 1)
+    wait_until(lambda: not psutil.pid_exists(pid))
+    trainer.validate(num_steps=1)  # with all workers
+    assert trainer.apply_all_operators(changes) == [([False], 0.125)] * 2
     assert trainer.global_step == 2

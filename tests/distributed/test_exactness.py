@@ -7,30 +7,26 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
-from tests.operators import NUM_SAMPLES, Classifier, make_data, make_model, parameters, replica_hash
+from tests.operators import NUM_SAMPLES, Classifier, make_data, make_model, parameters
 from tests.shared import Shared
 from tests.stranger import stranger
 
 
-def plain_validation(model, batch_size):
+@torch.no_grad()
+def plain_validation(model):
     """Validate as a hand-written loop in one process does."""
-    criterion, loss, correct = torch.nn.CrossEntropyLoss(reduction="sum"), 0.0, 0
-    model.eval()
-    with torch.no_grad():
-        for features, target in DataLoader(make_data(), batch_size=batch_size):
-            output = model(features)
-            loss += criterion(output, target).item()
-            correct += int((output.argmax(dim=1) == target).sum())
+    features, target = make_data().tensors
+    output = model.eval()(features)
     return {
         "num_samples": NUM_SAMPLES,
-        "val_loss": loss / NUM_SAMPLES,
-        "val_accuracy": correct / NUM_SAMPLES,
+        "val_loss": torch.nn.functional.cross_entropy(output, target).item(),
+        "val_accuracy": (output.argmax(dim=1) == target).double().mean().item(),
     }
 
 
-def plain_training(num_steps, batch_size, batch_norm=False):
+def plain_training(num_steps, batch_size):
     """Train as a hand-written loop in one process does; return the model."""
-    model = make_model(batch_norm)
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     criterion = torch.nn.CrossEntropyLoss()
     batches = iter(DataLoader(make_data(), batch_size=batch_size))
@@ -54,7 +50,8 @@ def three_workers(module_cluster):
     ):
         pids = trainer.apply_all_workers(os.getpid)
         yield Shared(trainer)
-    attacked.check(pids)
+    assert os.getpid() in attacked
+    assert sum(pid in pids for pid in attacked) > len(pids)  # Ray owns one port per worker
 
 
 @pytest.fixture
@@ -62,35 +59,20 @@ def three(three_workers):
     return three_workers.fresh().trainer
 
 
-def check_validation(trainer, batch_size):
+def check_validation(trainer):
     """Check that metrics equal those of one process, and that validation changes no weights."""
     before = trainer.get_model().state_dict()
     metrics = trainer.validate()
-    expected = plain_validation(trainer.get_model(), batch_size)
+    expected = plain_validation(trainer.get_model())
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, abs=1e-6)
     after = trainer.get_model().state_dict()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_validation_equals_a_single_process(three):
-    check_validation(three, 16)
+    check_validation(three)
     three.train()
-    check_validation(three, 16)
-
-
-def test_validation_of_batch_norm_equals_a_single_process(module_cluster):
-    config = {"batch_norm": True, "momentum": 0.9, "batch_size": 31}
-    for num_workers in (1, 2):
-        with TorchTrainer(
-            training_operator_cls=Classifier,
-            config=config,
-            num_workers=num_workers,
-            use_local=True,
-            use_gpu=False,
-        ) as trainer:
-            trainer.train(num_steps=4)
-            check_validation(trainer, 31)
-            assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+    check_validation(three)
 
 
 def test_three_workers_equal_one_process_with_three_times_the_batch(three):
@@ -100,54 +82,3 @@ def test_three_workers_equal_one_process_with_three_times_the_batch(three):
     expected = torch.cat([p.reshape(-1) for p in plain_training(10, 48).parameters()]).detach()
     assert all(torch.equal(found[0], each) for each in found)
     assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
-
-
-class Centers(torch.nn.Module):
-    """A loss with parameters: the distance to the center of each class."""
-
-    def __init__(self):
-        super().__init__()
-        self.centers = torch.nn.Parameter(torch.rand(2, 2))  # differs between workers
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, output, target):
-        return ((output - self.centers[target]) * self.scale).square().mean()
-
-
-class Centered(Classifier):
-    def register(self, *, models, optimizers, criterion):
-        criterion = Centers()
-        optimizers.add_param_group({"params": criterion.parameters()})
-        return super().register(models=models, optimizers=optimizers, criterion=criterion)
-
-    def setup(self, config):
-        torch.seed()
-        super().setup(config)
-
-    def train_batch(self, batch, batch_info):
-        features, target = batch
-        output = self.model(features)
-        loss = self.criterion(output, target) + self.criterion(output / 2, target)
-        self.backward(loss)
-        self.optimizer_step(self.optimizer)
-        return {"train_loss": loss.detach(), "num_samples": len(target)}
-
-
-def centers_of(operator):
-    return operator.criterion.centers.tolist()
-
-
-def test_a_criterion_that_learns_is_the_same_on_all_workers_and_is_saved(module_cluster, tmp_path):
-    with TorchTrainer(
-        training_operator_cls=Centered, num_workers=2, use_local=True, use_gpu=False
-    ) as trainer:
-        trainer.train()
-        trainer.validate()
-        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
-        assert isinstance(trainer.get_model(), torch.nn.Sequential)
-        trainer.save(tmp_path / "state.pt")
-        (held, same) = trainer.apply_all_operators(centers_of)
-        assert held == same
-    with TorchTrainer(training_operator_cls=Centered, use_local=True) as trainer:
-        trainer.load(tmp_path / "state.pt")
-        assert centers_of(trainer.get_local_operator()) == held

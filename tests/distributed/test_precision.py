@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from raysgd import ElasticConfig, TorchTrainer
-from tests.distributed.test_exactness import plain_training
+from raysgd import ElasticConfig
 from tests.faulty import Faulty, faulty_trainer, fingerprints, order
 from tests.ledger import wait_if_short
-from tests.operators import NUM_SAMPLES, Adversaries, Classifier, parameters, replica_hash
+from tests.operators import NUM_SAMPLES, parameters
 from tests.shared import Shared
 
 HALF = {"use_fp16": True, "amp_dtype": torch.float16}
@@ -20,9 +18,6 @@ def scaler_of(trainer):
     )
     assert all(state == states[0] for state in states)
     return states[0]
-
-
-# ---- a gradient scaler and accumulation
 
 
 class Stepper(torch.optim.Optimizer):
@@ -123,66 +118,3 @@ def test_replacement_has_the_scaler_of_the_survivors(two):
     assert scaler_of(trainer)["scale"] == 2.0**15
     # the tracker counts the updates before and after the loss, not the batches
     assert scaler_of(trainer)["_growth_tracker"] > 2
-
-
-# ---- trainers with two workers, the first in the driver's process
-
-
-def local(operator_cls, config, **arguments):
-    return TorchTrainer(
-        training_operator_cls=operator_cls,
-        config=config,
-        num_workers=2,
-        use_local=True,
-        use_gpu=False,
-        **arguments,
-    )
-
-
-def test_adversaries_stay_identical_on_all_workers(module_cluster):
-    with local(Adversaries, {"batch_size": 3, "times": 2}) as trainer:
-        before = trainer.apply_all_operators(replica_hash)
-        for _ in range(2):
-            metrics = trainer.train()
-        assert (metrics["num_samples"], metrics["batch_count"]) == (20, 4)
-        after = trainer.apply_all_operators(replica_hash)
-        assert len(set(after)) == 1
-        assert after != before
-
-
-class Accumulating(Classifier):
-    """Counts how often gradients are exchanged."""
-
-    def setup(self, config):
-        super().setup(config)
-        self.num_exchanges = 0
-        self.model.register_comm_hook(None, self.exchange)
-
-    def register(self, **given):
-        return super().register(**given, gradient_accumulation_steps=3)
-
-    def exchange(self, state, bucket):
-        self.num_exchanges += 1
-        return allreduce_hook(state, bucket)
-
-
-def test_accumulation_on_two_workers_equals_one_process(module_cluster):
-    """253 samples: fifteen full batches on each worker, then 7 and 6."""
-    config = {"batch_size": 8, "shuffle": False, "momentum": 0.9, "num_samples": 253}
-    with local(Accumulating, config) as trainer:
-        trainer.train(num_steps=3)
-        assert trainer.apply_all_operators(lambda op: op.num_exchanges) == [1, 1]
-        trainer.validate()
-        trainer.train(num_steps=9)
-        assert trainer.apply_all_operators(lambda op: op.num_exchanges) == [4, 4]
-        found = trainer.apply_all_operators(parameters)
-        expected = torch.cat([p.reshape(-1) for p in plain_training(4, 48).parameters()]).detach()
-        assert torch.equal(found[0], found[1])
-        assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
-
-        # both workers train on the uneven end of the epoch
-        metrics = trainer.train()
-        assert (metrics["num_samples"], metrics["batch_count"]) == (253 - 12 * 16, 4)
-        assert trainer.apply_all_operators(lambda op: op.num_exchanges) == [6, 6]
-        assert trainer.global_step == 16
-        assert len(set(trainer.apply_all_operators(replica_hash))) == 1

@@ -41,12 +41,13 @@ class Paced(TrainingOperator):
         return super().train_batch(batch, batch_info)
 
 
-def make_trainer(num_workers, costs, register=None, **elastic):
+def make_trainer(num_workers, costs, register=None, use_local=True, **elastic):
     return TorchTrainer(
         training_operator_cls=Paced,
         config={BATCH_SIZE: GLOBAL_BATCH, "costs": costs, "register": register or {}},
         num_workers=num_workers,
-        use_local=num_workers == 1,
+        use_local=use_local,
+        use_gpu=False,
         elastic=ElasticConfig(**elastic),
     )
 
@@ -83,7 +84,8 @@ def check(trainer, results, register=None):
 def test_measured_shares_change_no_result_through_losses_and_joins(module_cluster):
     register = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
     costs, results = [0.0025, 0.001, 0.0025], []
-    with make_trainer(3, costs, register, shares="measured", resize_cooldown_s=0.5) as trainer:
+    elastic = {"shares": "measured", "resize_cooldown_s": 0.5}
+    with make_trainer(3, costs, register, use_local=False, **elastic) as trainer:
         train_until(trainer, lambda: "rebalanced" in kinds(trainer), results)
         (event,) = [event for event in trainer.events if event.kind == "rebalanced"]
         assert event.shares[1] > 1.4 * event.shares[0]

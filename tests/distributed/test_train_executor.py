@@ -8,9 +8,8 @@ import signal
 
 import pytest
 
-from raysgd import ElasticConfig, train
+from raysgd import train
 from raysgd.train.backend import (
-    Backend,
     BackendConfig,
     BackendExecutor,
     InactiveWorkerGroupError,
@@ -20,28 +19,6 @@ from raysgd.train.backend import (
 )
 from tests.conftest import wait_until
 
-decoded = []
-"""On the driver: IDs of the processes that encoded each report and checkpoint."""
-
-
-class Stamping(Backend):
-    """Adds the process ID to encoded data."""
-
-    @staticmethod
-    def encode_data(data):
-        return os.getpid(), data
-
-    @staticmethod
-    def decode_data(encoded):
-        pid, data = encoded
-        decoded.append(pid)
-        return data
-
-
-class StampingConfig(BackendConfig):
-    def backend_cls(self):
-        return Stamping
-
 
 def note_hook():
     os.environ["RAYSGD_HOOK"] = str(os.getpid())
@@ -50,7 +27,7 @@ def note_hook():
 @pytest.fixture(scope="module")
 def executor(module_cluster):
     """Two shared workers. A run may lose workers once."""
-    made = BackendExecutor(StampingConfig(), 2, max_retries=1)
+    made = BackendExecutor(BackendConfig(), 2, max_retries=1)
     made.start(initialization_hook=note_hook)
     yield made
     made.shutdown()
@@ -80,37 +57,6 @@ def test_calls_out_of_order_are_errors_and_change_nothing(executor):
     assert executor.finish_training() == [1, 1]
     with pytest.raises(TrainBackendError):
         executor.fetch_next_result()
-
-
-def test_reports_come_by_rank_and_need_not_be_fetched(executor):
-    def reports():
-        for n in range(3):
-            train.report(n=n, rank=train.world_rank())
-        return "done"
-
-    executor.start_training(reports)
-    results = executor.fetch_next_result()
-    assert [(r["n"], r["rank"], r["_training_iteration"]) for r in results] == [
-        (0, 0, 1),
-        (0, 1, 1),
-    ]
-    assert executor.finish_training() == ["done", "done"]
-
-
-def test_data_is_encoded_on_the_worker_and_decoded_on_the_driver(executor):
-    def function():
-        train.report(a=1)
-        train.save_checkpoint(b=2)
-        return train.load_checkpoint()
-
-    decoded.clear()
-    executor.start_training(function)
-    assert [result["a"] for result in executor.fetch_next_result()] == [1, 1]
-    first, second = executor.run(os.getpid)
-    assert decoded == [first, second]
-    assert [checkpoint["b"] for checkpoint in executor.finish_training()] == [2, 2]
-    assert executor.latest_checkpoint["b"] == 2
-    assert decoded == [first, second, first]
 
 
 def test_a_run_without_checkpoints_keeps_earlier_ones(executor, tmp_path):
@@ -147,6 +93,12 @@ class KillsAsItIsShared:
 
     def __init__(self, pid):
         self.pid = pid
+
+    def materialize(self):
+        return self
+
+    def count(self):
+        return 0
 
     def split(self, number, equal, locality_hints):
         if self.pid is not None:
@@ -193,50 +145,3 @@ def test_workers_can_be_added_and_removed(module_cluster):
         group.shutdown(patience_s=1)
     with pytest.raises(RuntimeError, match="no workers"):
         group.execute(os.getpid)
-
-
-@pytest.mark.slow("workers are started three times")
-def test_workers_are_added_if_room_appears_and_keep_it_in_a_restart(
-    executor, module_cluster, tmp_path
-):
-    """There is room for one more worker, then for two."""
-    from ray.util import placement_group, remove_placement_group
-
-    mark = tmp_path / "die"
-
-    def function():
-        state = train.load_checkpoint() or {"step": 0, "sizes": []}
-        step, sizes = state["step"], [*state["sizes"], train.world_size()]
-        while len(sizes) < 3 and step < 5000:
-            step += 1
-            if train.world_rank() == 1 and mark.exists():
-                mark.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
-            train.save_checkpoint(step=step, sizes=sizes)
-            train.report(step=step)
-        return sizes
-
-    taken = placement_group([{"CPU": 1}])
-    module_cluster.get(taken.ready())
-    elastic = ElasticConfig(initial_s=0.2, max_s=1.0, resize_cooldown_s=0.1)
-    own = BackendExecutor(BackendConfig(), (1, 2), elastic=elastic)
-    try:
-        own.start()
-        own.start_training(function, tmp_path)
-        steps = [own.fetch_next_result()[0]["step"] for _ in range(5)]
-        remove_placement_group(taken)
-        while (results := own.fetch_next_result()) is not None and len(results) == 1:
-            steps.append(results[0]["step"])
-        # The function waits at its checkpoint while the workers restart, so it repeats no step.
-        assert results[0]["step"] == steps[-1] + 2
-        assert steps == list(range(1, len(steps) + 1))
-        assert [event.kind for event in own.events] == ["started", "grown"]
-
-        taken = placement_group([{"CPU": 1}])
-        mark.touch()
-        assert own.finish_training() == [[1, 2, 2]] * 2
-        assert [event.kind for event in own.events] == ["started", "grown", "lost", "restarted"]
-        assert not taken.wait(0)
-    finally:
-        own.shutdown()
-        remove_placement_group(taken)

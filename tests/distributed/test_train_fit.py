@@ -4,7 +4,6 @@ Workers import this module, so functions import what takes long to import.
 """
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from raysgd.train import (
     Checkpoint,
     CheckpointConfig,
     DataParallelTrainer,
-    FailureConfig,
     RunConfig,
     ScalingConfig,
     TrainingCallback,
@@ -173,49 +171,6 @@ def test_the_session_of_ray_is_that_of_raysgd_in_a_function(module_cluster, tmp_
     assert (history[0]["rank"], history[0]["size"]) == (0, 1)
     assert [report["n"] for report in history[1:]] == [1, 1]
     assert history[2]["name"] == "rays"
-
-
-class Marking(TrainingCallback):
-    """Creates a file when the result of a step arrives."""
-
-    def __init__(self, path, step):
-        self.path, self.step = str(path), step
-
-    def handle_result(self, results, **info):
-        if results[0]["n"] == self.step:
-            Path(self.path).touch()
-
-
-def test_failed_run_resumes_from_its_checkpoint_and_can_be_restored(module_cluster, tmp_path):
-    """One of two losses is allowed. Repeated reports are in the history once."""
-    mark = tmp_path / "seen"
-
-    def function():
-        checkpoint = train.get_checkpoint()
-        start = 0 if checkpoint is None else checkpoint.to_dict()["n"] + 1
-        for n in range(start, 4):
-            made = Checkpoint.from_dict({"n": n}) if n < 2 else None
-            train.report({"n": n, "from": start}, checkpoint=made)
-            if n == start == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        if start == 1:
-            wait_until(mark.exists, 60)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    trainer = DataParallelTrainer(
-        function,
-        run_config=RunConfig(
-            name="restored",
-            storage_path=tmp_path,
-            failure_config=FailureConfig(max_failures=1),
-            callbacks=[Marking(mark, step=3)],
-        ),
-    )
-    with pytest.raises(RuntimeError, match="lost workers 2 times, but max_retries=1"):
-        trainer.fit()
-    history = DataParallelTrainer.restore(tmp_path / "restored").fit().history
-    found = [(report["n"], report["from"], report["_training_iteration"]) for report in history]
-    assert found == [(0, 0, 1), (1, 1, 2), (2, 2, 3), (3, 2, 4)]
 
 
 DRIVER = """

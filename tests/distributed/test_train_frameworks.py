@@ -1,10 +1,12 @@
-"""Training functions with TensorFlow and with Horovod: identical replicas, errors, and losses.
+"""The training functions of the examples with TensorFlow and with Horovod: identical replicas.
 
 Only a soak tests losses, because all processes restart.
 """
 
 import os
+import runpy
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,121 +15,31 @@ from raysgd import ElasticConfig, train
 from raysgd.train import Trainer
 from tests.conftest import IN_SOAK, import_horovod
 
-QUICK = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = {"lr": 3e-3, "num_epochs": 3}
 
 
-def die_once(folder, epoch):
-    """In a soak, kill worker 1 in epoch 1, once."""
-    mark = Path(folder) / "died"
-    if not IN_SOAK:
-        return
-    if epoch == 1 and train.world_rank() == 1 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+def watched(function, folder, config):
+    """Run a function. Return its last checkpoint on this worker, and the first epoch.
 
+    In a soak, kill worker 1 in epoch 1, once.
+    """
+    saved, save, mark = [], train.save_checkpoint, Path(folder) / "died"
 
-def learn_with_tensorflow(config):
-    import keras
-    import numpy as np
-    import tensorflow as tf
+    def save_and_keep(**values):
+        if IN_SOAK and (values["epoch"], train.world_rank()) == (1, 1) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        saved.append(values)
+        save(**values)
 
-    from raysgd.train.tensorflow import prepare_dataset_shard
-
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    rank, size = train.world_rank(), train.world_size()
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(128, 4)).astype("float32")
-    target = features.sum(axis=1, keepdims=True)
-    mine = tf.data.Dataset.from_tensor_slices((features[rank::size], target[rank::size]))
-    shard = prepare_dataset_shard(mine.batch(16))
-    policy = shard.options().experimental_distribute.auto_shard_policy
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.SGD(0.2)
-        optimizer.build(model.trainable_variables)
-    saved = train.load_checkpoint()
-    if saved:
-        model.set_weights(saved["weights"])
-
-    def replica_step(x, y):
-        with tf.GradientTape() as tape:
-            # The strategy sums the gradients of all workers.
-            loss = tf.reduce_mean((model(x, training=True) - y) ** 2) / train.world_size()
-        gradients = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-        return loss
-
-    @tf.function
-    def step(x, y):
-        return strategy.run(replica_step, (x, y))
-
-    for epoch in range(saved["epoch"] + 1 if saved else 0, 4):
-        for x, y in shard:
-            loss = step(x, y)
-        die_once(config["folder"], epoch)
-        train.save_checkpoint(epoch=epoch, weights=model.get_weights())
-        train.report(loss=float(loss), epoch=epoch)
-    return {
-        "weights": [w.tolist() for w in model.get_weights()],
-        "workers": strategy.num_replicas_in_sync,
-        "begun_at": saved["epoch"] if saved else None,
-        "policy": policy.name,
-        "place": os.environ["TF_CONFIG"],
-    }
-
-
-@pytest.mark.slow("two workers import TensorFlow")
-def test_tensorflow_trains_in_step(ray_cluster, tmp_path):
-    trainer = Trainer("tensorflow", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
-    trainer.start()
+    train.save_checkpoint = save_and_keep
     try:
-        results = trainer.run(learn_with_tensorflow, {"folder": str(tmp_path)})
-        assert (tmp_path / "died").exists() == IN_SOAK
-        assert [result["workers"] for result in results] == [2, 2]
-        assert [result["begun_at"] for result in results] == [0 if IN_SOAK else None] * 2
-        assert [result["policy"] for result in results] == ["OFF", "OFF"]
-        assert '"index": 0' in results[0]["place"]
-        assert results[0]["place"].count("127.0.0.1:") == 2
-        assert results[0]["weights"] == results[1]["weights"]
-        kernel = [value for (value,) in results[0]["weights"][0]]
-        assert kernel == pytest.approx([1.0] * 4, abs=0.1)
-        kinds = [event.kind for event in trainer.events]
-        assert kinds == ["started", "lost", "restarted"][: 3 if IN_SOAK else 1]
+        function(config)
     finally:
-        trainer.shutdown()
-
-
-def learn_with_horovod(config):
-    import horovod.torch as hvd
-    import torch
-
-    hvd.init()
-    assert (hvd.rank(), hvd.size()) == (train.world_rank(), train.world_size())
-    torch.manual_seed(hvd.rank())  # the first weights differ, until they are broadcast
-    model = torch.nn.Linear(4, 1)
-    saved = train.load_checkpoint()
-    if saved:
-        model.load_state_dict(saved["model"])
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
-    )
-    generator = torch.Generator().manual_seed(hvd.rank())
-    for epoch in range(saved["epoch"] + 1 if saved else 0, 4):
-        for _ in range(10):
-            features = torch.randn(16, 4, generator=generator)
-            optimizer.zero_grad()
-            loss = ((model(features) - features.sum(dim=1, keepdim=True)) ** 2).mean()
-            loss.backward()
-            optimizer.step()
-        die_once(config["folder"], epoch)
-        train.save_checkpoint(epoch=epoch, model=model.state_dict())
-        train.report(loss=loss.item(), epoch=epoch)
-    return {
-        "weights": [p.tolist() for p in model.parameters()],
-        "begun_at": saved["epoch"] if saved else None,
-        "place": [os.environ[f"HOROVOD_{name}"] for name in ("RANK", "SIZE", "LOG_LEVEL")],
-    }
+        train.save_checkpoint = save
+    weights = saved[-1]["weights"] if "weights" in saved[-1] else saved[-1]["model"].values()
+    return [weight.tolist() for weight in weights], saved[0]["epoch"]
 
 
 def raise_alone(config):
@@ -142,22 +54,29 @@ def raise_alone(config):
     hvd.allreduce(torch.ones(1), name="alone")
 
 
-@pytest.mark.slow("two workers start")
-def test_horovod_trains_in_step(ray_cluster, tmp_path):
-    import_horovod()
-    trainer = Trainer("horovod", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
+@pytest.mark.slow("two workers start, and may import TensorFlow")
+@pytest.mark.parametrize("name", ["tensorflow", "horovod"])
+def test_workers_train_in_step(name, ray_cluster, tmp_path):
+    pytest.importorskip("tensorflow") if name == "tensorflow" else import_horovod()
+    function = runpy.run_path(str(EXAMPLES / f"functions_{name}.py"))["train_func"]
+    elastic, accuracy = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0), []
+
+    class Watch(train.TrainingCallback):
+        def handle_result(self, results, **info):
+            accuracy.append([result["accuracy"] for result in results])
+
+    trainer = Trainer(name, num_workers=2, logdir=tmp_path / "runs", elastic=elastic)
     trainer.start()
     try:
-        # The second run has no loss, and its workers are initialized already.
-        for begun_at in (0 if IN_SOAK else None, None):
-            results = trainer.run(learn_with_horovod, {"folder": str(tmp_path)})
-            assert (tmp_path / "died").exists() == IN_SOAK
-            assert [result["begun_at"] for result in results] == [begun_at] * 2
-            infos = [result["place"] for result in results]
-            assert infos == [["0", "2", "warning"], ["1", "2", "warning"]]
-            assert results[0]["weights"] == results[1]["weights"]
-            assert results[0]["weights"][0][0] == pytest.approx([1.0] * 4, abs=0.1)
-        with pytest.raises(KeyError, match="on purpose"):
-            trainer.run(raise_alone, {})
+        in_step = partial(watched, function, str(tmp_path))
+        (weights, begun_at), other = trainer.run(in_step, CONFIG, callbacks=[Watch()])
+        assert other == (weights, begun_at)
+        assert begun_at == (1 if IN_SOAK else 0)
+        assert accuracy[-1][0] == accuracy[-1][1] > 0.8
+        kinds = [event.kind for event in trainer.events]
+        assert kinds == ["started", "lost", "restarted"][: 3 if IN_SOAK else 1]
+        if name == "horovod":
+            with pytest.raises(KeyError, match="on purpose"):
+                trainer.run(raise_alone, {})  # the workers are initialized already
     finally:
         trainer.shutdown()

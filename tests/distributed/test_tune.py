@@ -52,15 +52,6 @@ def fit(trainable, tmp_path, param_space, num_iterations, *, run=None, **tune_co
     return tuner.fit()
 
 
-def bundle_of_process():
-    """Return the index of the placement group bundle of this process, or None."""
-    import ray
-
-    held = ray.get_runtime_context().worker.core_worker.resource_ids()
-    found = [re.match(r"CPU_group_(\d+)_", name) for name in held]
-    return next((int(match[1]) for match in found if match), None)
-
-
 class Killer(tune.Callback):
     """Kills the process of the first trial that reports a result of an iteration."""
 
@@ -75,6 +66,14 @@ class Killer(tune.Callback):
 
 
 def lose_a_worker(trainer, info):
+    def bundle_of_process():  # sent by value, so that workers do not import Tune
+        """Return the index of the placement group bundle of this process, or None."""
+        import ray
+
+        held = ray.get_runtime_context().worker.core_worker.resource_ids()
+        found = [re.match(r"CPU_group_(\d+)_", name) for name in held]
+        return next((int(match[1]) for match in found if match), None)
+
     groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
     before = trainer.apply_all_workers(bundle_of_process)
     metrics = trainer.train()
@@ -163,27 +162,3 @@ def test_asha_stops_a_bad_trial_and_a_killed_trial_resumes(ray_cluster, tmp_path
     assert good.metrics["pid"] == bad.metrics["pid"] != killer.killed
     # an error in a trial is reported as the error of that trial
     assert "Invalid learning rate: -1" in str(mistaken.error)
-
-
-def fail_once(trainer, info):
-    metrics = trainer.train()
-    if metrics["epoch"] == 2 and not os.path.exists(trainer.config["failed"]):
-        with open(trainer.config["failed"], "w"):
-            pass
-        raise KeyError("a mistake of the user")
-    return {**metrics, **trainer.validate()}
-
-
-@pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
-def test_a_failed_run_can_be_restored_and_continues(ray_cluster, tmp_path):
-    trainable = one_process(override_tune_step=fail_once)
-    config = {"failed": str(tmp_path / "failed")}
-    every = {"checkpoint_config": tune.CheckpointConfig(checkpoint_frequency=1)}
-    (failed,) = fit(trainable, tmp_path, config, 3, run=every)
-    assert "a mistake of the user" in str(failed.error)
-    assert failed.metrics["epoch"] == 1
-    tuner = tune.Tuner.restore(str(tmp_path / "run"), trainable, resume_errored=True)
-    (result,) = tuner.fit()
-    assert result.error is None
-    assert result.metrics["iterations_since_restore"] == 2
-    assert result.metrics["epoch"] == result.metrics["training_iteration"] == 3

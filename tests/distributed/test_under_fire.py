@@ -55,7 +55,7 @@ def train_on_ledger(fire, lasts_s=0.0, **register):
         start_s = time.monotonic() - began
         if fire is not None and not IN_SOAK:
             fire.enough = lambda: num_losses(trainer) >= 2
-            fire.pauses_s = pauses_s(start_s)
+            fire.pauses_s = tuple(pause / 2 for pause in pauses_s(start_s))
             fire.start()
         num_epochs = 0
         while (

@@ -4,10 +4,8 @@ The others are in tests/contracts. No error leaves a process behind, and the tra
 after an error in a call.
 """
 
-import asyncio
 import copy
 import os
-import sys
 import threading
 import time
 
@@ -21,11 +19,10 @@ from raysgd.errors import (
     CheckpointError,
     CollectiveError,
     InsufficientResourcesError,
-    RemoteError,
     RemoteTraceback,
 )
 from tests.conftest import alive_actors, assert_names, wait_until
-from tests.operators import Classifier, parameters, register_all, replica_hash
+from tests.operators import Classifier, register_all, replica_hash
 
 FAR_BELOW_THE_TIMEOUT_S = 30
 """Limit for an error that waits for no collective. Those time out after half an hour."""
@@ -53,13 +50,12 @@ def with_setup(function):
             {"num_workers": 2, "min_workers": 2, "num_cpus_per_worker": 3},
             ["2 workers", "3 CPU", "has 4 CPU", "4 CPU are free"],
         ),
-        ({"use_gpu": True}, ["1 worker", "1 GPU", "has 4 CPU, 0 GPU"]),
         (
             {"num_workers": 2, "resources_per_worker": {"licence": 1}},
             ["1 worker", "1 licence", "0 licence"],
         ),
     ],
-    ids=["cpus", "gpus", "custom_resource"],
+    ids=["cpus", "custom_resource"],
 )
 def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words):
     """The error is immediate, because this cluster gets no more nodes."""
@@ -68,14 +64,6 @@ def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words)
         TorchTrainer(training_operator_cls=Classifier, **arguments)
     assert time.monotonic() - started < 20
     assert_names(caught.value, [*words, "num_cpus_per_worker"])
-    assert actors() == known
-
-
-def test_nccl_on_a_cluster_without_gpus_is_refused(ray_cluster):
-    known = actors()
-    with pytest.raises(ValueError, match="nccl") as caught:
-        TorchTrainer(training_operator_cls=Classifier, num_workers=2, backend="nccl")
-    assert_names(caught.value, ["GPU", "gloo"])
     assert actors() == known
 
 
@@ -120,16 +108,6 @@ def test_exception_in_setup_of_one_worker_keeps_its_type_and_frees_the_driver(
 # ---- calls on a trainer, which still works after each of them
 
 
-class UnpicklableError(Exception):
-    def __init__(self, text):
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-def raise_unpicklable():
-    raise UnpicklableError("holds a lock")
-
-
 class Moody(Classifier):
     """Fails in a batch as `info["mood"]` selects."""
 
@@ -139,20 +117,12 @@ class Moody(Classifier):
     def train_batch(self, batch, batch_info):
         mood = (batch_info["info"] or {}).get("mood")
         metrics = super().train_batch(batch, batch_info)
-        if mood == "nothing":
-            return None
         if mood == "extra pass" and self.world_rank == 1:
             self.model(batch[0]).sum().backward()
         if mood == "unpicklable metric":
             metrics["lock"] = threading.Lock()
-        if mood == "exit":
-            sys.exit()
         if mood == "keyboard interrupt":
             raise KeyboardInterrupt("in a batch")
-        if mood == "cancelled":
-            raise asyncio.CancelledError("in a batch")
-        if mood == "unpicklable error":
-            raise_unpicklable()
         return metrics
 
 
@@ -182,15 +152,9 @@ def mood(text):
 
 WRONG_CALLS = [
     ("train", {"info": {"lock": threading.Lock()}}, TypeError, "train", "pickled", "lock"),
-    ("validate", {}, RuntimeError, "validation loader", "register_data(validation_loader="),
     ("train", mood("unpicklable metric"), TypeError, "worker", "lock"),
-    # A SystemExit would end the driver without a message, with status 0.
-    ("train", mood("exit"), RemoteError, "SystemExit"),
     ("train", mood("keyboard interrupt"), KeyboardInterrupt, "in a batch"),
-    ("train", mood("cancelled"), asyncio.CancelledError, "in a batch"),
-    ("apply_all_workers", {"fn": threading.Lock().acquire}, TypeError, "pickled", "lock"),
     ("apply_all_workers", {"fn": threading.Lock}, TypeError, "worker", "lock"),
-    ("apply_all_operators", {"fn": lambda op: op.missing}, AttributeError, "missing"),
     ("get_local_operator", {}, NotImplementedError, "get_local_operator", "use_local=True"),
 ]
 
@@ -201,23 +165,6 @@ def test_wrong_call_is_refused(trainer, case):
     with pytest.raises(error) as caught:
         getattr(trainer, method)(**arguments)
     assert_names(caught.value, words)
-    if error in (RemoteError, KeyboardInterrupt, asyncio.CancelledError):
-        assert trainer.events[-1].kind == "user_error"
-
-
-def test_exception_that_cannot_be_pickled_is_reported_by_name_and_text(trainer):
-    with pytest.raises(RemoteError) as caught:
-        trainer.train(info={"mood": "unpicklable error"})
-    assert_names(caught.value, ["UnpicklableError", "holds a lock"])
-    assert_names(caught.value.__cause__, ["raise_unpicklable", "holds a lock"])
-
-
-def test_step_that_was_done_before_the_error_is_counted(trainer):
-    done = trainer.global_step
-    with pytest.raises(TypeError, match=r"Moody\.train_batch"):
-        trainer.train(info={"mood": "nothing"})
-    # the operator had already updated the model
-    assert trainer.global_step == done + 1
 
 
 def test_extra_pass_of_one_worker_is_an_error_before_the_timeout(trainer):
@@ -235,50 +182,13 @@ def add_buffer(operator):
     model.register_buffer("seen", torch.zeros(10**6), persistent=False)
 
 
-@pytest.mark.parametrize("part", ["models", "optimizers"])
-def test_state_of_something_else_leaves_every_worker_as_it_was(trainer, part):
-    """The part that is loaded first may be valid, but is not loaded either."""
+def test_state_of_something_else_leaves_every_worker_as_it_was(trainer):
+    """The models of the state are valid, but are not loaded either."""
     held = trainer.apply_all_operators(replica_hash), trainer.epoch, trainer.global_step
     state = copy.deepcopy(trainer.state_dict())
     state["models"] = [{name: value + 1 for name, value in state["models"][0].items()}]
     other = nn.Linear(3, 3, bias=False)
-    spoilt = {
-        "models": other.state_dict(),
-        "optimizers": torch.optim.SGD(other.parameters(), lr=0.1).state_dict(),
-    }
-    state[part] = [spoilt[part]]
-    with pytest.raises(CheckpointError, match=part.removesuffix("s")):
+    state["optimizers"] = [torch.optim.SGD(other.parameters(), lr=0.1).state_dict()]
+    with pytest.raises(CheckpointError, match="optimizer"):
         trainer.load_state_dict(state)
     assert (trainer.apply_all_operators(replica_hash), trainer.epoch, trainer.global_step) == held
-
-
-# ---- calls after shutdown, which ends the shared trainer
-
-
-def test_call_after_shutdown_says_that_the_trainer_is_shut_down(shared_trainer, tmp_path):
-    trainer = shared_trainer
-    state, path, known = trainer.state_dict(), tmp_path / "model.pt", actors()
-    trainer.save(path)
-    reached = trainer.epoch, trainer.global_step, trainer.latest_metrics["num_samples"]
-    for force in (False, False, True):  # only the first one has an effect
-        trainer.shutdown(force=force)
-    calls = [
-        trainer.train,
-        trainer.validate,
-        trainer.get_model,
-        trainer.get_local_operator,
-        trainer.state_dict,
-        lambda: trainer.load_state_dict(state),
-        lambda: trainer.update_scheduler(0.5),
-        lambda: trainer.save(path),
-        lambda: trainer.load(path),
-        lambda: trainer.apply_all_workers(os.getpid),
-        lambda: trainer.apply_all_operators(parameters),
-    ]
-    for call in calls:
-        with pytest.raises(RuntimeError, match="shut down"):
-            call()
-    assert actors() == known
-    # its progress and metrics can still be read
-    assert (trainer.epoch, trainer.global_step, trainer.latest_metrics["num_samples"]) == reached
-    assert trainer.num_workers == 0

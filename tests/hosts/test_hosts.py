@@ -26,7 +26,7 @@ LOST_S = 5.0
 """Most seconds from the cut of a host's network to the next step, on an idle machine."""
 NEXT_S = LOST_S if IN_SOAK else 2 * LOST_S
 """The same on a busy machine. Ray itself takes up to a minute to report a lost host."""
-ELASTIC = {"initial_s": 0.2, "max_s": 2.0}
+ELASTIC = {"initial_s": 0.2, "max_s": 2.0, "resize_cooldown_s": 0.5}
 
 pytestmark = pytest.mark.slow("Ray starts on three hosts, and each fault takes seconds")
 

@@ -11,9 +11,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.tensors import copy_all, is_like
+from raysgd.torch.tensors import copy_all, model_problem
 
 
 class Averaging(StepFeature):
@@ -73,7 +74,7 @@ class Averaging(StepFeature):
             update(averages, parameters, self._count)
         self._count += 1
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         if self.averages is not None and self._decay is not None:
             self._add()
 
@@ -106,29 +107,21 @@ class Averaging(StepFeature):
         return {"averages": {**settings, "models": self.averages}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        if "averages" in state and not self._fits(state["averages"]):
+        if "averages" not in state:
+            return
+        saved = state["averages"]
+        try:
+            fits = saved["decay"] is None or 0 < saved["decay"] < 1
+            for count in (saved["count"], saved["start_epoch"]):
+                fits &= type(count) is int and count >= 0
+            for own, averages in zip(self._parameters(), saved["models"], strict=True):
+                fits &= not model_problem(own, averages)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
             raise CheckpointError(
                 "Cannot load 'averages' of the state: they are damaged, or of other models."
             )
-
-    def _fits(self, state: Any) -> bool:
-        try:
-            decay, counts = state["decay"], (state["count"], state["start_epoch"])
-            parameters, models = self._parameters(), state["models"]
-            return (
-                (decay is None or 0 < decay < 1)
-                and all(type(count) is int and count >= 0 for count in counts)
-                and len(parameters) == len(models)
-                and all(
-                    own.keys() == saved.keys()
-                    and all(
-                        is_like(saved[n], p) and saved[n].shape == p.shape for n, p in own.items()
-                    )
-                    for own, saved in zip(parameters, models, strict=True)
-                )
-            )
-        except (AttributeError, KeyError, TypeError):
-            return False
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "averages" in state:

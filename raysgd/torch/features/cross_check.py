@@ -89,7 +89,8 @@ def _digests(
     """Return a digest of each gradient. All workers use equal batches, buffers, and seeds."""
 
     def given() -> Any:
-        part, _ = state.micro_batching.split_batch(batch, MicroBatch())[0]
+        in_parts = state.segment.in_parts
+        part, _ = state.micro_batching.split_batch(batch, MicroBatch(), in_parts)[0]
         return part, state.buffers.tensors()
 
     batch, buffers = map_leaves(state.from_rank(given, source), _aligned)

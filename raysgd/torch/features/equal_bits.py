@@ -21,7 +21,7 @@ import torch.distributed as dist
 from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
 from raysgd.loop.loss_weights import LossWeights
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.differences import kind_of
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.replication import Replication
@@ -51,33 +51,23 @@ class EqualBitsWeights(LossWeights):
     """
 
     @property
-    def counted(self) -> float | None:
+    def counted_items(self) -> float | None:
         """Items of the current shard, or None if samples count."""
         return None if self._count.items is None else self._items
 
     def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        return float(self._plan.total or 1)
+        return float(self._tx.plan.total or 1)
 
     _exact = _planned
 
 
 class EqualBitsTransaction(UpdateTransaction):
-    """A step that counts when all workers have its metrics."""
+    """An update that counts when all workers have its metrics."""
 
     new_weights = EqualBitsWeights
     weights: EqualBitsWeights
-
-    has_metrics: bool | None = None
-    """Whether all workers have the metrics. None: ``train_epoch`` does not collect them."""
-
-    @property
-    def is_updated(self) -> bool:
-        """Whether the steps count."""
-        return super().is_updated if self.has_metrics is None else self.has_metrics
-
-    @property
-    def has_several_updates(self) -> bool:
-        return True  # a worker can be lost between an update and the exchange of its metrics
+    is_updated = False  # before the commit, in which the workers exchange metrics
+    has_several_optimizer_steps = True  # a worker can be lost between an update and that exchange
 
 
 class EqualBitsMicroBatching(TorchMicroBatching):
@@ -159,7 +149,6 @@ class EqualBitsReplication(Replication):
 
     def begin(self, tx: UpdateTransaction) -> None:
         """Keep what an update changes besides the optimizer and the model."""
-        self._transaction.has_metrics = None if self._state.meters is None else False
         self._scales = [t.clone() for t in self._precision.scales_of()]
         self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
 
@@ -172,7 +161,7 @@ class EqualBitsReplication(Replication):
         for model in self._state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
         self._shard = owned[tx.index % len(owned)]
-        self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
+        self._ends_group = tx.micro_batch.step_index == tx.plan.num_steps - 1
         self._buffers.begin(self._shard, is_first=tx.index <= 0)
 
     def _end_shard(self) -> None:
@@ -191,39 +180,35 @@ class EqualBitsReplication(Replication):
             )
 
     def before_commit(self, tx: UpdateTransaction) -> None:
-        has_stepped = bool(self._stepped)
         self._end_shard()
-        if not has_stepped and tx.index >= 0:
-            if self._state.meters is None:
-                self._agree(0, [])
-            self._state.buffers.write(self._state.buffers.copies)
+        if not self._stepped_before:
+            self._agree(0, [])
+        if self._state.meters is not None:
+            self._state.meters.share(self._of_all_workers)
 
-    def commit(self) -> None:
-        super().commit()
+    def commit(self, tx: UpdateTransaction) -> None:
+        super().commit(tx)
+        if not self._stepped_before:
+            self._state.buffers.write(self._state.buffers.copies)
         self._clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
-        if tx.has_updates:
+        if tx.has_optimizer_steps:
             for scale, before in zip(self._precision.scales_of(), self._scales, strict=True):
                 scale.copy_(before)
             for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
                 scheduler.load_state_dict(state)
-        self.commit()
+        super().roll_back(tx)
+        self._clear()
 
     # ---- metrics
 
-    def share_metrics(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
-        """Return the metrics of all workers' shards. The step counts from then on.
-
-        Each worker collects all metrics, so that those of a lost worker are not lost.
-        """
-        if not self._stepped:
-            self._agree(0, [])
+    def _of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
+        """Return the metrics of all workers' shards, so that those of a lost worker are kept."""
         shards = itertools.product(range(len(updates)), self._partition.owned)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
         rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
         rows.sort(key=lambda row: row[0])
-        self._transaction.has_metrics = True
         last = self._num_shards - 1
         return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
 
@@ -257,7 +242,7 @@ class EqualBitsReplication(Replication):
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
-        if (count := self._transaction.weights.counted) is not None:
+        if (count := self._transaction.weights.counted_items) is not None:
             device = self._state.settings.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         if (earlier := self._earlier.pop(key, None)) is not None:
@@ -301,11 +286,11 @@ class EqualBitsReplication(Replication):
         parameters = _trained(optimizer)
         tree = self._trees.pop(id(optimizer))
         flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
-        kind = 2 * self._number_of(optimizer) + (tx.weights.counted is not None)
+        kind = 2 * self._number_of(optimizer) + (tx.weights.counted_items is not None)
         flags = self._agree(kind, flags)
         partition = self._partition
         total = sum_over_workers(tree, self._num_shards, partition.shares)
-        if tx.weights.counted is not None:
+        if tx.weights.counted_items is not None:
             *total, count = total
             if num_items := count.item():
                 multiply_all(total, (tx.plan.total or 1) / num_items)

@@ -8,7 +8,7 @@ parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.optimization import GradientExchange
+from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.shards import PARAMETER, Piece, UpdateBuffers
@@ -132,16 +132,13 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
         return self.models.on_demand()
 
     def sync_buffers(self) -> None:
-        assert self._train_state is not None
         models = self.models.models
         buffers = [buffer for model in models for buffer in model.buffers()]
         self._train_state.broadcast_buffers(buffers)
 
     def start_together(self) -> None:
         super().start_together()
-        assert self._train_state is not None
-        buffers = self._train_state.buffers
-        buffers.set(self._train_state.from_rank(buffers.tensors, 0))
+        self._train_state.buffers.receive(0)()
 
     # ---- state of this worker
 
@@ -180,7 +177,6 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
     def take_state(self) -> None:
         super().take_state()
         self._values = {}
-        assert self._train_state is not None
         is_alone = self._train_state.context.alone  # a replacement places its rows when it joins
         if dist.is_initialized() and not is_alone:
             self._place()
@@ -190,26 +186,21 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
         if not self.lacks_shards:
             self._place()
 
-    def model_shards(self) -> list[list[tuple[Any, ...]]]:
-        known_as: list[dict[int, tuple[str, ...]]] = [defaultdict(tuple) for _ in self.models.names]
-        for of_model, names in zip(known_as, self.models.names, strict=True):
+    def shards(self) -> list[tuple[Any, ...]]:
+        known_as: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for index, names in enumerate(self.models.names):
             for name, which in names.items():
-                of_model[which] += (name,)
+                known_as[which].append((index, name))
         return [
-            [
-                (
-                    of_model[piece.which],
-                    *piece.place_in(self._parameters),
-                    {PARAMETER: self._now(piece)},
-                )
-                for piece in self._layout.own_pieces(self._pieces)
-                if piece.which in of_model
-            ]
-            for of_model in known_as
+            (
+                (self._numbers.get(piece.which), *known_as[piece.which]),
+                *piece.place_in(self._parameters),
+                {**piece.state, PARAMETER: self._now(piece)},
+            )
+            for piece in self._layout.own_pieces(self._pieces)
         ]
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
-        assert self._train_state is not None
         if self._train_state.context.alone:  # a GPU may have no room for all rows
             return None
         elements = self._values[which].detach().reshape(-1)[start:stop]
@@ -269,22 +260,6 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
                     'in register(sharding="full"), and has changed. Set requires_grad earlier.'
                 )
 
-    def unsharded(self) -> list[UnshardedModel]:
-        return [
-            UnshardedModel(model, names)
-            for model, names in zip(self.models.models, self.models.names, strict=True)
-        ]
-
-
-class UnshardedModel:
-    """A placeholder with the state of a model, except its sharded parameters."""
-
-    def __init__(self, model: torch.nn.Module, names: Mapping[str, int]) -> None:
-        self._model, self._names = model, names
-
-    def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in self._model.state_dict().items() if k not in self._names}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rest = {key: value for key, value in state.items() if key not in self._names}
-        self._model.load_state_dict(rest, strict=False)
+    @property
+    def parameter_names(self) -> Sequence[Collection[str]]:
+        return self.models.names

@@ -7,9 +7,9 @@ import contextlib
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives, ddp
-from raysgd.torch.optimization import GradientExchange
+from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
 
@@ -83,11 +83,10 @@ class Replication(GradientExchange):
         return ddp.no_forward_sync(self._state.models)
 
     def before_commit(self, tx: UpdateTransaction) -> None:
-        ddp.check_skipped(self._state.models, tx.has_updates)
+        ddp.check_skipped(self._state.models, tx.has_optimizer_steps)
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         ddp.forget_gradients(self._state.models)
         self._exchange(True)
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
-        self.commit()
+    roll_back = commit

@@ -22,7 +22,7 @@ from torch import optim
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import ShardedFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.sharding.shards import (
@@ -65,7 +65,7 @@ class ShardedOptimizer(ShardedFeature):
     Args:
         optimizer: one of `ELEMENTWISE`, with averaged gradients.
         copies: see `Layout`.
-        state: the training state; None for an optimizer alone.
+        state: the training state.
         parameters: parameters that are sharded too, by rows. None if each worker has the complete
             parameters. The layout then covers the parameters that the optimizer trains.
     """
@@ -74,7 +74,7 @@ class ShardedOptimizer(ShardedFeature):
         self,
         optimizer: torch.optim.Optimizer,
         copies: int | None,
-        state: RegisteredState | None = None,
+        state: RegisteredState,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -120,32 +120,32 @@ class ShardedOptimizer(ShardedFeature):
         self._buffers = {
             shard: layout.new_buffers(shard, self._device) for shard in layout.held_shards()
         }
-        pieces, views, content = [], [], []
+        groups = optimizer.param_groups
+        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+        params: list[list[torch.Tensor]] = [[] for _ in groups]
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        placed, stepped = [], []
         for shard, of_shard in self._buffers.items():
             for piece in layout.pieces_of(shard, self._pieces):
                 if (part := of_shard.parts.get(piece.which)) is None:
                     continue
                 first, _ = layout.shards[shard][piece.which]
                 view = part[piece.start - first : piece.stop - first]
-                updated = piece.value if piece.version > self._version else None
-                if updated is None:
-                    view.grad = self._gradient(shard, piece)
-                pieces.append(piece)
-                views.append(view)
-                content.append(self._now(piece) if updated is None else updated)
-        copy_all(zip(views, content, strict=True))
-        group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-        params: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for piece, view in zip(pieces, views, strict=True):
-            piece.value = view
-            if piece.version <= self._version:
+                if piece.version > self._version:  # it has its update
+                    assert piece.value is not None
+                    placed.append((piece, view, piece.value))
+                    continue
+                placed.append((piece, view, self._now(piece)))
+                view.grad = self._gradient(shard, piece)
                 params[group_of[self._numbers[piece.which]]].append(view)
                 if piece.state:
                     state[view] = piece.state
-                self._stepped.append(piece)
-        self._swapped = [group["params"] for group in optimizer.param_groups]
-        for group, of_group in zip(optimizer.param_groups, params, strict=True):
+                stepped.append(piece)
+        copy_all((view, content) for _, view, content in placed)
+        for piece, view, _ in placed:
+            piece.value = view
+        self._stepped, self._swapped = stepped, [group["params"] for group in groups]
+        for group, of_group in zip(groups, params, strict=True):
             group["params"] = of_group
         optimizer.state = state
 
@@ -170,7 +170,7 @@ class ShardedOptimizer(ShardedFeature):
         self._give_back()
         for piece in self._pieces:
             piece.version = self._version + 1
-        if self._train_state is not None and self._train_state.transaction.in_helper:
+        if self._train_state.transaction.in_helper:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self._put_in_place()
@@ -210,8 +210,7 @@ class ShardedOptimizer(ShardedFeature):
 
     def _give_back(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
-        if self._swapped is None:
-            return
+        assert self._swapped is not None
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
             group["params"] = parameters
         for piece in self._stepped:
@@ -221,7 +220,7 @@ class ShardedOptimizer(ShardedFeature):
         self.optimizer.state = self._unsharded
         self._swapped, self._stepped = None, []
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._committed = self._version
         self._buffers = {}
         self.ranks_in_sync = all(piece.version == self._version for piece in self._pieces)
@@ -232,9 +231,10 @@ class ShardedOptimizer(ShardedFeature):
     def roll_back(self, tx: UpdateTransaction) -> None:
         for piece in self._stepped:  # the optimizer raised within its step
             piece.version = _PARTIAL
-        self._give_back()
+        if self._swapped is not None:
+            self._give_back()
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
-        if tx.is_open and tx.has_several_updates:
+        if tx.is_open and tx.has_several_optimizer_steps:
             self._version = self._committed  # `Rollback` restores the parameters
 
     # ---- state of this worker
@@ -280,7 +280,7 @@ class ShardedOptimizer(ShardedFeature):
 
     def shards(self) -> list[tuple[Any, ...]]:
         return [
-            (self._numbers[piece.which], *piece.place_in(self._parameters), piece.state)
+            ((self._numbers[piece.which],), *piece.place_in(self._parameters), piece.state)
             for piece in self._layout.own_pieces(self._pieces)
             if piece.state
         ]

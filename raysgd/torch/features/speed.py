@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.registered_state import RegisteredState
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
@@ -58,7 +58,7 @@ class Speed(StepFeature):
             self._step = []
         self._began, self._ended, self._size = self._now(), None, tx.micro_batch.samples
 
-    def before_commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._end_batch()
         if self._step:
             if not self._is_first:  # the first step is slower than others
@@ -66,9 +66,7 @@ class Speed(StepFeature):
                     self._unread.append(self._step)
             self._step, self._is_first = [], False
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
-        """Count a warm-up batch too, which is never committed."""
-        self.before_commit(tx)
+    roll_back = commit  # counts a warm-up batch, which is never committed
 
     def _end_batch(self) -> None:
         if self._size and self._ended is not None:

@@ -9,13 +9,13 @@ import torch
 
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
-from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
 
 
-class HorovodGradients(StepFeature):
+class HorovodGradients(GradientExchange):
     replicates = True
 
     def __init__(self, state: RegisteredState, arguments: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class HorovodGradients(StepFeature):
         for exchange in self._exchanges.values():
             exchange.expect(tx.num_planned)
 
-    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
         if (exchange := self._exchanges.get(id(optimizer))) is not None:
             exchange.synchronize()
 
@@ -81,7 +81,6 @@ class HorovodExchange:
         self._done = False
         self._distributed: Any = None
         self.rebuild()
-        optimizer.register_step_pre_hook(lambda *_: self.synchronize())
         optimizer.register_step_post_hook(self._on_step)
 
     def rebuild(self) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from raysgd._internal.arguments import is_number
 from raysgd.errors import CheckpointError
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.precision.base import Precision
 
 _KEY = "amp_native"
@@ -79,7 +79,7 @@ class NativeAmp(Precision):
         if all(id(registered) in self._stepped for registered in self._optimizers):
             self._update_scale()
 
-    def commit(self) -> None:
+    def commit(self, tx: UpdateTransaction) -> None:
         self._update_scale()
 
     def _update_scale(self) -> None:

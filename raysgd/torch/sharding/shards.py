@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -256,24 +257,15 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     shards = merged.pop("shares", None)
     if shards is None:
         return merged
-    count = len(state["optimizers"])
-    merged["optimizers"] = [
-        {**optimizer, "state": {**optimizer["state"], **_join(itertools.chain(*parts))}}
-        for optimizer, *parts in zip(
-            state["optimizers"], *(shard[:count] for shard in shards), strict=True
-        )
-    ]
-    of_models = [shard[count:] for shard in shards]
-    if any(of_models):
-        merged["models"] = [
-            {**model, **_named(_join(itertools.chain(*parts)))}
-            for model, *parts in zip(state["models"], *of_models, strict=True)
-        ]
+    merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
+    merged["models"] = [copy.copy(each) for each in state.get("models", ())]
+    for optimizer, *parts in zip(merged["optimizers"], *shards, strict=True):
+        for (number, *places), values in _join(itertools.chain(*parts)).items():
+            for index, name in places:
+                merged["models"][index][name] = values[PARAMETER]
+            if own := {key: value for key, value in values.items() if key != PARAMETER}:
+                optimizer["state"][number] = own
     return merged
-
-
-def _named(found: Mapping[tuple[str, ...], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: values[PARAMETER] for names, values in found.items() for name in names}
 
 
 def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:

@@ -38,12 +38,8 @@ class _Accelerator:
         """Weight of the current batch's loss in the mean over the workers."""
 
 
-_OUTSIDE: dict[str, Any] = {}  # replaces `Session.extras` outside of a run
-
-
 def _extras() -> dict[str, Any]:
-    running = session.here.session
-    return _OUTSIDE if running is None else running.extras
+    return (session.here.session or session.here).extras
 
 
 def _accelerator() -> _Accelerator:
@@ -71,12 +67,11 @@ def accelerate(amp: bool = False) -> None:
 
 def get_device() -> torch.device:
     """Return the device of this worker: its GPU if it has one, otherwise the CPU."""
-    worker_context = session.worker_context()
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if worker_context is None:
+    if session.here.context is None:
         return torch.device("cuda", torch.cuda.current_device())
-    index = worker_context.gpu_index
+    index = session.here.context.gpu_index
     if index is None:
         return torch.device("cpu")
     # Each worker sees only its own GPUs unless the workers of a node share them.
@@ -165,7 +160,7 @@ def prepare_data_loader(
         ahead=auto_transfer,
         seed=_extras().get(_SEED, 0),
         full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
-        shares=None if running is None else running.context.shares,
+        shares=session.worker_context().shares,
         weigh=functools.partial(setattr, accelerator, "share"),
         num_collectives=session.num_collectives,
     )

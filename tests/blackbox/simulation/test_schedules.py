@@ -203,7 +203,7 @@ NO_ROOM = [
 ]
 
 
-@examples(150)
+@examples(100)
 @given(
     num_workers=st.integers(2, 4),
     min_workers=st.sampled_from([1, 1, 2, 3]),
@@ -281,7 +281,7 @@ def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
     run.end()
 
 
-@examples(100)
+@examples(60)
 @given(
     ticks=st.integers(0, 300),
     schedule=schedules,
@@ -325,7 +325,7 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, can_join, re
         run.driver.train(300)
 
 
-@examples(100)
+@examples(60)
 @given(
     num_workers=st.integers(2, 4),
     kills=st.lists(st.tuples(st.integers(10, 40), st.integers(0, 7)), max_size=12),
@@ -372,7 +372,7 @@ failures = st.one_of(
 )
 
 
-@examples(150)
+@examples(100)
 @given(
     num_workers=st.integers(1, 4),
     schedule=st.lists(st.tuples(st.integers(1, 200), failures), min_size=1, max_size=6),

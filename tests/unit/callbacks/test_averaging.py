@@ -8,6 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
 from raysgd.errors import CheckpointError
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.averaging import Averaging
 from tests.unit.recorder import Recorder
 
@@ -137,7 +138,7 @@ def test_validation_with_averages_restores_shared_parameters():
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     averages = Averaging(SimpleNamespace(models=models, fully_sharded=None))
     averages.start(0.5, start_epoch=1)
-    averages.commit()
+    averages.commit(UpdateTransaction())
     average = shared.weight.detach().clone()
     with torch.no_grad():
         shared.weight += 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.checkpoint import Manifest, manifest, write_file
-from raysgd.checkpoint.manifest import HashingFile, seal, verify
+from raysgd.checkpoint.manifest import HashingFile, verify
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, flip, state_at
 
@@ -26,8 +26,9 @@ def found(content, whole=True):
 def sealed(state=STATE):
     """Return the content of a checkpoint."""
     with tempfile.TemporaryFile() as file:
-        torch.save(state, file)
-        seal(file, Manifest(epoch=2))
+        writing = HashingFile(file)
+        torch.save(state, writing)
+        writing.seal(Manifest(epoch=2))
         file.seek(0)
         return file.read()
 

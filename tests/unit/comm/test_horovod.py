@@ -99,11 +99,11 @@ def test_functions_can_reach_the_rendezvous_until_it_is_closed(without_framework
     without_framework.close()
 
 
-def test_only_tensorflow_cannot_join_a_second_group():
+def test_only_workers_of_torch_operators_join_a_second_group():
     import_horovod()
     frameworks = ("torch", "tensorflow", None)
     rejoins = [HorovodBackend("horovod", 30, framework).rejoins for framework in frameworks]
-    assert rejoins == [True, False, True]
+    assert rejoins == [True, False, False]
 
 
 def test_bfloat16_is_refused_by_name():

@@ -83,7 +83,7 @@ def test_broken_record_is_named_with_its_file_and_number(tmp_path):
     records = text([tmp_path / "a", tmp_path / "b"], cache_dir=tmp_path / "cache")
     found = records.read([7, 6, 0])
     assert (found[0], found[2]) == ("4", "1")
-    assert str(found[1].error).startswith(f"{tmp_path / 'b'}, line 3: ")
+    assert str(found[1]).startswith(f"{tmp_path / 'b'}, line 3: ")
 
 
 def test_file_that_is_cut_while_it_is_open_is_an_error(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raysgd.data.partition import EpochPartition, part_of, plan_update
+from raysgd.data.partition import EpochPartition, part_of
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
@@ -214,7 +214,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     }
     world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
     plans = [
-        plan_update(tuple(sizes), world_size, rank, max_rows, in_parts, weighted)
+        EpochPartition(0, max_rows, world_size, rank, shares=weighted).plan(tuple(sizes), in_parts)
         for rank in range(world_size)
     ]
     weights = Counter()
@@ -236,15 +236,15 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     assert weights == pytest.approx(expected, rel=1e-12)
     assert sum(plan.samples for plan in plans) == sum(sizes) == plans[0].total
     # forward passes can contain collectives, so all workers run the same number
-    assert len({tuple(each.step for each in plan.micro_batches) for plan in plans}) == 1
+    assert len({tuple(each.step_index for each in plan.micro_batches) for plan in plans}) == 1
     for plan in plans:
         is_end = [each.ends_step for each in plan.micro_batches]
-        steps = [each.step for each in plan.micro_batches]
+        steps = [each.step_index for each in plan.micro_batches]
         assert is_end == [now != later for now, later in itertools.pairwise([*steps, None])]
         weights_of_steps = Counter()
         for each in plan.micro_batches:
             assert bool(each.fraction) == bool(each.samples)  # metrics ignore repeated samples
-            weights_of_steps[each.step] += each.fraction
+            weights_of_steps[each.step_index] += each.fraction
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.data import Stream, formats, jsonl, mix, parquet, parquet_files, tar, text
+from raysgd.data import Stream, formats, jsonl, mix, parquet, tar, text
 from raysgd.data.formats import RecordError
 from raysgd.data.stream import check_files, file_stamps
 from raysgd.errors import CheckpointError
@@ -94,7 +94,7 @@ def test_any_record_is_read_by_its_number(make, name):
 @each_format
 def test_index_is_built_once(make, name, monkeypatch):
     make(name)
-    for kind in (formats.Text, formats.Tar, parquet_files.Parquet):
+    for kind in (text, tar, parquet):
         monkeypatch.setattr(kind, "_build_index", None)
     records, _ = make(name, sizes=())
     assert len(records) == 100
@@ -222,7 +222,7 @@ def test_missing_files_are_named(tmp_path):
         text(str(tmp_path / "none-*.txt"))
     with pytest.raises(FileNotFoundError, match=r"none\.txt"):
         text(str(tmp_path / "none.txt"))
-    with pytest.raises(FileNotFoundError, match=r"Text\(\[\]\): needs at least one path"):
+    with pytest.raises(FileNotFoundError, match=r"text\(\[\]\): needs at least one path"):
         text([])
 
 

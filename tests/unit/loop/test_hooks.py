@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import itertools
 
 import pytest
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from tests.unit.recorder import Recorder, Streaming
 
 
@@ -51,7 +52,7 @@ STEP = [
     "begin_micro_batch 0",
     "before_update 0",
     "before_commit 0",
-    "commit",
+    "commit closed",
 ]
 CALL = ["check_trained", "begin_call False"]
 END = ["check_trained", "end_call"]
@@ -139,11 +140,40 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert state.global_step == len(asked) == 1
-    assert [name for name in called if name in ("commit", "roll_back 0")] == [
-        "commit",
+    assert [name for name in called if name in ("commit closed", "roll_back 0")] == [
+        "commit closed",
         "roll_back 0",
     ]
     assert not state.transaction.is_open
+
+
+class Hesitant(Recorder):
+    """Makes no update in the second step until that step is repeated."""
+
+    def optimizer_step(self, optimizer):
+        self.requests = [*getattr(self, "requests", []), self.global_step]
+        return self.requests.count(1) not in (1, 2) and super().optimizer_step(optimizer)
+
+
+def test_metrics_of_a_refused_step_count_once(spied):
+    trainer, _ = spied(Hesitant, {"num_samples": 24})
+    operator = trainer.get_local_operator()
+    operator._train_state.micro_batching.raise_split(2)
+    result = trainer.train()
+    assert operator.requests.count(1) == 3, "two parts, then the whole batch"
+    assert (result["num_samples"], result["batch_count"]) == (24, 3)
+
+
+class Stops(Recorder):
+    def train_epoch(self, iterator, info):
+        self.metrics = super().train_epoch(itertools.islice(iterator, 2), info)
+        return self.metrics
+
+
+def test_a_loop_that_stops_early_has_the_metrics_of_all_its_steps(spied):
+    trainer, _ = spied(Stops, {"num_samples": 24})
+    trainer.train()
+    assert trainer.get_local_operator().metrics["num_samples"] == 16
 
 
 # ---- metrics of a call that has not ended

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.tf.loading import ArraySource, DatasetSource  # noqa: E402
+from raysgd.train.tensorflow import prepare_dataset_shard  # noqa: E402
 
 
 def stream(num_samples, batch_size, shuffle=False):
@@ -263,3 +264,8 @@ def test_different_data_have_different_fingerprints():
 def test_an_array_without_samples_is_refused(arrays):
     with pytest.raises(ValueError, match=r"no dimension\. Register arrays"):
         source(arrays)
+
+
+def test_tensorflow_does_not_shard_the_data_of_a_function_again():
+    options = prepare_dataset_shard(tf.data.Dataset.range(2)).options()
+    assert options.experimental_distribute.auto_shard_policy.name == "OFF"

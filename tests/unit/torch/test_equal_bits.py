@@ -170,7 +170,7 @@ class Refused(TrainingOperator):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sharding": "optimizer"}, ["sharding='optimizer'", "exact"]),
+        ({"sharding": "optimizer"}, ['sharding="optimizer"', "exact"]),
         ({"loader": DataLoader(Stream(), 4)}, ["train_loader", "exact", "map-style"]),
         ({"train_batch": own_step}, ["optimizer.step()", "self.optimizer_step"]),
         ({"train_batch": steps_before_a_loss}, ["after it has stepped", "exact"]),
@@ -277,14 +277,13 @@ def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
 
 LONG = """
 from raysgd._internal.context import WorkerContext
+from raysgd.torch.features.equal_bits import EqualBitsReplication
 from tests.unit.torch.bits import CASES, make_runner
 
 join()
 runner = make_runner(CASES["perceptron"], 2)
 runner.setup(WorkerContext(world_rank=rank, world_size=2, distributed=True))
-share = runner._train_state.share_metrics
-replication = share.__self__
-replication._stepped = [1]
+share = runner._train_state.feature(EqualBitsReplication)._of_all_workers
 for size in (0, 40, 300, 5000, 10):
     shards = [({"text": str(3 * rank + i) * size * (1 + rank)}, 2.0, False) for i in range(3)]
     metrics = [text["text"] for text, *_ in share(shards)]

@@ -8,7 +8,7 @@ import torch
 
 from raysgd import TorchTrainer
 from raysgd.errors import CheckpointError
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision, create_precision
 from tests.operators import Classifier, no_synchronization, on_gpu, parameters
@@ -114,10 +114,10 @@ def test_optimizer_without_gradients_steps():
     for optimizer in optimizers:
         native.unscale(optimizer)
         native.step(optimizer)
-    native.commit()
+    native.commit(UpdateTransaction())
     assert (first.weight.item(), second.weight.item()) == (0.0, 1.0)
     native.step(optimizers[0].zero_grad() or optimizers[0])
-    native.commit()
+    native.commit(UpdateTransaction())
     assert native.scaler.get_scale() == START
 
 
@@ -127,7 +127,7 @@ def test_discarded_step_keeps_the_scale():
     native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
     native.unscale(optimizers[0])
     native.roll_back(UpdateTransaction())
-    native.commit()
+    native.commit(UpdateTransaction())
     assert native.scaler.get_scale() == START
     optimizers[0].zero_grad()
     before = models[0].weight.item()

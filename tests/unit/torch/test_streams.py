@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from raysgd._internal.versions import is_at_least
 from raysgd.data import Stream, jsonl, mix, parquet, text
-from raysgd.data.parquet_files import Parquet
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
 from raysgd.torch.loading import PartitionedLoader, wrap_loader
@@ -293,9 +292,9 @@ def test_worker_decodes_only_row_groups_of_its_parts(
     from pyarrow import parquet as pq
 
     pq.write_table(pa.table({"n": range(84)}), tmp_path / "data.parquet", 7)
-    decode, decoded = Parquet._row_group, []
+    decode, decoded = parquet._row_group, []
     monkeypatch.setattr(
-        Parquet, "_row_group", lambda *args: decoded.append(args[-1]) or decode(*args)
+        parquet, "_row_group", lambda *args: decoded.append(args[-1]) or decode(*args)
     )
     by_rank = []
     for rank in range(world_size):
@@ -431,7 +430,7 @@ def test_hugging_face_stream_that_has_changed_since_the_checkpoint_is_an_error()
 def test_hugging_face_stream_that_is_split_by_node_is_left_to_the_user():
     split = pytest.importorskip("datasets.distributed").split_dataset_by_node
     loader = DataLoader(split(hugging_face(24), 0, 2), batch_size=4)
-    assert wrap(loader, world_size=2).partitioned_by == "your code"
+    assert wrap(loader, world_size=2).by_user
 
 
 # ---- streams that give other samples

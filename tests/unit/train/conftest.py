@@ -21,10 +21,10 @@ def run():
     """Return a function that enters a session until the test ends, and returns its queue."""
 
     def enter(rank=0, size=2, shards=None, **planned):
-        context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
+        here.context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         queue = FakeQueue()
-        here.session = Session(Plan("one", b"", **planned), context, queue, shards)
+        here.session, here.shards = Session(Plan("one", b"", **planned), queue), shards
         return queue
 
     yield enter
-    here.session = None
+    here.session = here.context = here.shards = None

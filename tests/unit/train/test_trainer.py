@@ -213,6 +213,7 @@ def test_the_elastic_config_reaches_trials_and_fit(trainer):
     rays = ray.train.FailureConfig(max_failures=2)
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=rays))
     assert trainer.executor()._elastic == ElasticConfig()
+    assert trainer.executor()._max_losses == 2
 
 
 def test_a_trial_calls_setup_before_it_starts_workers():

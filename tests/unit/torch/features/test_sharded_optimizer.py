@@ -19,12 +19,14 @@ from raysgd.backends import create_backend
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.sharding.shards import Layout, gather_state, transfers
+from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
     HAS_FULL_SHARDING,
     IN_SOAK,
@@ -202,7 +204,7 @@ def test_random_losses_give_the_result_of_one_process(play, given):
 
 
 def divided(optimizer, copies=None):
-    each = ShardedOptimizer(optimizer, copies)
+    each = ShardedOptimizer(optimizer, copies, TorchTrainState(OperatorSettings()))
     each.shard_steps()
     return each
 
@@ -246,7 +248,7 @@ def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group)
     parameter.grad = torch.ones(3)
     optimizer.step()
     scheduler.step()
-    each.commit()
+    each.commit(UpdateTransaction())
     assert seen[0][0] is parameter
     assert parameter.tolist() == [0, 0, 0]
     with torch.no_grad():

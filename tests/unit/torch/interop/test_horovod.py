@@ -17,6 +17,7 @@ exchange.rebuild()
 for _ in range(50):
     optimizer.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
+    exchange.synchronize()
     optimizer.step()
 assert held.grad_fn is not None
 hvd.shutdown()
