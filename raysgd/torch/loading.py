@@ -355,15 +355,15 @@ def wrap_loader(
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     may_split = partitions and own_split(loader) is None
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
-    why_whole = why_whole(whole)
-    if (may_split or _is_distributed(whole)) and not why_whole:
+    why = why_whole(whole)
+    if (may_split or _is_distributed(whole)) and not why:
         return PartitionedLoader(whole, **placing)
     # A stream cannot be divided into shards, which `_check_equal_bits` reports.
     if may_split and not isinstance(loader, Iterator) and placing.get("num_shards") is None:
         return StreamSource(loader, order_batch=order_batch, **placing)
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return BatchSource(loader, has_length=not guessed, by_user=not partitions, why_whole=why_whole)
+    return BatchSource(loader, has_length=not guessed, by_user=not partitions, why_whole=why)
 
 
 def _content_of(dataset: Any) -> str:
