@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.imports import load_triton_first
@@ -204,15 +204,14 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
         return arguments
 
 
-def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
+def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> Any:
     if operator_cls is None and model_creator is not None:
         creators = {"model_creator": model_creator, "data_creator": data_creator}
         bases = (KerasCreators, TrainingOperator)
-        operator_cls = creator_class("TFTrainer", bases, creators, required=("model_creator",))
-        return cast(type[TrainingOperator], operator_cls)
+        return creator_class("TFTrainer", bases, creators, required=("model_creator",))
     if model_creator is not None or data_creator is not None:
         raise TypeError(
             "TFTrainer takes training_operator_cls, or model_creator and data_creator, not both."
         )
     check_operator("TFTrainer", operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")
-    return cast(type[TrainingOperator], operator_cls)
+    return operator_cls
