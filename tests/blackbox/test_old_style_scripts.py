@@ -360,9 +360,8 @@ def test_a_script_in_one_file_runs_as_a_program(module_cluster, tmp_path):
     note = tmp_path / "note"
     address = module_cluster.get_runtime_context().gcs_address
     script = str(Path(__file__).with_name("old_style_script.py"))
-    arguments = [f"--address={address}", "--num-workers=1", "--num-epochs=3", f"--note={note}"]
     done = subprocess.run(
-        [sys.executable, script, *arguments],
+        [sys.executable, script, address, str(note)],
         capture_output=True,
         text=True,
         timeout=120,
