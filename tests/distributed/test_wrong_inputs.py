@@ -32,11 +32,6 @@ def actors():
     return set(actors())
 
 
-def with_setup(function):
-    """Make an operator class of a setup function. Ray pickles such a class by value."""
-    return type("Operator", (TrainingOperator,), {"setup": function})
-
-
 # ---- resources that the cluster lacks, detected before a worker starts
 
 
@@ -67,15 +62,13 @@ def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words)
 # ---- failures on workers while they start
 
 
-def start(**arguments):
-    TorchTrainer(num_workers=2, **arguments)
+class Failing(TrainingOperator):
+    """Fails on rank 1. Rank 0 waits for it when it wraps its model."""
 
-
-def raise_on_rank_one(operator, config):
-    """Fail on rank 1. Rank 0 waits for it when it wraps its model."""
-    if operator.world_rank == 1:
-        raise LookupError("no data here", time.time())
-    register_all(operator)
+    def setup(self, config):
+        if self.world_rank == 1:
+            raise LookupError("no data here", time.time())
+        register_all(self)
 
 
 @pytest.fixture
@@ -93,12 +86,12 @@ def test_exception_in_setup_of_one_worker_keeps_its_type_and_frees_the_driver(
     ray_cluster, no_process_group
 ):
     with pytest.raises(LookupError) as caught:
-        start(training_operator_cls=with_setup(raise_on_rank_one), use_local=True)
+        TorchTrainer(training_operator_cls=Failing, num_workers=2, use_local=True)
     assert type(caught.value) is LookupError
     assert caught.value.args[0] == "no data here"
     assert time.time() - caught.value.args[1] < FAR_BELOW_THE_TIMEOUT_S
     assert isinstance(caught.value.__cause__, RemoteTraceback)
-    assert_names(caught.value.__cause__, ["worker 1", "raise_on_rank_one", "no data here"])
+    assert_names(caught.value.__cause__, ["worker 1", "in setup", "no data here"])
     wait_until(lambda: not alive_actors())
 
 
