@@ -171,9 +171,3 @@ class History(list[dict[str, Any]]):
 
     stop_reason: str | None = None
     """Why ``fit()`` ended before its last epoch. None if ``fit()`` completed all epochs."""
-
-
-def adds_metrics(callback: Callback) -> bool:
-    """Return whether a user's callback may add metrics or validate."""
-    hooks = (type(callback).on_epoch_end, type(callback).on_validation_end)
-    return not all(hook.__module__.startswith("raysgd.") for hook in hooks)

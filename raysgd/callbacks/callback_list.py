@@ -45,10 +45,11 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._entries: list[_Entry] = []
         self._failure: CallbackError | None = None
-        self._inside: list[str] = []
+        self.inside: list[str] = []
+        """The hooks that are running, outermost first."""
         self._depth = 0
-        self.saving: Callable[[], contextlib.AbstractContextManager[None]]
-        self.saving = contextlib.nullcontext  # surrounds the hooks of callbacks that save
+        self.saving: Callable[..., Any] = contextlib.nullcontext
+        """Surrounds the hooks of callbacks that save."""
         self._loaded: dict[str, Any] = {}
         """States that wait for their callbacks."""
         self._detached: dict[str, Any] = {}
@@ -57,11 +58,6 @@ class CallbackList:
 
     def __iter__(self) -> Iterator[Callback]:
         return (entry.callback for entry in self._entries)
-
-    @property
-    def inside(self) -> Sequence[str]:
-        """The hooks that are running, outermost first."""
-        return tuple(self._inside)
 
     # ---- start and end
 
@@ -134,7 +130,7 @@ class CallbackList:
                 self._start(trainer)
                 self.raise_failure()
             yield
-            if not self._inside:  # otherwise the outer call raises it
+            if not self.inside:  # otherwise the outer call raises it
                 self.raise_failure()
         except BaseException as error:
             if self._depth == 1:
@@ -154,7 +150,7 @@ class CallbackList:
 
     def _call_one(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""
-        self._inside.append(hook)
+        self.inside.append(hook)
         around = self.saving if entry.callback.saves_state else contextlib.nullcontext
         try:
             with around():
@@ -163,7 +159,7 @@ class CallbackList:
             self._fail(entry, hook, error)
             return False
         finally:
-            self._inside.pop()
+            self.inside.pop()
         return True
 
     def tell_events(self, trainer: Trainer) -> None:

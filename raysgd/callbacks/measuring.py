@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _WIDTH = 50
 """Maximum width of a layer's type and arguments, in characters."""
+_ROW = f"{{:<20}}  {{:<{_WIDTH}}}  {{:>14}}  {{:>14}}  {{:>10}}"
 
 
 class _Measuring(Callback):
@@ -98,39 +100,27 @@ class ModelSummary(Callback):
 def _summary(operator: Any) -> str:
     """Return a table of an operator's models. Runs on the worker."""
     models = operator._train_state.given_models
+    lines: list[str] = []
     if not hasattr(operator, "unwrapped"):  # of Keras
-        lines: list[str] = []
         for model in models:
             model.summary(line_length=100, print_fn=lines.append)
         return "\n".join(lines)
-    rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained", "size")]
-    totals = [0, 0, 0]
-    for number, wrapped in enumerate(models):
-        model = operator.unwrapped(wrapped)  # without DistributedDataParallel
+    models = [operator.unwrapped(model) for model in models]  # without DistributedDataParallel
+    lines = [_ROW.format("part", "type", "parameters", "trained", "size")]
+    for number, model in enumerate(models):
         prefix = f"{number}." if len(models) > 1 else ""
         for part, module in model.named_children():
-            rows.append((f"{prefix}{part}", _described(module), *_cells(_counts(module))))
-        totals = [total + count for total, count in zip(totals, _counts(model), strict=True)]
-    rows.append(("all", "", *_cells(totals)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    formats = [f"{{:{'<' if n < 2 else '>'}{width}}}" for n, width in enumerate(widths)]
-    return "\n".join("  ".join(formats).format(*row) for row in rows)
+            text = f"{type(module).__name__}({module.extra_repr()})".removesuffix("()")
+            kind = textwrap.shorten(text, _WIDTH, placeholder="…")
+            lines.append(_row(f"{prefix}{part}", kind, [module]))
+    return "\n".join([*lines, _row("all", "", models)])
 
 
-def _cells(counts: Sequence[int]) -> tuple[str, str, str]:
-    num_parameters, num_trained, size = counts
+def _row(part: str, kind: str, modules: Sequence[Any]) -> str:
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    count = sum(p.numel() for p in parameters)
+    num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+    size = sum(p.nbytes for p in parameters)
     exponent, unit = (10, "KiB") if size < 2**20 else (20, "MiB")
-    return f"{num_parameters:,}", f"{num_trained:,}", f"{size / 2**exponent:.1f} {unit}"
-
-
-def _described(module: Any) -> str:
-    arguments = " ".join(module.extra_repr().split())
-    text = type(module).__name__ + f"({arguments})" * bool(arguments)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
-
-
-def _counts(module: Any) -> tuple[int, int, int]:
-    """Return the parameter count, the trainable parameter count, and the size in bytes."""
-    parameters = list(module.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return sum(p.numel() for p in parameters), trained, sum(p.nbytes for p in parameters)
+    shown = f"{size / 2**exponent:.1f} {unit}"
+    return _ROW.format(part, kind, f"{count:,}", f"{num_trained:,}", shown)

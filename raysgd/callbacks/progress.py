@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from raysgd._internal.context import Progress
@@ -107,7 +108,7 @@ class ProgressBar(EpochLines):
         if not progress:
             return
         # The workers may have evaluated different numbers of batches.
-        num_batches = math.ceil(_mean([each.num_batches for each in progress]))
+        num_batches = math.ceil(fmean(each.num_batches for each in progress))
         if not num_batches:
             return
         if self._bar is None:
@@ -115,14 +116,14 @@ class ProgressBar(EpochLines):
                 return
             self._next_line = time.monotonic() + _LINE_EVERY_S
         names = dict.fromkeys(name for each in progress for name in each.latest)
-        latest = {n: _mean([p.latest[n] for p in progress if n in p.latest]) for n in names}
+        latest = {n: fmean(p.latest[n] for p in progress if n in p.latest) for n in names}
         # The workers restart their count after a pause or a failure within the call.
         done, total = num_batches, progress[0].total_batches
         if kind == "train":
             done = max(done, progress[0].global_step - self._first_step)
         if total is not None:
             total += done - num_batches
-        num_samples = sum(each.num_samples for each in progress) * done / max(num_batches, 1)
+        num_samples = sum(each.num_samples for each in progress) * done / num_batches
         self._slow = self._dominant(progress) if kind == "train" else {}
         self._show(trainer, label, done, total, num_samples, latest)
 
@@ -258,7 +259,3 @@ def _means_in(metrics: dict[str, Any]) -> dict[str, float]:
         for name, value in numbers_in(metrics).items()
         if name not in counts and not name.startswith(("last_", "profile/"))
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -265,28 +265,16 @@ def _chart(
     shape: str = "linear",
     is_stacked: bool = False,
 ) -> str:
-    import plotly.io
+    from plotly.graph_objects import Figure
 
-    traces = [
-        {
-            "name": html.escape(name),
-            "x": [x for x, _ in points],
-            "y": [y for _, y in points],
-            "mode": "lines" if is_stacked else "lines+markers",
-            "line": {"shape": shape},
-            **({"stackgroup": "all"} if is_stacked else {}),
-        }
-        for name, points in lines.items()
-    ]
-    layout = {
-        "template": "plotly_white",
-        "height": 320,
-        "margin": {"t": 24},
-        "showlegend": True,
-        "xaxis": {"title": {"text": axis}},
-    }
-    figure = {"data": traces, "layout": layout}
-    drawing = plotly.io.to_html(figure, full_html=False, include_plotlyjs=False)
+    figure = Figure()
+    figure.update_layout(template="plotly_white", height=320, margin_t=24, showlegend=True)
+    figure.update_xaxes(title_text=axis)
+    for name, points in lines.items():
+        x, y = zip(*points, strict=True)
+        style = {"mode": "lines", "stackgroup": "all"} if is_stacked else {"mode": "lines+markers"}
+        figure.add_scatter(x=x, y=y, name=html.escape(name), line_shape=shape, **style)
+    drawing = figure.to_html(full_html=False, include_plotlyjs=False)
     return f"<h2>{html.escape(title)}</h2>{drawing}"
 
 

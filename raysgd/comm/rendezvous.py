@@ -25,19 +25,16 @@ _CONNECT_S = 10.0
 _ANSWER_S = 60.0  # seconds that an answer may take in addition to the `wait_s` of its request
 
 
-class StoreServer:
-    """Serves the keys of one generation in its own thread, on a free port of `host`."""
+class StoreServer(Listener):
+    """Serves the keys of one generation."""
 
     def __init__(self, host: str) -> None:
         self._values: dict[str, Any] = {}
         self._there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._listener = Listener(host, "raysgd-store")
-        self.address = self._listener.expect(self._talk)
+        super().__init__(host, "raysgd-store")
+        self.address = self.expect(self._answer)
 
-    def close(self) -> None:
-        self._listener.close()
-
-    async def _talk(self, connection: socket.socket) -> None:
+    async def _answer(self, connection: socket.socket) -> None:
         while True:
             operation, *arguments = pickle.loads(await receive(connection))
             answer = await self._do[operation](*arguments)

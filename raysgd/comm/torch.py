@@ -157,12 +157,12 @@ class TorchProcessGroup(CollectiveBackend):
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
-            is_meshed = self._mesh is not None and all(mesh_addresses)
-            if self._mesh is not None and is_meshed:  # its errors name missing ranks
-                self._mesh.connect(mesh_addresses)
+            mesh = self._mesh if all(mesh_addresses) else None
+            if mesh is not None:  # its errors name missing ranks
+                mesh.connect(mesh_addresses)
             self._group = GlooGroup.init(store, *ranks, entry)
-            if self._mesh is not None and is_meshed:
-                self._group.use(self._mesh)
+            if mesh is not None:
+                self._group.use(mesh)
         else:
             rank, size, timeout = ranks
             dist.init_process_group(

@@ -152,7 +152,7 @@ class MicroBatch:
 
     samples: float | None = None  # without repeated samples; None: unknown
     fraction: float = 1  # fraction of the worker's batch; 0 for repeated samples
-    step: int = 0  # number of earlier steps in the update
+    step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last part of the worker's batch
 
     def split(self, number: int, rows: int, repeats: int = 0) -> list[MicroBatch]:
@@ -183,7 +183,7 @@ class UpdatePlan:
 
     @property
     def num_steps(self) -> int:
-        return self.micro_batches[-1].step + 1
+        return self.micro_batches[-1].step_index + 1
 
     @property
     def samples(self) -> float:

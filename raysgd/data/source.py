@@ -37,7 +37,6 @@ class BatchSource:
     knows_sizes = False  # the number of samples of each batch is known
     keeps_step = False  # the samples of a step do not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
-    partitioned_by = ""  # empty if each worker reads all data
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch: int | None = None  # samples per step, if raysgd partitions by samples
     current_epoch: int | None = None  # the epoch in progress; None for validation data
@@ -48,8 +47,7 @@ class BatchSource:
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
     ) -> None:
         self.loader = loader
-        if by_user or own_split(loader) is not None:
-            self.partitioned_by = self.partitioned_by or "your code"
+        self.by_user = by_user or own_split(loader) is not None  # user code selects the part
         self.why_whole = why_whole
         self._has_length = has_length
 
@@ -94,7 +92,7 @@ class BatchSource:
 
         Call this after reading the first batch.
         """
-        return UpdatePlan(tuple(MicroBatch(step=step) for step in range(num_steps)))
+        return UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(num_steps)))
 
     def batch_positions(self) -> Iterator[int]:
         """Yield a sort key for each batch of this worker. The keys sort all workers' batches."""
@@ -169,9 +167,9 @@ class BatchSource:
         """Describe which samples each worker reads."""
         if self.is_partitioned:
             return f"{self.describe()}: each worker reads only its samples"
-        if not self.partitioned_by:
-            return f"{self.describe()}: every worker reads and uses all of it"
-        return f"{self.describe()}: {self.partitioned_by} selects the part of each worker"
+        if self.by_user:
+            return f"{self.describe()}: your code selects the part of each worker"
+        return f"{self.describe()}: every worker reads and uses all of it"
 
     def describe(self) -> str:
         """Describe the data for messages."""
@@ -193,7 +191,6 @@ class PartitionedSource(BatchSource):
 
     is_partitioned = True
     knows_sizes = True
-    partitioned_by = "raysgd"
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class CallProgress:
 
     @property
     def _is_shared(self) -> bool:
-        return self._train_state.shares_metrics and self._train_state.meters is not None
+        return self._train_state.gathers_metrics and self._train_state.meters is not None
 
     def saved(self) -> dict[str, Any]:
         """Return the state, with the shared metrics of a segment that runs."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 
 
 class StepFeature:

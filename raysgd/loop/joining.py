@@ -1,16 +1,18 @@
 """What a worker does when it enters a generation, and what it gets from the leader.
 
-The leader is the worker whose state counts. It sends, and the other workers load, in this order:
+The leader is the worker whose state counts. It first sends the small entries of the state in one
+message, then the models and optimizers if they differ, then buffers. Shards come from all workers.
+The others load them in this order:
 
 ================================  ====================================  ==========
 entry of the state                loaded by                             on
 ================================  ====================================  ==========
 ``batching``                      `DataSources.set_batch_size`          all others
 ``why_not_split``                 `MicroBatching`                       all others
-models, optimizers, schedulers,   `TrainState.share_training_state`,    followers
-and the entries of features       if they differ
+shards                            `StepFeature.receive`                 all
+models, optimizers, schedulers,   `TrainState.copy_training_state`     followers
+and the entries of features
 buffers                           `StepFeature.receive`                 followers
-shards, also from other workers   `StepFeature.receive`                 all
 ``operator``                      the operator's ``load_state_dict``    followers
 ``is_partial``, ``flags``         `UpdateTransaction`, `set_flags`      followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
@@ -61,7 +63,7 @@ def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
         micro_batching = train_state.micro_batching
         micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
     follows = not is_leader and (train_state.replicated or train_state.is_new)
-    train_state.share_training_state(leader, follows)
+    train_state.copy_training_state(leader, follows)
     if follows:
         loop.operator.load_state_dict(state["operator"])
         train_state.transaction.is_partial = state["is_partial"]

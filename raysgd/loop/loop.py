@@ -1,7 +1,7 @@
 """Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
 The life of an update. The hooks of features get its state ``tx``, an
-`raysgd.loop.step.UpdateTransaction`::
+`raysgd.loop.transaction.UpdateTransaction`::
 
     for batch in segment:                     # OPEN, with its first batch
         feature.begin(tx)
@@ -64,9 +64,9 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import Receiver, state_for
-from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
+from raysgd.loop.transaction import WarmedUp
 from raysgd.metrics import learning_rates, merge_segments, weighted
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class Loop:
 
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
-        started_at, train_state.counted = train_state.global_step, {}
+        started_at, train_state.steps_of_user = train_state.global_step, {}
         self.snapshots.maybe_take(begins=True)
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)

@@ -56,10 +56,11 @@ class LossWeights:
         5 a sum                  the weight is `num_workers`, or 0 for repeated samples
 
     The total and the factor are equal on all workers. Only case 1 communicates: once per update,
-    and once more in the first update of a generation. A micro-batch without a loss has no items.
-    In cases 2 and 3, several workers then do not know the total, so a loss after it is an error.
-    `LossCount.counting_samples` makes case 3 of the default ``train_batch`` case 1. Only equal bits
-    have another rule (`EqualBitsWeights`).
+    and once more in the first update of a generation if it has several micro-batches. A micro-batch
+    without a loss has no items. In cases 2 and 3, several workers then do not know the total, so
+    `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
+    `LossCount.counting_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
+    equal bits, the workers add up gradients: `EqualBitsWeights` has that rule.
     """
 
     def __init__(self, tx: Position) -> None:
@@ -76,13 +77,13 @@ class LossWeights:
         self._count = LossCount()  # of the newest loss
         self._items = self._num_items = self._total = 0.0
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Begin a micro-batch."""
         self.has_earlier_losses = self.has_earlier_losses or self.has_loss
         self.has_gap = self._tx.index > 0 and (self.has_gap or not self.has_loss)
         self.has_loss, self._awaits_first_loss = False, True
 
-    def end_update(self) -> None:
+    def end_optimizer_step(self) -> None:
         """Allow losses with another count after the update of an optimizer."""
         self._awaits_first_loss = self._awaits_first_loss or not self.has_earlier_losses
 

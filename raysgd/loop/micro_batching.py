@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.options import Settings
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 
 
 class IndivisibleError(BaseException):

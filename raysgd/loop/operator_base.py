@@ -62,11 +62,11 @@ class OperatorBase:
         no batch from its iterator.
         """
         step = self._train_state.global_step
-        return self._train_state.counted.get(step, step)
+        return self._train_state.steps_of_user.get(step, step)
 
     @global_step.setter
     def global_step(self, value: int) -> None:
-        self._train_state.counted = {self._train_state.global_step: value}
+        self._train_state.steps_of_user = {self._train_state.global_step: value}
 
     @property
     def timers(self) -> Any:
@@ -162,7 +162,7 @@ class OperatorBase:
             "batch_idx": batch_idx,
             NUM_SAMPLES: getattr(iterator, "num_drawn", None),
             "global_step": self._train_state.global_step
-            + self._train_state.transaction.micro_batch.step,
+            + self._train_state.transaction.micro_batch.step_index,
             "epoch_idx": epoch_idx,
             "info": info and info_of_user(info),
         }

@@ -25,7 +25,6 @@ from raysgd.loop.joining import enter_generation
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
-from raysgd.loop.state_schema import check_state
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -128,11 +127,11 @@ class OperatorRunner(Runner, ABC):
             done = 0 if batches is None else batches.count
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
-        is_shared = segment is not None and train_state.shares_metrics
+        is_shared = segment is not None and train_state.gathers_metrics
         num_copies = train_state.context.world_size if is_shared else 1
         return Progress(
             epoch=train_state.epoch,
-            in_epoch=train_state.offset > 0 or (segment is not None and segment.num_batches > 0),
+            in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,
             num_batches=done,
             total_batches=total,
@@ -276,7 +275,6 @@ class OperatorRunner(Runner, ABC):
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = copy.deepcopy(state)
-        check_state(state)
         train_state.check_training_state(state)
         places: dict[int, Any] = {}
         if incoming is not None:

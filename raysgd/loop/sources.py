@@ -65,8 +65,9 @@ class DataSources(ABC):
                 argument,
                 source.describe_reading(),
             )
+        is_whole = not source.is_partitioned and not source.by_user
         # With shards, an error follows.
-        if not source.partitioned_by and options.num_workers > 1 and options.num_shards is None:
+        if is_whole and options.num_workers > 1 and options.num_shards is None:
             self._settings.warn_once(
                 argument,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
@@ -95,8 +96,7 @@ class DataSources(ABC):
     def source_of(self, loader: Any) -> BatchSource:
         """Return the source of a loader that was passed to a call."""
         source = self._wrapped("The loader", loader, training=False)
-        is_partitioned = source.partitioned_by not in ("", "your code")
-        if not is_partitioned and self._settings.context.world_size > 1:
+        if not source.is_partitioned and self._settings.context.world_size > 1:
             raise TypeError(
                 f"raysgd cannot partition this {type(loader).__name__}, so every worker would read "
                 "all of it. Pass a DataLoader of a data set that has a length and can be indexed, "

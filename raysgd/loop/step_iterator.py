@@ -78,7 +78,7 @@ class StepIterator:
     @property
     def num_finished(self) -> int:
         """Number of finished batches, including batches that wait for their update."""
-        return self.num_batches + self._tx.micro_batch.step
+        return self.num_batches + self._tx.micro_batch.step_index
 
     @property
     def num_drawn(self) -> int | None:
@@ -103,7 +103,7 @@ class StepIterator:
         if not self._ended and not self._is_limited:
             return True  # a loop that stops early ends the epoch
         newest = self._tx.micro_batch
-        pending = newest.step + newest.ends_step if self._tx.is_open else 0
+        pending = newest.step_index + newest.ends_step if self._tx.is_open else 0
         return self.epoch_is_over or self.num_batches + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
@@ -140,7 +140,9 @@ class StepIterator:
 
     def _next_part(self) -> Any:
         part, micro_batch = self._parts.popleft()
-        self._train_state.begin(micro_batch, is_last=self._batch_is_last and not self._parts)
+        self._train_state.begin_micro_batch(
+            micro_batch, is_last=self._batch_is_last and not self._parts
+        )
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
@@ -166,17 +168,13 @@ class StepIterator:
         """
         tx, train_state = self._tx, self._train_state
         counts = tx.counts(raised=ending == "error")
-        try:
-            if counts:
-                self._commit()
-            elif ending == "return" and tx.is_open:
-                raise RuntimeError(
-                    "train_epoch ended within an accumulation group, before the update. Draw whole "
-                    f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
-                )
-        finally:
-            if ending != "next":
-                train_state.offset = self._offset()
+        if counts:
+            self._commit()
+        elif ending == "return" and tx.is_open:
+            raise RuntimeError(
+                "train_epoch ended within an accumulation group, before the update. Draw whole "
+                f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
+            )
         if ending == "error":
             drawn = tx.drawn
             self._parts.clear()
@@ -194,7 +192,8 @@ class StepIterator:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             num_steps = size if left is None else min(size, left)
-            self._tx.begin_plan(self._source.plan(self._offset(), num_steps, self.in_parts))
+            plan = self._source.plan(train_state.offset, num_steps, self.in_parts)
+            self._tx.begin_plan(plan)
         planned = self._tx.plan.micro_batches
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:
@@ -233,18 +232,15 @@ class StepIterator:
             "remove __len__ of the loader. Its data set must not raise StopIteration."
         )
 
-    def _offset(self) -> int:
-        return self._source.offset_after(self.start, self.num_batches)
-
     def _commit(self) -> None:
-        num_steps = self._tx.micro_batch.step + 1
+        num_steps = self._tx.micro_batch.step_index + 1
         try:
             self._train_state.commit(num_steps)
         finally:
             if not self._tx.is_open:
                 self.batch = None
                 self.num_batches += num_steps
+                self._train_state.offset = self._source.offset_after(self.start, self.num_batches)
                 self._train_state.timing.num_steps += num_steps
         if self._on_commit is not None:
-            self._train_state.offset = self._offset()
             self._on_commit()

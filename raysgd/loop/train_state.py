@@ -15,7 +15,7 @@ from raysgd.loop.feature import ShardedFeature, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection
 
 _Feature = TypeVar("_Feature", bound=StepFeature)
@@ -84,13 +84,13 @@ class TrainState(SavedState):
         self.is_new = False  # joins the group, and does not have its state yet
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
         # Global steps that user code set. Each key is the number of committed steps then.
-        self.counted: dict[int, int] = {}
+        self.steps_of_user: dict[int, int] = {}
         self.seed = seed
         self.transaction = UpdateTransaction()
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
         self.meters: AverageMeterCollection | None = None
-        self.shares_metrics = False  # each worker collects the metrics of all workers
+        self.gathers_metrics = False  # each worker collects the metrics of all workers
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
         self.segment: Any = None
@@ -145,10 +145,10 @@ class TrainState(SavedState):
 
     # ---- steps
 
-    def begin(self, micro_batch: MicroBatch, is_last: bool) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""
         tx = self.transaction
-        tx.begin(micro_batch, is_last)
+        tx.begin_micro_batch(micro_batch, is_last)
         if tx.index == 0:
             for feature in self.features:
                 feature.begin(tx)
@@ -224,7 +224,7 @@ class TrainState(SavedState):
             feature.enter()
 
     @abstractmethod
-    def share_training_state(self, leader: int, follows: bool) -> None:
+    def copy_training_state(self, leader: int, follows: bool) -> None:
         """Load the state of rank `leader` if this rank `follows`. Every rank must call it."""
 
     @property

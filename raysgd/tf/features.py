@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.tf.communication import communication_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class KerasReplication(StepFeature):
         self._state = state
 
     def start_together(self) -> None:
-        self._state.share_training_state(0, follows=True)
+        self._state.copy_training_state(0, follows=True)
 
     def enter(self) -> None:
         context, options = self._state.context, self._state.settings.options
@@ -64,9 +64,9 @@ class KerasOptimization(StepFeature):
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over the workers and update, or accumulate them until the last part."""
         communication, tx = self._state.communication, self._state.transaction
-        if tx.stepped:
+        if tx.requested:
             self._state.micro_batching.refuse("train_batch calls self.minimize() several times", tx)
-        tx.stepped.add(id(optimizer))
+        tx.requested.add(id(optimizer))
         weight = tx.weights.add(LossCount(), communication.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
@@ -84,9 +84,9 @@ class KerasOptimization(StepFeature):
         if len(self._state.optimizers) > 1:
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
-        tx.begin_update(optimizer)
+        tx.begin_optimizer_step(optimizer)
         self._state.engine.update(optimizer, means, changed)
-        tx.end_update(optimizer)
+        tx.end_optimizer_step(optimizer)
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
@@ -95,7 +95,7 @@ class KerasOptimization(StepFeature):
     def roll_back(self, tx: UpdateTransaction) -> None:
         for variable, value in self._before.values():
             variable.assign(value)
-        if tx.updating is not None and not self._before:
+        if tx.stepping is not None and not self._before:
             tx.is_partial = True
         self.commit(tx)
 

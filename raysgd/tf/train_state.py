@@ -121,7 +121,7 @@ class KerasTrainState(TrainState):
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
 
-    def share_training_state(self, leader: int, follows: bool) -> None:
+    def copy_training_state(self, leader: int, follows: bool) -> None:
         state = self.from_rank(self.training_state, leader)
         if follows:
             self.load_training_state(state)

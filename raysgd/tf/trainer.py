@@ -148,11 +148,10 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
         counts_epochs = self._fit_loop.num_epochs not in (None, sys.maxsize)
         if self._plan is None or num_steps is not None or counts_epochs:
             return super().train(num_steps, *arguments)
-        steps, result = self._plan["steps_per_epoch"], None
         for _ in range(self._plan["epochs"] or 1):
-            if result is None or self._dispatcher.steps_left > 0:
-                num_steps = steps and int(min(steps, self._dispatcher.steps_left))
-                result = super().train(num_steps, *arguments)
+            result = super().train(self._plan["steps_per_epoch"], *arguments)
+            if self.global_step == self._dispatcher.max_steps:
+                break
         return result
 
     def validate(

@@ -284,7 +284,7 @@ def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
             model._awaits_pass, model._averaged = False, {}
 
 
-def check_skipped(models: Sequence[torch.nn.Module], has_updates: bool) -> None:
+def check_skipped(models: Sequence[torch.nn.Module], has_optimizer_steps: bool) -> None:
     """Raise an error if this worker has skipped a model that other workers have trained.
 
     Without it, the other workers would average their gradients with those of a later pass. A model
@@ -296,7 +296,7 @@ def check_skipped(models: Sequence[torch.nn.Module], has_updates: bool) -> None:
     skipped = [
         model for model in replicas if model._trained_last_step and not model._trained_this_step
     ]
-    if not has_updates and not any(model._trained_this_step for model in replicas):
+    if not has_optimizer_steps and not any(model._trained_this_step for model in replicas):
         skipped = replicas[:1]
     parameters = [parameter for model in skipped for parameter in model.parameters()]
     if any(parameter.grad is not None for parameter in parameters):

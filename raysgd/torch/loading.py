@@ -118,7 +118,9 @@ class PartitionedLoader(PartitionedSource):
     @property
     def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        return replace(self._partition, total=len(self.order_sampler))
+        if self._partition.total != (total := len(self.order_sampler)):
+            self._partition = replace(self._partition, total=total)
+        return self._partition
 
     @property
     def order_sampler(self) -> Any:
@@ -353,15 +355,15 @@ def wrap_loader(
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     may_split = partitions and own_split(loader) is None
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
-    why_whole = _why_whole(whole)
-    if (may_split or _is_distributed(whole)) and not why_whole:
+    why = why_whole(whole)
+    if (may_split or _is_distributed(whole)) and not why:
         return PartitionedLoader(whole, **placing)
     # A stream cannot be divided into shards, which `_check_equal_bits` reports.
     if may_split and not isinstance(loader, Iterator) and placing.get("num_shards") is None:
         return StreamSource(loader, order_batch=order_batch, **placing)
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return BatchSource(loader, has_length=not guessed, by_user=not partitions, why_whole=why_whole)
+    return BatchSource(loader, has_length=not guessed, by_user=not partitions, why_whole=why)
 
 
 def _content_of(dataset: Any) -> str:
@@ -403,7 +405,8 @@ def _is_distributed(loader: Any) -> bool:
     )
 
 
-def _why_whole(loader: Any) -> str:
+def why_whole(loader: Any) -> str:
+    """Return why a loader cannot be partitioned, or an empty string if it can."""
     if isinstance(loader, Iterator):
         return "an iterator can be read only once"
     if not isinstance(loader, DataLoader):

@@ -10,7 +10,7 @@ import torch
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.gradient_exchange import GradientExchange
@@ -49,7 +49,7 @@ class Optimization(StepFeature):
         """Register optimizer hooks, after the hooks that may reject a step."""
         self.exchange = self._state.feature(GradientExchange) or self.exchange
         for optimizer in self.optimizers:
-            optimizer.register_step_pre_hook(self._begin_update)
+            optimizer.register_step_pre_hook(self._before_optimizer_step)
             for inner in vars(optimizer).values():  # as in sharpness-aware minimization
                 if isinstance(inner, torch.optim.Optimizer) and inner not in self.optimizers:
                     inner.register_step_pre_hook(lambda inner, *_: self.exchange.average(inner))
@@ -63,7 +63,7 @@ class Optimization(StepFeature):
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
-        if tx.weights.uses_backward and len(self.optimizers) > 1 and tx.has_updates:
+        if tx.weights.uses_backward and len(self.optimizers) > 1 and tx.has_optimizer_steps:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
@@ -105,7 +105,8 @@ class Optimization(StepFeature):
             return False
         self._update(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        self._accumulated.release(parameters_of(optimizer))
+        if tx.weights.has_earlier_losses:
+            self._accumulated.release(parameters_of(optimizer))
         return True
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -115,12 +116,12 @@ class Optimization(StepFeature):
             self.exchange.average(optimizer)
             for feature in self._state.features:
                 feature.before_update(tx, optimizer)
-            before = tx.num_updates(optimizer)
+            before = tx.num_optimizer_steps(optimizer)
             self.precision.step(optimizer)
         finally:
             tx.in_helper = False
-        if tx.num_updates(optimizer) == before:  # an overflow, so the update was skipped
-            self.end_update(optimizer)
+        if tx.num_optimizer_steps(optimizer) == before:  # an overflow, so the update was skipped
+            self.after_optimizer_step(optimizer)
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
         """Unscale the gradients of an optimizer, and return their tensors and their norm.
@@ -147,7 +148,7 @@ class Optimization(StepFeature):
 
     # ---- hooks of the optimizers
 
-    def _begin_update(
+    def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         tx = self._transaction
@@ -158,7 +159,7 @@ class Optimization(StepFeature):
             self._checks.check_direct_step(optimizer)
             if closure is None:
                 self.exchange.average(optimizer)
-        tx.begin_update(optimizer)
+        tx.begin_optimizer_step(optimizer)
         if closure is None:
             return args, kwargs
 
@@ -173,9 +174,9 @@ class Optimization(StepFeature):
 
         return args[:1], {**kwargs, "closure": averaging}
 
-    def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(optimizer is registered for registered in self.optimizers):
-            self._transaction.end_update(optimizer)
+            self._transaction.end_optimizer_step(optimizer)
             if not self._transaction.in_helper:
                 self._state.timing.enter(OTHER)
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, RandomSampler, SequentialSampler
 
 from raysgd.data.stream import Keys
+from raysgd.loop.generators import Generators
 
 HUGE = 2**24
 """Number of samples above which a shuffled order is computed where it is read."""
@@ -56,21 +57,17 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
 
     Restore them at the end of the context.
     """
-    # torch.manual_seed would reseed the GPUs as well.
-    own = [generator] if isinstance(generator, torch.Generator) else []
-    generators: list[torch.Generator] = [torch.default_generator, *own]
-    held = random.getstate(), np.random.get_state(), [g.get_state() for g in generators]
-    try:
+    own = generator if isinstance(generator, torch.Generator) else torch.Generator()
+    before = own.get_state()
+    with Generators().unchanged(), torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        for each in generators:
+        for each in (torch.default_generator, own):  # torch.manual_seed would reseed GPUs as well
             each.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(held[0])
-        np.random.set_state(held[1])
-        for each, state in zip(generators, held[2], strict=True):
-            each.set_state(state)
+        try:
+            yield
+        finally:
+            own.set_state(before)
 
 
 def seed_all(seed: int) -> None:

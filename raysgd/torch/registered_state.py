@@ -44,7 +44,7 @@ class RegisteredState(TrainState):
             self.timing = new_timing(DeviceTiming)
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
-        self.buffers = BufferCopies()
+        self.buffers = BufferCopies([], self)
         self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         """Models without trainable parameters, with the modes of their modules at `register`."""
 

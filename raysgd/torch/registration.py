@@ -83,11 +83,15 @@ def register(
     )
     norms = GradientNorms(state.optimization, max_grad_norm)
     for optimizer in state.optimizers:
-        optimizer.register_step_post_hook(state.optimization.end_update)
+        optimizer.register_step_post_hook(state.optimization.after_optimizer_step)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     is_full = any(each.is_fully_sharded for each in sharded)
     replication = None if is_full else _replicate(state, ddp_args, horovod_args)
-    _add_features(state, sharded, replication, norms)
+    state.buffers = BufferCopies(state.models, state)
+    state.features = list(features_of(state, sharded, replication, norms))
+    state.optimization.register_hooks()
+    for each in sharded:
+        each.shard_steps()
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.transaction.optimizers = state.optimizers
@@ -122,16 +126,6 @@ def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[A
     ]
 
 
-def _add_features(
-    state: TorchTrainState, sharded: list[Any], replication: Any, norms: GradientNorms
-) -> None:
-    state.buffers = BufferCopies(state.models, lambda make, rank: state.from_rank(make, rank))
-    state.features = list(features_of(state, sharded, replication, norms))
-    state.optimization.register_hooks()
-    for each in sharded:
-        each.shard_steps()
-
-
 def _shard(
     state: TorchTrainState, sharding: str | None, arguments: dict[str, Any]
 ) -> list[ShardedOptimizer]:
@@ -152,7 +146,7 @@ def _replicate(
     options, distributed = state.settings.options, state.context.distributed
     if options.num_shards is not None:
         shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
-        state.shares_metrics = True
+        state.gathers_metrics = True
         return shards
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -295,6 +296,5 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place."""
-    return tensor._version
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Returns how often a tensor was changed in place."""

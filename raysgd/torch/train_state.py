@@ -53,7 +53,7 @@ class TorchTrainState(RegisteredState):
 
     # ---- the other workers
 
-    def share_training_state(self, leader: int, follows: bool) -> None:
+    def copy_training_state(self, leader: int, follows: bool) -> None:
         """Load the state of rank `leader` if this rank `follows`. Every rank must call it.
 
         Parameters and optimizer states are sent only if they differ. After a worker loss, the other

@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,7 +25,6 @@ from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.framework import BackendConfig
 from raysgd.train.result import REPORTS, ReportLog, Result
-from raysgd.train.run_checkpoints import RunCheckpoints
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class DataParallelTrainer:
         self.scaling_config = checked_scaling(self.scaling_config)
         self.run_config = checked_run(self.run_config)
         bound_function(self.train_loop_per_worker, self.train_loop_config)
-        self.callback_handler()
+        CallbackHandler(self.run_config.callbacks)
         self.executor()
 
     def setup(self) -> None:
@@ -102,31 +101,33 @@ class DataParallelTrainer:
         folder = self._folder or self._new_folder()
         self._folder = None  # the next fit() is a new run, unless restored
         log = ReportLog(folder / REPORTS)
-        executor, callback_handler = self.executor(), self.callback_handler()
-        datasets = Datasets(self.datasets, self._is_split)
+        executor, datasets = self.executor(), Datasets(self.datasets, self._is_split)
         datasets.materialize()
         executor.start()
         try:
-            with callback_handler.run(folder, self.train_loop_config):
-                checkpoints = self.start_on(executor, folder, dataset=datasets, name=folder.name)
-                while (results := executor.fetch_next_result()) is not None:
-                    log.write(results[0])
-                    callback_handler.handle(results)
-                executor.finish_training()
+            others = {"run_dir": folder, "dataset": datasets, "name": folder.name}
+            for _ in self.reports(executor, folder, log, **others):
+                pass
         finally:
             executor.shutdown()
         return Result(
             metrics=log.last,
-            checkpoint=checkpoints.newest_checkpoint(),
-            best_checkpoints=checkpoints.best_checkpoints(),
+            checkpoint=executor.checkpoints.newest_checkpoint(),
+            best_checkpoints=executor.checkpoints.best_checkpoints(),
             path=str(folder),
         )
 
-    def start_on(
-        self, executor: BackendExecutor, folder: Path | None, **others: Any
-    ) -> RunCheckpoints:
-        """Start the function, with `others` as further arguments of `start_training`."""
-        function = bound_function(self.train_loop_per_worker, dict(self.train_loop_config))
+    def reports(
+        self,
+        executor: BackendExecutor,
+        folder: Path,
+        log: ReportLog | None = None,
+        **others: Any,
+    ) -> Generator[list[dict[str, Any]]]:
+        """Run the function with callbacks that write to `folder`, and yield the reports by rank.
+
+        `others` are further arguments of `start_training`.
+        """
         arguments = {
             "dataset": Datasets(self.datasets, self._is_split),
             "checkpoint": self.resume_from_checkpoint,
@@ -134,10 +135,16 @@ class DataParallelTrainer:
             "metadata": self.metadata,
             **others,
         }
-        return executor.start_training(function, folder, resume=True, **arguments)
-
-    def callback_handler(self) -> CallbackHandler:
-        return CallbackHandler(self.run_config.callbacks)
+        function = bound_function(self.train_loop_per_worker, dict(self.train_loop_config))
+        handler = CallbackHandler(self.run_config.callbacks)
+        with handler.run(folder, self.train_loop_config):
+            executor.start_training(function, resume=True, **arguments)
+            while (results := executor.fetch_next_result()) is not None:
+                if log is not None:
+                    log.write(results[0])
+                handler.handle(results)
+                yield results
+            executor.finish_training()
 
     def executor(self) -> BackendExecutor:
         """Return a new executor for the workers that the configs describe. It is not started."""

@@ -88,7 +88,8 @@ class BackendExecutor(OldNames):
         self._elastic = dataclasses.replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None
-        self._checkpoints = self._earlier = RunCheckpoints()
+        self.checkpoints = self._earlier = RunCheckpoints()
+        """The checkpoints of the newest run."""
         self._run: FunctionRun | None = None
         self._finalizer: Any = None
 
@@ -185,7 +186,7 @@ class BackendExecutor(OldNames):
         name: str = "",
         iteration: int = 0,
         resume: bool = False,
-    ) -> RunCheckpoints:
+    ) -> None:
         """Start a function of no arguments on every worker. Checkpoints go into `run_dir`.
 
         `dataset`, `checkpoint`, and `checkpoint_strategy` mean the same as in `Trainer.run`.
@@ -223,12 +224,11 @@ class BackendExecutor(OldNames):
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
-        self._earlier, self._checkpoints = self._saved, checkpoints
+        self._earlier, self.checkpoints = self._saved, checkpoints
         call = Call(method="run", max_losses=self._max_losses)
         self._run = FunctionRun(controller, plan, checkpoints, datasets, call)
         with self.aborting():
             self._run.start(self._elastic.max_attempts)
-        return checkpoints
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Wait until every worker has reported, and return the reports by rank.
@@ -251,7 +251,7 @@ class BackendExecutor(OldNames):
         while run.values is None:
             self.fetch_next_result()
         self._run = None
-        self._checkpoints.finish()
+        self.checkpoints.finish()
         return run.values
 
     @contextlib.contextmanager
@@ -297,12 +297,12 @@ class BackendExecutor(OldNames):
     @property
     def latest_checkpoint_id(self) -> int:
         """Number of the newest checkpoint."""
-        return self._checkpoints.number
+        return self.checkpoints.number
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
         """Folder of the newest run's checkpoints; None if no checkpoint is on disk."""
-        folder = self._checkpoints.folder
+        folder = self.checkpoints.folder
         return folder if folder is not None and folder.is_dir() else None
 
     @property
@@ -320,7 +320,7 @@ class BackendExecutor(OldNames):
     @property
     def _saved(self) -> RunCheckpoints:
         """The checkpoints of the newest run that has saved one."""
-        return self._checkpoints if self._checkpoints.has_saved else self._earlier
+        return self.checkpoints if self.checkpoints.has_saved else self._earlier
 
     def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         own = getattr(self._backend, name)

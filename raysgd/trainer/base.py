@@ -186,7 +186,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
-        info, number = checked_dict("test", "info", info), self._dispatcher.next_number()
+        info, number = checked_dict("test", "info", info), next(self._dispatcher.numbers)
         request = ValidateRequest(call=number, from_start=True, loader=loader, info=info)
         call = Call(request=request, method="test", max_losses=3, has_batches=True)
         return as_test_metrics(merge_workers(self._dispatcher.make(call, moves=True)))
@@ -262,7 +262,7 @@ class OperatorTrainer(TrainerInfo):
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
-        request = UpdateSchedulersRequest(call=self._dispatcher.next_number(), metric=metric)
+        request = UpdateSchedulersRequest(call=next(self._dispatcher.numbers), metric=metric)
         self._dispatcher.make(Call(request=request, max_losses=3))
 
     # ---- state
@@ -360,10 +360,7 @@ class OperatorTrainer(TrainerInfo):
 
     def describe_data(self) -> dict[str, str]:
         """Return how the workers read each registered loader, and where a resumed run begins."""
-        description: dict[str, str] = self.apply_all_operators(
-            operator.methodcaller("describe_data")
-        )[0]
-        return description
+        return dict(self.apply_all_operators(operator.methodcaller("describe_data"))[0])
 
     def drain(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,8 @@ class TrainCall(Call):
             if self.num_steps is None:
                 request = replace(request, until_epoch=progress.epoch + 1)
             else:
-                request = replace(request, until_step=step + self.num_steps)
+                goals = (step + self.num_steps, request.until_step or sys.maxsize)
+                request = replace(request, until_step=min(goals))
         self.request = replace(request, callback_pause=self.next_pause(step, self.immediately))
         self.immediately = False
 
@@ -79,7 +81,8 @@ class Dispatcher:
     """Argument of the running ``fit()``, as `log_every`."""
     log_every: int | None = None
     _shown: dict[str, Any] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers of calls, by which workers recognize a repeated call."""
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
 
@@ -103,11 +106,6 @@ class Dispatcher:
             )
 
     @property
-    def steps_left(self) -> float:
-        """Number of steps until ``fit(max_steps=...)`` ends."""
-        return (self.max_steps or float("inf")) - self.controller.progress.global_step
-
-    @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, including metrics that callbacks are handling now."""
         return {**self.latest, **self._shown}
@@ -121,10 +119,6 @@ class Dispatcher:
         finally:
             self._shown = before
             self.latest.update(metrics)
-
-    def next_number(self) -> int:
-        """Return a number by which workers recognize a repeated call."""
-        return next(self._numbers)
 
     def make(self, call: Call, moves: bool = False) -> list[Any]:
         """Run a call, and return the answers by rank."""
@@ -156,7 +150,7 @@ class Dispatcher:
         dataset: Dataset | None,
     ) -> WorkerMetrics:
         request = TrainRequest(
-            call=self.next_number(),
+            call=next(self.numbers),
             until_step=self.max_steps,
             logged=None if self.log_every is None else 0,  # `begin` sets the step
             info=dict(info or {}),
@@ -231,7 +225,7 @@ class Dispatcher:
         the first batch.
         """
         number = None if from_start else self._failed_validation
-        self._failed_validation = number = self.next_number() if number is None else number
+        self._failed_validation = number = next(self.numbers) if number is None else number
         request = ValidateRequest(
             call=number,
             num_steps=num_steps,

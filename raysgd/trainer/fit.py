@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.arguments import check_int, checked_dict, set_fields
-from raysgd.callbacks.base import Callback, History, Trainer, adds_metrics
+from raysgd.callbacks.base import Callback, History, Trainer
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.elastic.call import Call
@@ -225,9 +225,10 @@ class FitLoop:
     def _monitored(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
         callbacks = list(self.dispatcher.callback_list)
-        own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
-        is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
-        if not is_ours or any(adds_metrics(each) for each in callbacks):
+        methods = [self.options.training_operator_cls.train_epoch]
+        for each in callbacks:
+            methods += [each.on_epoch_end, each.on_validation_end]
+        if not all(method.__module__.startswith("raysgd.") for method in methods):
             return {}
         named = [(type(each).__name__, each.monitor) for each in callbacks]
         return {f"{who}(monitor={name!r})": name for who, name in named if isinstance(name, str)}

@@ -66,8 +66,7 @@ class TrainerInfo:
     @property
     def operator_name(self) -> str:
         """Name of the class of the operator."""
-        name: str = self._options.training_operator_cls.__qualname__
-        return name
+        return str(self._options.training_operator_cls.__qualname__)
 
     @property
     def epoch(self) -> int:

@@ -154,7 +154,7 @@ class TrainerState:
     def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
         """Load a state. `again` reads it from a file, so that it need not be kept."""
         self.dispatcher.check_open(moves=True)
-        check_state(state, of_driver=True)
+        check_state(state)
         of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
         of_workers = for_workers(state)
         with self.dispatcher.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):

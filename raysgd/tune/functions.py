@@ -8,10 +8,8 @@ final step repeats that report and asks Tune to save the checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.run_checkpoints import RunCheckpoints
 
 
 class FunctionTrainable(Trainable):
@@ -53,55 +50,38 @@ class FunctionTrainable(Trainable):
     def _start_workers(self) -> None:
         self._executor = self._own.executor()
         self._executor.start()
-        self._checkpoints: RunCheckpoints | None = None
-        self._callbacks = contextlib.ExitStack()
+        self._reports: Generator[list[dict[str, Any]]] | None = None
 
     def step(self) -> dict[str, Any]:
         """Wait for the next reports, and return the report of worker 0."""
-        try:
-            return self._step(self._checkpoints or self._begin())
-        except BaseException:
-            self._callbacks.__exit__(*sys.exc_info())
-            raise
-
-    def _begin(self) -> RunCheckpoints:
-        """Start the callbacks and the function."""
-        self._handler = self._own.callback_handler()
-        folder = Path(self.logdir or "")
-        self._callbacks.enter_context(self._handler.run(folder, self._own.train_loop_config))
-        others: dict[str, Any] = {} if self._start is None else {"checkpoint": self._start}
-        others |= {"iteration": self._reported, "name": self.trial_name or ""}
-        self._checkpoints = self._own.start_on(self._executor, None, **others)
-        return self._checkpoints
-
-    def _step(self, checkpoints: RunCheckpoints) -> dict[str, Any]:
-        number = checkpoints.number
-        results = self._executor.fetch_next_result()
-        saved = {SHOULD_CHECKPOINT: True} if checkpoints.number != number else {}
+        if self._reports is None:
+            others: dict[str, Any] = {} if self._start is None else {"checkpoint": self._start}
+            others |= {"iteration": self._reported, "name": self.trial_name or ""}
+            self._reports = self._own.reports(self._executor, Path(self.logdir or ""), **others)
+        number = self._executor.latest_checkpoint_id
+        results = next(self._reports, None)
+        is_saved = self._executor.latest_checkpoint_id != number
+        saved = {SHOULD_CHECKPOINT: True} if is_saved else {}
         if results is None:
-            self._executor.finish_training()
-            self._callbacks.close()
             # Tune ignores the checkpoint of a result that is marked as a duplicate. Without any
             # report, there is no result to duplicate.
             is_new = saved or not self._reported
             return {**(self._last if is_new else {RESULT_DUPLICATE: True}), DONE: True, **saved}
-        self._handler.handle(results)
         self._reported += 1
         self._last = results[0]
         return {**self._last, **saved}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        blob = None if self._checkpoints is None else self._checkpoints.blob
-        manifest = Manifest(global_step=self._reported)
+        blob = self._executor.checkpoints.blob or cloudpickle.dumps(self._start)
         path = Path(checkpoint_dir, TUNE_CHECKPOINT_FILE_NAME)
-        write_pickle(blob or cloudpickle.dumps(self._start), path, manifest)
+        write_pickle(blob, path, Manifest(global_step=self._reported))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Make the next step start the function from the output of `save_checkpoint`."""
         blob, manifest = read_pickle(Path(checkpoint, TUNE_CHECKPOINT_FILE_NAME))
         self._reported = 0 if manifest is None else manifest.global_step
         self._start = pickle.loads(blob)
-        if self._checkpoints is not None:  # the trial takes over the state of another
+        if self._reports is not None:  # the trial takes over the state of another
             self.cleanup()
             self._start_workers()
 
@@ -112,6 +92,7 @@ class FunctionTrainable(Trainable):
 
     def cleanup(self) -> None:
         try:
-            self._callbacks.close()
+            if self._reports is not None:
+                self._reports.close()
         finally:
             self._executor.shutdown(graceful_termination=False)

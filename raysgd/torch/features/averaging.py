@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.tensors import copy_all, model_problem

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
 from raysgd.loop.loss_weights import LossWeights
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.differences import kind_of
 from raysgd.torch.features.micro_batching import TorchMicroBatching
 from raysgd.torch.features.replication import Replication
@@ -51,7 +51,7 @@ class EqualBitsWeights(LossWeights):
     """
 
     @property
-    def counted(self) -> float | None:
+    def counted_items(self) -> float | None:
         """Items of the current shard, or None if samples count."""
         return None if self._count.items is None else self._items
 
@@ -67,7 +67,7 @@ class EqualBitsTransaction(UpdateTransaction):
     new_weights = EqualBitsWeights
     weights: EqualBitsWeights
     is_updated = False  # before the commit, in which the workers exchange metrics
-    has_several_updates = True  # a worker can be lost between an update and that exchange
+    has_several_optimizer_steps = True  # a worker can be lost between an update and that exchange
 
 
 class EqualBitsMicroBatching(TorchMicroBatching):
@@ -161,7 +161,7 @@ class EqualBitsReplication(Replication):
         for model in self._state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
         self._shard = owned[tx.index % len(owned)]
-        self._ends_group = tx.micro_batch.step == tx.plan.num_steps - 1
+        self._ends_group = tx.micro_batch.step_index == tx.plan.num_steps - 1
         self._buffers.begin(self._shard, is_first=tx.index <= 0)
 
     def _end_shard(self) -> None:
@@ -193,7 +193,7 @@ class EqualBitsReplication(Replication):
         self._clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
-        if tx.has_updates:
+        if tx.has_optimizer_steps:
             for scale, before in zip(self._precision.scales_of(), self._scales, strict=True):
                 scale.copy_(before)
             for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
@@ -242,7 +242,7 @@ class EqualBitsReplication(Replication):
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
-        if (count := self._transaction.weights.counted) is not None:
+        if (count := self._transaction.weights.counted_items) is not None:
             device = self._state.settings.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         if (earlier := self._earlier.pop(key, None)) is not None:
@@ -286,11 +286,11 @@ class EqualBitsReplication(Replication):
         parameters = _trained(optimizer)
         tree = self._trees.pop(id(optimizer))
         flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
-        kind = 2 * self._number_of(optimizer) + (tx.weights.counted is not None)
+        kind = 2 * self._number_of(optimizer) + (tx.weights.counted_items is not None)
         flags = self._agree(kind, flags)
         partition = self._partition
         total = sum_over_workers(tree, self._num_shards, partition.shares)
-        if tx.weights.counted is not None:
+        if tx.weights.counted_items is not None:
             *total, count = total
             if num_items := count.item():
                 multiply_all(total, (tx.plan.total or 1) / num_items)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.gradient_exchange import GradientExchange
@@ -138,8 +138,7 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
 
     def start_together(self) -> None:
         super().start_together()
-        buffers = self._train_state.buffers
-        buffers.set(self._train_state.from_rank(buffers.tensors, 0))
+        self._train_state.buffers.receive(0)()
 
     # ---- state of this worker
 

@@ -8,7 +8,7 @@ import torch
 
 from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.optimization import Optimization
 
 

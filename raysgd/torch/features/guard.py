@@ -11,7 +11,7 @@ import torch
 
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.digests import digest_of
 from raysgd.torch.features.cross_check import cross_check
@@ -243,7 +243,7 @@ class ReplicaGuard(StepFeature):
             raise ReplicasDifferError(message, ranks=minority)
 
     def _repair(self, leader: int, follows: bool, flags: tuple[bool, bool]) -> None:
-        self._state.share_training_state(leader, follows)
+        self._state.copy_training_state(leader, follows)
         self._is_due = False  # as on the workers that loaded nothing
         given = self._state.from_rank(self._state.flags, leader)
         if follows:

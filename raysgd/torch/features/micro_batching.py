@@ -1,4 +1,4 @@
-"""Train each batch in parts after memory ran out."""
+"""Split batches of tensors after memory ran out, and tell what cannot be split."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives, ddp
 from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
@@ -83,7 +83,7 @@ class Replication(GradientExchange):
         return ddp.no_forward_sync(self._state.models)
 
     def before_commit(self, tx: UpdateTransaction) -> None:
-        ddp.check_skipped(self._state.models, tx.has_updates)
+        ddp.check_skipped(self._state.models, tx.has_optimizer_steps)
 
     def commit(self, tx: UpdateTransaction) -> None:
         ddp.forget_gradients(self._state.models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.train_state import TrainState
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.tensors import buffer_names, copy_all, is_like, version_of
 
 
@@ -49,7 +51,7 @@ class Rollback(StepFeature):
         self._has_copies = self._moves_parameters = False
 
     def begin(self, tx: UpdateTransaction) -> None:
-        self._has_copies = tx.has_several_updates or self._moves_parameters
+        self._has_copies = tx.has_several_optimizer_steps or self._moves_parameters
         if self._has_copies:
             for image in self._images:
                 image.take()
@@ -76,7 +78,7 @@ class Rollback(StepFeature):
             for image in reversed(self._images):
                 image.restore()
                 changed -= image.parameters
-        elif tx.updating is not None and not self._updates_late:
+        elif tx.stepping is not None and not self._updates_late:
             tx.is_partial = True  # an optimizer may change its state before parameters
         if changed:
             tx.is_partial = True
@@ -92,7 +94,7 @@ class _BeforeImage:
         self._state: dict[Any, Any] = {}
         self._groups: list[dict[str, Any]] = []
         self._tensors: list[torch.Tensor] = []
-        self._copies: list[Any] = []
+        self._copies = _Copies()
 
     @torch.no_grad()
     def take(self) -> None:
@@ -109,7 +111,7 @@ class _BeforeImage:
             {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
-        self._copies = _copies_of(self._tensors, self._copies)
+        self._copies.take(self._tensors)
 
     def _note(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -118,7 +120,7 @@ class _BeforeImage:
 
     @torch.no_grad()
     def restore(self) -> None:
-        copy_all(zip(self._tensors, self._copies, strict=True))
+        copy_all(zip(self._tensors, self._copies.values, strict=True))
         self.optimizer.state.clear()
         self.optimizer.state.update(self._state)
         for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):
@@ -133,12 +135,8 @@ class BufferCopies(StepFeature):
     A copy belongs to a module and a name, because a forward pass may assign another tensor.
     """
 
-    def __init__(
-        self,
-        models: Iterable[torch.nn.Module] = (),
-        from_rank: Callable[[Callable[[], Any], int], Any] | None = None,
-    ) -> None:
-        self._from_rank = from_rank
+    def __init__(self, models: Iterable[torch.nn.Module], state: TrainState) -> None:
+        self._state = state
         self._slots = [
             (module, name)
             for model in models
@@ -146,6 +144,7 @@ class BufferCopies(StepFeature):
             for name in buffer_names(module)
         ]
         self.copies: list[torch.Tensor | None] = []
+        self._copies = _Copies()
         self.update()
 
     def tensors(self) -> list[torch.Tensor | None]:
@@ -158,11 +157,12 @@ class BufferCopies(StepFeature):
     def commit(self, tx: UpdateTransaction) -> None:
         self.update()
 
-    @torch.no_grad()
     def update(self) -> None:
         """Copy the buffers."""
-        buffers = [module._buffers.get(name) for module, name in self._slots]
-        self.copies = _copies_of(buffers, self.copies)
+        if self._slots:
+            buffers = [module._buffers.get(name) for module, name in self._slots]
+            with torch.no_grad():
+                self.copies = self._copies.take(buffers)
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)
@@ -173,14 +173,14 @@ class BufferCopies(StepFeature):
             if name in module._buffers:  # user code may have replaced it with a parameter
                 _set_buffer(module, name, value)
 
-    def set(self, values: Sequence[torch.Tensor | None]) -> None:
-        self.write(values)
-        self.update()
-
     def receive(self, leader: int) -> Callable[[], None]:
-        assert self._from_rank is not None
-        values = self._from_rank(self.tensors, leader)
-        return lambda: self.set(values)
+        values = self._state.from_rank(self.tensors, leader)
+
+        def load() -> None:
+            self.write(values)
+            self.update()
+
+        return load
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.update()
@@ -201,15 +201,31 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
         setattr(module, name, value.clone())
 
 
-def _copies_of(tensors: Sequence[torch.Tensor | None], earlier: list[Any]) -> list[Any]:
-    """Copy tensors, into the memory of `earlier` copies if these have the same kind."""
-    found, pairs = [], []
-    for tensor, copy in itertools.zip_longest(tensors, earlier[: len(tensors)]):
-        if tensor is not None:
-            is_dense = copy is not None and copy.layout is tensor.layout is torch.strided
-            if not is_dense or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty_like(tensor)
-            pairs.append((copy, tensor))
-        found.append(None if tensor is None else copy)
-    copy_all(pairs)
-    return found
+class _Copies:
+    """Copies of tensors. The next copies reuse the memory of tensors of the same kind."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._kinds: list[Any] = []
+        self._groups: dict[Any, list[int]] = {}  # on a GPU, one kernel copies each
+
+    def take(self, tensors: Sequence[Any]) -> list[Any]:
+        kinds = [None if tensor is None else _kind_of(tensor) for tensor in tensors]
+        if kinds != self._kinds:
+            given = itertools.zip_longest(tensors, kinds, self._kinds, self.values)
+            self.values = [
+                None if tensor is None else copy if kind == before else torch.empty_like(tensor)
+                for tensor, kind, before, copy in itertools.islice(given, len(tensors))
+            ]
+            self._kinds, self._groups = kinds, defaultdict(list)
+            for index, kind in enumerate(kinds):
+                if kind is not None:
+                    self._groups[kind[:2]].append(index)
+        for group in self._groups.values():
+            torch._foreach_copy_([self.values[i] for i in group], [tensors[i] for i in group])
+        return self.values
+
+
+def _kind_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    is_dense = tensor.layout is torch.strided
+    return tensor.dtype, tensor.device, tensor.shape, None if is_dense else object()

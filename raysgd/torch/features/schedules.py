@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered_state import RegisteredState
 

@@ -22,7 +22,7 @@ from torch import optim
 
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import ShardedFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.sharding.shards import (
@@ -234,7 +234,7 @@ class ShardedOptimizer(ShardedFeature):
         if self._swapped is not None:
             self._give_back()
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
-        if tx.is_open and tx.has_several_updates:
+        if tx.is_open and tx.has_several_optimizer_steps:
             self._version = self._committed  # `Rollback` restores the parameters
 
     # ---- state of this worker

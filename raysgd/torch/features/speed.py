@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.registered_state import RegisteredState
 
 _NUM_STEPS = 15  # recent steps whose median speed counts

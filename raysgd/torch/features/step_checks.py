@@ -9,7 +9,7 @@ import torch
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.precision import Precision
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered_state import RegisteredState
@@ -49,13 +49,14 @@ class StepChecks(StepFeature):
 
     def check_complete(self) -> None:
         tx = self._transaction
-        if tx.weights.has_earlier_losses and not tx.has_updates:
+        if tx.weights.has_earlier_losses and not tx.has_optimizer_steps:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._seen.clear()
-        self._keeps_gradients = not tx.has_updates and any(map(_has_gradients, tx.optimizers))
-        if self._has_uneven_share(tx) and tx.has_updates and not tx.weights.uses_backward:
+        has_stepped = tx.has_optimizer_steps
+        self._keeps_gradients = not has_stepped and any(map(_has_gradients, tx.optimizers))
+        if self._has_uneven_share(tx) and has_stepped and not tx.weights.uses_backward:
             self._state.settings.warn_once(
                 "weight",
                 "ElasticConfig(shares=...): train_batch does not call self.backward(loss), so the "
@@ -85,7 +86,7 @@ class StepChecks(StepFeature):
         counts_samples = count.items is None and not count.is_sum
         if tx.weights.has_gap and counts_samples and state.num_averaged > 1:
             self._reject(_NO_BACKWARD)
-        if tx.stepped:
+        if tx.requested:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in state.optimizers:
             changed = self._have_changed(optimizer) and self._precision.scales
@@ -103,9 +104,9 @@ class StepChecks(StepFeature):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         tx = self._transaction
-        if id(optimizer) in tx.stepped:
+        if id(optimizer) in tx.requested:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
-        tx.stepped.add(id(optimizer))
+        tx.requested.add(id(optimizer))
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "

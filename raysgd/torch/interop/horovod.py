@@ -9,7 +9,7 @@ import torch
 
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState

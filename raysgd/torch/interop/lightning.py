@@ -105,14 +105,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
         owner = module if data is None else data
         names = {"train_loader": "train_dataloader", "validation_loader": "val_dataloader"}
         for name, method in names.items():
-            if name in found or not _overrides(owner, method):
-                continue
-            loader = found[name] = getattr(owner, method)()
-            if isinstance(loader, list | tuple | dict):
-                raise TypeError(
-                    f"from_ptl({type(module).__name__}): {method} returned {len(loader)} loaders. "
-                    "Return one loader, for example of a ConcatDataset."
-                )
+            if name not in found and _overrides(owner, method):
+                found[name] = getattr(owner, method)()
         if not _overrides(module, "validation_step"):
             found.pop("validation_loader", None)
         return found

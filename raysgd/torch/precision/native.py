@@ -10,7 +10,7 @@ import torch
 
 from raysgd._internal.arguments import is_number
 from raysgd.errors import CheckpointError
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.precision.base import Precision
 
 _KEY = "amp_native"

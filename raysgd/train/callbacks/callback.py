@@ -114,7 +114,7 @@ class CallbackHandler:
 
 def _finish(callback: TrainingCallback, error: type[BaseException] | None, *_: object) -> None:
     try:
-        callback.finish_training(error=error is not None)
+        callback.finish_training(error=error not in (None, GeneratorExit))
     except Exception:
         if error is None:
             raise

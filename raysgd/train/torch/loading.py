@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from raysgd.data.source import own_split
 from raysgd.torch.batches import move_to_device
-from raysgd.torch.loading import PartitionedLoader, makes_own_batches
+from raysgd.torch.loading import PartitionedLoader, makes_own_batches, why_whole
 from raysgd.torch.orders import is_plain_shuffle
 from raysgd.torch.stream_reading import changed
 
@@ -194,15 +194,10 @@ class _SharedSampler(DistributedSampler[Any]):
 def _can_share(loader: DataLoader[Any]) -> bool:
     if makes_own_batches(loader) or own_split(loader) is not None:
         return False
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        reason = f"{type(loader).__name__} has its own __iter__"
-    elif not hasattr(loader.sampler, "__len__"):
-        reason = f"its {type(loader.sampler).__name__} has no length"
-    else:
-        return True
-    logger.warning(
-        "Every worker reads all data of a loader, because %s. Select the data by "
-        "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",
-        reason,
-    )
-    return False
+    if reason := why_whole(loader):
+        logger.warning(
+            "Every worker reads all data of a loader, because %s. Select the data by "
+            "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",
+            reason,
+        )
+    return not reason

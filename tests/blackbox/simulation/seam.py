@@ -22,7 +22,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.trainer.dispatcher import TrainCall
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
@@ -534,13 +534,13 @@ class SimMember(WorkerHandle):
         step = UpdateTransaction()
         step.optimizers = [self]
         step.draw(None)
-        step.begin(MicroBatch())
+        step.begin_micro_batch(MicroBatch())
         if failure is None or failure > 1:
-            step.begin_update(self)
+            step.begin_optimizer_step(self)
             self.weights[0] += 1
         if failure is None or failure > 2:
             self.weights[1] += 1
-            step.end_update(self)
+            step.end_optimizer_step(self)
         counts = step.is_updated
         self.partial = not counts and self.weights[0] != self.weights[1]
         if counts:

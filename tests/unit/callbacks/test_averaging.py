@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
 from raysgd.errors import CheckpointError
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.averaging import Averaging
 from tests.unit.recorder import Recorder
 

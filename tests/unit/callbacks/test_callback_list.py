@@ -410,8 +410,8 @@ def test_no_callback_changes_if_one_cannot_load_its_state(make_trainer):
 def test_callbacks_take_nothing_of_a_state_that_the_workers_refuse(make_trainer):
     spy = Spy(state={"best": 9})
     trainer = make_trainer(callbacks=[spy])
-    state = {**trainer.state_dict(), "epoch": -1, "callbacks": {"Spy": {"best": 2}}}
-    with pytest.raises(CheckpointError, match="epoch must be a count"):
+    state = {**trainer.state_dict(), "models": [], "callbacks": {"Spy": {"best": 2}}}
+    with pytest.raises(CheckpointError, match="state has 0 models"):
         trainer.load_state_dict(state)
     assert spy.loaded == [{"best": 2}, {"best": 9}]
 

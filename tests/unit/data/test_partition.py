@@ -236,15 +236,15 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     assert weights == pytest.approx(expected, rel=1e-12)
     assert sum(plan.samples for plan in plans) == sum(sizes) == plans[0].total
     # forward passes can contain collectives, so all workers run the same number
-    assert len({tuple(each.step for each in plan.micro_batches) for plan in plans}) == 1
+    assert len({tuple(each.step_index for each in plan.micro_batches) for plan in plans}) == 1
     for plan in plans:
         is_end = [each.ends_step for each in plan.micro_batches]
-        steps = [each.step for each in plan.micro_batches]
+        steps = [each.step_index for each in plan.micro_batches]
         assert is_end == [now != later for now, later in itertools.pairwise([*steps, None])]
         weights_of_steps = Counter()
         for each in plan.micro_batches:
             assert bool(each.fraction) == bool(each.samples)  # metrics ignore repeated samples
-            weights_of_steps[each.step] += each.fraction
+            weights_of_steps[each.step_index] += each.fraction
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 

@@ -98,7 +98,7 @@ class Worker:
         train_state.from_rank = lambda make, rank: copy.deepcopy(
             self.gather(make() if rank == self.rank else None)[rank]
         )
-        train_state.share_training_state = self.share_training_state
+        train_state.copy_training_state = self.copy_training_state
         train_state.sum_over_workers = self.total
         train_state.features.insert(0, Exchange(self))
         self.is_new = True
@@ -113,7 +113,7 @@ class Worker:
     def total(self, value):
         return sum(self.gather(value))
 
-    def share_training_state(self, leader, follows):
+    def copy_training_state(self, leader, follows):
         state = self.registration.from_rank(self.registration.training_state, leader)
         if follows:
             self.registration.load_training_state(state)

@@ -8,7 +8,7 @@ import pytest
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from tests.unit.recorder import Recorder, Streaming
 
 

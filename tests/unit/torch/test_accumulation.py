@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.losses import as_count
 
 
 def weights_of(steps, planned=None, tx=None, num_workers=1, counts=True, others=0):
     """Return the final weight of each micro-batch's gradient. None is a batch without a loss."""
     tx, held = tx or UpdateTransaction(), []
-    tx.begin_plan(UpdatePlan(tuple(MicroBatch(step=i) for i in range(planned or len(steps)))))
+    tx.begin_plan(UpdatePlan(tuple(MicroBatch(step_index=i) for i in range(planned or len(steps)))))
     for index, count in enumerate(steps):
-        tx.begin(MicroBatch(step=index), is_last=index == len(steps) - 1)
+        tx.begin_micro_batch(MicroBatch(step_index=index), is_last=index == len(steps) - 1)
         if count is None:
             continue
         given = LossCount(count if counts else None), num_workers, lambda total: total + others
@@ -52,18 +52,21 @@ def test_batches_of_unknown_size_have_the_same_weight(number, more_planned, num_
 
 def test_the_usual_update_needs_no_correction_of_gradients():
     for samples, total in ((49, 49 * 2 * 3), (None, None)):
-        tx, batches = UpdateTransaction(), [MicroBatch(samples, step=step) for step in range(2)]
+        tx, batches = (
+            UpdateTransaction(),
+            [MicroBatch(samples, step_index=step) for step in range(2)],
+        )
         tx.begin_plan(UpdatePlan(tuple(batches), total))
         for micro_batch in batches:
-            tx.begin(micro_batch, is_last=micro_batch.step == 1)
+            tx.begin_micro_batch(micro_batch, is_last=micro_batch.step_index == 1)
             assert tx.weights.add(LossCount(), 3) == (1.0, 0.5)
 
 
 def test_first_loss_of_a_generation_is_not_scaled_up():
     """With float16, it could overflow."""
     tx = UpdateTransaction()
-    tx.begin_plan(UpdatePlan(tuple(MicroBatch(step=step) for step in range(4))))
-    tx.begin(MicroBatch(), is_last=False)
+    tx.begin_plan(UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4))))
+    tx.begin_micro_batch(MicroBatch(), is_last=False)
     _, weight = tx.weights.add(LossCount(1000.0), 2, lambda count: 2 * count)
     assert weight == pytest.approx(1 / 4, rel=0.5)
 
@@ -76,20 +79,20 @@ def test_batch_without_a_loss_does_not_count():
 def test_counts_for_some_batches_of_an_update_are_an_error():
     for first, second in ((None, 3), (3, None)):
         tx = UpdateTransaction()
-        tx.begin(MicroBatch(), is_last=False)
+        tx.begin_micro_batch(MicroBatch(), is_last=False)
         tx.weights.add(LossCount(first))
-        tx.begin(MicroBatch())
+        tx.begin_micro_batch(MicroBatch())
         with pytest.raises(ValueError, match="for all of them or for none"):
             tx.weights.add(LossCount(second))
 
 
 def test_counts_of_losses_may_differ_only_between_optimizers():
     tx = UpdateTransaction()
-    tx.begin(MicroBatch())
+    tx.begin_micro_batch(MicroBatch())
     tx.weights.add(LossCount(3.0))
     with pytest.raises(ValueError, match=r"num_samples=4.* follows num_samples=3"):
         tx.weights.add(LossCount(4.0))
-    tx.end_update(object())
+    tx.end_optimizer_step(object())
     assert tx.weights.add(LossCount(4.0)) == (1.0, 1.0)
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import ddp
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.registered_state import OperatorSettings
@@ -92,11 +92,11 @@ def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     replication = Replication(SimpleNamespace(models=[model], accumulation_steps=1), wraps=True)
     tx = UpdateTransaction()
-    tx.begin(MicroBatch(), is_last=False)
+    tx.begin_micro_batch(MicroBatch(), is_last=False)
     replication.begin_micro_batch(tx)
     assert not model.require_backward_grad_sync
     replication.commit(tx)
-    tx.begin(MicroBatch())
+    tx.begin_micro_batch(MicroBatch())
     replication.begin_micro_batch(tx)
     assert model.require_backward_grad_sync
 

@@ -365,7 +365,7 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     state.settings.options = dataclasses.replace(state.settings.options, elastic=elastic)
     tx = state.transaction
     tx.begin_plan(UpdatePlan((MicroBatch(samples=6),), total=8))
-    tx.begin(MicroBatch(samples=6))
+    tx.begin_micro_batch(MicroBatch(samples=6))
     operator.train_batch(BATCH, {})
     state.checks.commit(tx)
     assert ("does not call self.backward(loss)" in caplog.text) == warns

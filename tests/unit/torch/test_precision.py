@@ -8,7 +8,7 @@ import torch
 
 from raysgd import TorchTrainer
 from raysgd.errors import CheckpointError
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision, create_precision
 from tests.operators import Classifier, no_synchronization, on_gpu, parameters

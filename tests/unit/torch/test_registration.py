@@ -130,7 +130,7 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
     wrapped = registration.register(train_state, model, sgd(model), accumulation_steps=2)[0]
     registration.adopt_wrappers(train_state, [])
-    train_state.begin(MicroBatch(), is_last=False)
+    train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
         feature.commit(train_state.transaction)

@@ -10,7 +10,7 @@ from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -30,11 +30,11 @@ class Steps:
         self.step, self.optimizers = UpdateTransaction(), optimizers
         self.step.optimizers = optimizers
         self.rollback = Rollback(optimizers, models)
-        self.step._most_updates.update({id(optimizer): 2 for optimizer in optimizers})
+        self.step._most_steps.update({id(optimizer): 2 for optimizer in optimizers})
 
     def begin(self):
         self.step.draw(None)
-        self.step.begin(MicroBatch())
+        self.step.begin_micro_batch(MicroBatch())
         self.rollback.begin(self.step)
 
     def commit(self):
@@ -114,7 +114,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
     model = torch.nn.Embedding(2, 2, max_norm=0.1)  # each forward pass normalizes it
     frozen = torch.nn.Linear(2, 1).requires_grad_(False)
     steps = Steps(torch.optim.SGD(model.parameters(), lr=0.1), models=[model, frozen])
-    steps.step._most_updates.clear()
+    steps.step._most_steps.clear()
     steps.begin()
     frozen(model(torch.tensor([0, 1]))).sum().backward()
     if changes:
@@ -126,7 +126,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
 def test_parameters_that_steps_move_before_the_update_are_restored():
     parameter = torch.nn.Parameter(torch.ones(2))
     steps = Steps(torch.optim.SGD([parameter], lr=0.5))
-    steps.step._most_updates.clear()
+    steps.step._most_steps.clear()
 
     def move():
         steps.begin()
@@ -237,7 +237,7 @@ def values(model):
 )
 def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
     model = Model()
-    copies = BufferCopies([model])
+    copies = BufferCopies([model], None)
     for changes in steps:
         for change in changes:
             change(model)
@@ -301,7 +301,7 @@ class Copied(TorchDispatchMode):
 def test_one_operation_copies_all_buffers_of_a_type():
     """On a GPU, an operation on several types launches one kernel per tensor."""
     norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(2) for _ in range(3)))
-    copies = BufferCopies([norms])
+    copies = BufferCopies([norms], None)
     with Copied() as copied:
         copies.commit(UpdateTransaction())
     assert copied.dtypes == [{torch.float32}, {torch.int64}]

@@ -129,7 +129,7 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
 
     train_state.from_rank = from_rank
     with pytest.raises(ConnectionError) if is_lost else contextlib.nullcontext():
-        train_state.share_training_state(0, follows=True)
+        train_state.copy_training_state(0, follows=True)
     expected = before if is_lost else leader.operator.model.state_dict()
     torch.testing.assert_close(runner.operator.model.state_dict(), expected, rtol=0, atol=0)
 
@@ -140,13 +140,13 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
     monkeypatch.setattr(collectives, "minimum", lambda value, device: value)
     monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
     runner._train_state.from_rank = lambda make, rank: make()
-    runner._train_state.share_training_state(0, follows=False)
+    runner._train_state.copy_training_state(0, follows=False)
 
 
 def test_copy_of_a_partial_state_is_partial():
     runner = make_runner(context=WorkerContext(alone=True, in_driver=True))
     runner._train_state.from_rank = lambda make, rank: {**make(), "is_partial": True}
-    runner._train_state.share_training_state = lambda leader, follows: None
+    runner._train_state.copy_training_state = lambda leader, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
     assert runner._train_state.transaction.is_partial
 
@@ -624,7 +624,7 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
     for alone in (False, True):
         runner = make_runner(context=WorkerContext(alone=alone, in_driver=True))
         runner._train_state.from_rank = lambda make, rank: make()
-        runner._train_state.share_training_state = lambda leader, is_led: follows.append(is_led)
+        runner._train_state.copy_training_state = lambda leader, is_led: follows.append(is_led)
         for _ in range(2):
             context = WorkerContext(world_rank=1, world_size=2, distributed=True)
             runner.rejoin(context, leader=0)

@@ -19,7 +19,7 @@ from raysgd.backends import create_backend
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.step import UpdateTransaction
+from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions

@@ -446,7 +446,11 @@ def several(self):
         ({"optimizer_step": print, "on_fit_end": print}, {}, ["on_fit_end (", "optimizer_step ("]),
         ({"training_epoch_end": print}, {}, ["training_epoch_end", "on_train_epoch_end"]),
         ({"configure_optimizers": several}, {}, ["must have one optimizer", "own train_batch"]),
-        ({"train_dataloader": lambda self: [1, 2]}, {}, ["train_dataloader returned 2 loaders"]),
+        (
+            {"train_dataloader": lambda self: [loader()] * 2},
+            {},
+            ["A list of 2 loaders"],
+        ),
         ({}, {"scheduler": {"interval": "step"}}, ["interval='step'", "scheduler_step_freq"]),
         ({}, {"scheduler": {"monitor": "loss"}}, ["monitor='loss'", "update_scheduler"]),
         ({}, {"scheduler": {"frequency": 2}}, ["frequency=2", "scheduler_step_freq='epoch'"]),

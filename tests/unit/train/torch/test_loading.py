@@ -179,8 +179,8 @@ class OwnLoader(DataLoader):
 @pytest.mark.parametrize(
     ("given", "first", "reason"),
     [
-        (OwnLoader(DATA, batch_size=4), 16, "OwnLoader has its own __iter__"),
-        (loader(sampler=itertools.repeat(3)), 3, "repeat has no length"),
+        (OwnLoader(DATA, batch_size=4), 16, "its class, OwnLoader, overrides __iter__"),
+        (loader(sampler=itertools.repeat(3)), 3, "its sampler, a repeat, has no length"),
     ],
 )
 def test_loaders_that_cannot_be_partitioned_stay_as_they_are_with_a_warning(

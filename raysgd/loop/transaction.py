@@ -1,7 +1,8 @@
 """One update of the optimizers: its micro-batches, its losses, and its end.
 
 A step is one batch of the loader on each worker; `global_step` counts steps. An update has one
-step, or several with gradient accumulation. A step has several micro-batches if its batch is split.
+step, or several with gradient accumulation. A step has several micro-batches if its batch is split,
+or with equal bits.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ class UpdateTransaction:
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_partial = False  # a discarded update left changes that no feature could restore
         self.weights = self.new_weights(self)
-        self._most_updates: Counter[int] = Counter()
+        self._most_steps: Counter[int] = Counter()
         self.reset()
 
     def reset(self) -> None:
         """Forget the update, so that the next one can begin."""
         self.phase = Phase.CLOSED
-        self.updating: Any = None  # the optimizer whose step runs
+        self.stepping: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
         # Batches of the loader, to train them again. None: the source can read the batch again.
         self.drawn: list[Any] = []
@@ -57,13 +58,13 @@ class UpdateTransaction:
         self.num_planned = 1  # micro-batches of the update
         self.is_split = False  # batches are trained in parts
         self.index = -1  # of the current micro-batch; -1 before the first
-        self._updates: Counter[int] = Counter()
+        self._optimizer_steps: Counter[int] = Counter()
         self.weights.reset()
         self._set(MicroBatch(), is_last=True)
 
     def _set(self, micro_batch: MicroBatch, is_last: bool) -> None:
         self.micro_batch, self.is_last = micro_batch, is_last
-        self.stepped: set[int] = set()  # optimizers whose step was requested in this micro-batch
+        self.requested: set[int] = set()  # optimizers whose step was requested in this micro-batch
 
     # ---- the life of an update
 
@@ -82,12 +83,12 @@ class UpdateTransaction:
         if num_parts > 1:
             self.is_split, self.num_planned = True, len(self.plan.micro_batches) * num_parts
 
-    def begin(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
+    def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
         self.phase = Phase.OPEN
         self.index += 1
         self._set(micro_batch, is_last)
-        self.weights.begin()
+        self.weights.begin_micro_batch()
 
     @property
     def is_open(self) -> bool:
@@ -100,41 +101,41 @@ class UpdateTransaction:
         return self.index <= 0 and self.is_last
 
     @property
-    def has_several_updates(self) -> bool:
-        """Whether optimizers update more than once in all, so that a failure can come between."""
-        return len(self.optimizers) > 1 or any(n > 1 for n in self._most_updates.values())
+    def has_several_optimizer_steps(self) -> bool:
+        """Whether optimizers make several steps in all, so that a failure can come between."""
+        return len(self.optimizers) > 1 or any(n > 1 for n in self._most_steps.values())
 
-    def num_updates(self, optimizer: Any) -> int:
-        return self._updates[id(optimizer)]
+    def num_optimizer_steps(self, optimizer: Any) -> int:
+        return self._optimizer_steps[id(optimizer)]
 
     @property
-    def has_updates(self) -> bool:
-        return any(map(self.num_updates, self.optimizers))
+    def has_optimizer_steps(self) -> bool:
+        return any(map(self.num_optimizer_steps, self.optimizers))
 
     @property
     def is_updated(self) -> bool:
-        """Whether every optimizer has made as many updates as in an earlier update, at least one.
+        """Whether every optimizer has made as many steps as in an earlier update, at least one.
 
         The steps then count, even if the loop raises.
         """
-        if self.updating is not None or not self.optimizers:
+        if self.stepping is not None or not self.optimizers:
             return False
-        usual = {id(each): self._most_updates[id(each)] or 1 for each in self.optimizers}
-        return all(self._updates[key] >= count for key, count in usual.items())
+        usual = {id(each): self._most_steps[id(each)] or 1 for each in self.optimizers}
+        return all(self._optimizer_steps[key] >= count for key, count in usual.items())
 
-    def begin_update(self, optimizer: Any) -> None:
+    def begin_optimizer_step(self, optimizer: Any) -> None:
         self.check_warm_up()
-        self.updating = optimizer
+        self.stepping = optimizer
 
     def check_warm_up(self) -> None:
         if self.is_warm_up:
             raise WarmedUp
 
-    def end_update(self, optimizer: Any) -> None:
-        self.updating = None
-        self.weights.end_update()
+    def end_optimizer_step(self, optimizer: Any) -> None:
+        self.stepping = None
+        self.weights.end_optimizer_step()
         if self.is_open:
-            self._updates[id(optimizer)] += 1
+            self._optimizer_steps[id(optimizer)] += 1
 
     def check_whole(self, global_step: int) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
@@ -165,5 +166,5 @@ class UpdateTransaction:
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
-        self._most_updates |= self._updates
+        self._most_steps |= self._optimizer_steps
         self.phase = Phase.COMMITTED
