@@ -51,6 +51,18 @@ def make_line_model():
     return nn.Linear(1, 1)
 
 
+class ModelOperator(TrainingOperator):
+    """The base of operators below. It has no data."""
+
+    def setup(self, config):
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+        )
+
+
 def learning_rates(operator):
     return [group["lr"] for group in operator.optimizer.param_groups]
 
@@ -262,14 +274,9 @@ class Stream(IterableDataset):
             yield x, 2 * x + 1
 
 
-class StreamOperator(TrainingOperator):
+class StreamOperator(ModelOperator):
     def setup(self, config):
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.2),
-            criterion=nn.MSELoss(),
-        )
+        super().setup(config)
         own = Stream(self.world_rank, config["num_points"][self.world_rank])
         self.register_data(
             train_loader=DataLoader(own, batch_size=config[BATCH_SIZE]),
@@ -386,18 +393,6 @@ def train_alone(operator_cls, **arguments):
     """Train for an epoch in this process. Return the metrics and the trainer."""
     trainer = TorchTrainer(training_operator_cls=operator_cls, use_local=True)
     return trainer.train(**arguments), trainer
-
-
-class ModelOperator(TrainingOperator):
-    """The base of operators below, without data."""
-
-    def setup(self, config):
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=nn.MSELoss(),
-        )
 
 
 class HabitOperator(ModelOperator):
