@@ -211,9 +211,6 @@ class GroupForming:
         if self._scale_up.together:
             for member, context in zip(members, contexts, strict=True):
                 joining[member].context, joining[member].phase = context, "set up"
-            prepared = self._run("prepare", [(c,) for c in contexts], "get ready", members)
-            if self._has_lost(prepared, joining):
-                return None
         else:  # the other workers get the snapshot from the leader
             leader = members[0]
             progress = self._load_snapshot([leader], joining)

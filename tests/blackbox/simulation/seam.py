@@ -437,7 +437,7 @@ class SimMember(WorkerHandle):
         while (task := self.task) is not None and not self.dead and not self.silent:
             if task.since < 0:
                 task.since = self._world.now
-            if task.method == "prepare" or (task.method == "create" and not self.start_s):
+            if task.method == "create" and not self.start_s:
                 self.end("ok")
             elif task.method == "teardown":
                 self.queue.pop(0).future.set_result(None)
