@@ -27,7 +27,7 @@ from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTH
 from raysgd.compat.creators import TorchCreators
 from raysgd.compat.ray_sgd import OldOperator
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.operator_base import checked_metrics
+from raysgd.loop.operator_base import checked_metrics, in_parts
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
@@ -93,7 +93,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         epoch_idx = epoch_idx or self._train_state.epoch
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
-        for batch in self._with_parts(iterator):
+        for batch in in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))

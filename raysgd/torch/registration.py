@@ -21,10 +21,11 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
+    check_sharding,
     check_step_freq,
     checked,
     checked_criteria,
-    checked_sharding,
+    checked_sharding_args,
     is_trained,
 )
 from raysgd.torch.tensors import parameters_of
@@ -62,7 +63,10 @@ def register(
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
     modules += trained
-    sharding_args = checked_sharding(state, modules, sharding, sharding_args, bool(ddp_args))
+    sharding_args = checked_sharding_args(sharding, sharding_args)
+    if sharding is not None:
+        has_ddp_args, scales = bool(ddp_args), precision.scales
+        check_sharding(sharding, options, modules, state.optimizers, has_ddp_args, scales)
     _move_models(state, modules, keeps_parameters=sharding == "full")
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
@@ -81,8 +85,6 @@ def register(
     state.buffers = BufferCopies(state.models, state)
     state.features = list(features_of(state, sharded, replication, norms))
     state.optimization.register_hooks()
-    for each in sharded:
-        each.shard_steps()
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.transaction.optimizers = state.optimizers
