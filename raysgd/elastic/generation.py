@@ -12,7 +12,7 @@ from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
-from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
+from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
@@ -89,8 +89,8 @@ class GroupForming:
         leader = before[action.leader]
         if self._journal.progress.is_sharded:
             leaving = [member for member in before if member not in staying]
-            for shards in self._commands.ask_all(leaving, ExportReplicaRequest()):
-                self._commands.ask_all([staying[0]], ImportReplicaRequest(shards=shards))
+            for shards in self._commands.ask_all(leaving, ExportShardsRequest()):
+                self._commands.ask_all([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):

@@ -29,7 +29,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from raysgd._internal import step_timing
 from raysgd.errors import ReplicasDifferError
 from raysgd.torch.collectives import average_gradients
-from raysgd.torch.tensors import version_of
+from raysgd.torch.tensors import parameters_of, version_of
 
 _METHODS_OF_THE_MODULE = (
     "__bool__",
@@ -247,7 +247,7 @@ def average(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module])
             f"{type(optimizer).__name__}.step() runs within a backward pass, such as in a hook. "
             "The workers average gradients until the end of the pass. Call step() after it."
         )
-    stepped = {p: None for group in optimizer.param_groups for p in group["params"]}
+    stepped = dict.fromkeys(parameters_of(optimizer))
     for model in models:
         if isinstance(model, DistributedDataParallel) and not isinstance(model, ReplicatedModel):
             for parameter in model.parameters():  # which user code averages

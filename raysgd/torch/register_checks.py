@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -20,7 +20,10 @@ from raysgd.data.source import own_split
 from raysgd.loop.operator_base import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
-from raysgd.torch.options import TorchOptions
+from raysgd.torch.tensors import parameters_of
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
 
 logger = logging.getLogger(__name__)
 
@@ -97,15 +100,12 @@ def is_trained(
     if not isinstance(criterion, torch.nn.Module):
         return False
     own = {id(p) for p in criterion.parameters() if p.requires_grad}
-    return bool(own & _stepped(optimizers) - _parameters_of(models))
+    stepped = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+    return bool(own & stepped - _parameters_of(models))
 
 
 def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:
     return {id(parameter) for model in models for parameter in model.parameters()}
-
-
-def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
 
 
 # ---- sharding
@@ -114,15 +114,14 @@ _SHARDING_ARGS = {"optimizer": ("copies",), "full": ("copies", "wrap")}
 
 
 def checked_sharding(
+    state: TorchTrainState,
+    models: Sequence[torch.nn.Module],
     sharding: Any,
     arguments: Any,
-    options: TorchOptions,
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
     has_ddp_args: bool,
-    scales: bool,
 ) -> Any:
     """Return ``sharding_args`` without the keys that are None."""
+    options, scales = state.settings.options, state.optimization.precision.scales
     if sharding not in (None, *_SHARDING_ARGS):
         raise ValueError(
             f'register(sharding={sharding!r}): sharding must be "optimizer", "full", or None.'
@@ -166,9 +165,14 @@ def checked_sharding(
     for name, is_given in others.items():
         if is_given:
             raise ValueError(f"{call} does not work with {name}. Leave out one of the two.")
+    optimizers = state.optimizers
+    if sharding == "full" and len(optimizers) != 1:
+        raise ValueError(
+            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
+        )
     _check_shardable(call, models, optimizers)
-    if sharding == "full":
-        _check_rows(call, models, optimizers)
+    for model in models if sharding == "full" else ():
+        _check_rows(call, model)
     return given
 
 
@@ -191,7 +195,7 @@ def _check_shardable(
                 f"{call} cannot shard {kind.__name__}. Use an optimizer of torch.optim that "
                 f"updates each element independently of the others: {names}."
             )
-        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        trained = [p for p in parameters_of(optimizer) if p.requires_grad]
         if strangers := [p for p in trained if id(p) not in registered]:
             raise ValueError(
                 f"{call}: {kind.__name__} has {len(strangers)} parameters that are in no "
@@ -205,22 +209,15 @@ def _check_shardable(
                 )
 
 
-def _check_rows(
-    call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    if len(optimizers) != 1:
-        raise ValueError(
-            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
-        )
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
-                raise ValueError(
-                    f"{call} divides parameters by rows. {type(model).__name__}.{name} has no "
-                    f"contiguous rows: its shape is {tuple(parameter.shape)}, and its strides are "
-                    f"{tuple(parameter.stride())}. Use a contiguous parameter that has a dimension "
-                    "and is not empty."
-                )
+def _check_rows(call: str, model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
+            raise ValueError(
+                f"{call} divides parameters by rows. {type(model).__name__}.{name} has no "
+                f"contiguous rows: its shape is {tuple(parameter.shape)}, and its strides are "
+                f"{tuple(parameter.stride())}. Use a contiguous parameter that has a dimension "
+                "and is not empty."
+            )
 
 
 # ---- what changes after register

@@ -268,11 +268,6 @@ def _differing(what: str, missing: set[Any], unknown: set[Any]) -> str:
 # ---- helpers that PyTorch offers only under private names
 
 
-def buffer_names(module: torch.nn.Module) -> list[str]:
-    """Return the names of a module's own buffers. `named_buffers` omits buffers that are None."""
-    return list(module._buffers)
-
-
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair into the first.
 

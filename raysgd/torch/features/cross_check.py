@@ -24,6 +24,7 @@ from raysgd.torch.features.differences import (
     named_workers,
 )
 from raysgd.torch.generators import TorchGenerators
+from raysgd.torch.tensors import parameters_of
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -39,7 +40,7 @@ def cross_check(
 
     Return a description of a difference and the ranks of the minority, or "" and [].
     """
-    held = {p: p.grad for o in state.optimizers for g in o.param_groups for p in g["params"]}
+    held = {p: p.grad for optimizer in state.optimizers for p in parameters_of(optimizer)}
     held |= {p: p.grad for model in state.models for p in model.parameters()}
     for parameter in held:
         parameter.grad = None

@@ -29,7 +29,7 @@ from raysgd.torch.features.shard_buffers import ShardBuffers
 from raysgd.torch.orders import seed_all
 from raysgd.torch.precision import Precision
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.tensors import multiply_all
+from raysgd.torch.tensors import multiply_all, parameters_of
 from raysgd.torch.tree_sum import TreeSum, sum_over_workers
 
 _KEY = "num_shards"
@@ -317,7 +317,7 @@ class EqualBitsReplication(Replication):
 
 
 def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 
 def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.shards import PARAMETER, Piece, UpdateBuffers
-from raysgd.torch.tensors import copy_all, copy_to_cpu
+from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
 
 if TYPE_CHECKING:
     import contextlib
@@ -154,10 +154,9 @@ class FullyShardedModel(ShardedOptimizer, GradientExchange):
             which: saved[name] for names, saved in pairs for name, which in names.items()
         }
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
-        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         states: dict[Any, Any] = {
             parameter: dict(of_optimizer["state"][number])
-            for parameter, number in zip(everything, numbers, strict=True)
+            for parameter, number in zip(parameters_of(self.optimizer), numbers, strict=True)
             if number in of_optimizer["state"]
         }
         self.optimizer.state = defaultdict(dict, states)

@@ -13,7 +13,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.tensors import buffer_names, copy_all, is_like, version_of
+from raysgd.torch.tensors import copy_all, is_like, parameters_of, version_of
 
 
 class Rollback(StepFeature):
@@ -41,7 +41,7 @@ class Rollback(StepFeature):
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm
         }
         held = (parameter for model in models for parameter in model.parameters())
-        stepped = (p for o in optimizers for group in o.param_groups for p in group["params"])
+        stepped = itertools.chain.from_iterable(map(parameters_of, optimizers))
         self._parameters = [
             parameter
             for parameter in dict.fromkeys([*held, *stepped])
@@ -141,7 +141,7 @@ class BufferCopies(StepFeature):
             (module, name)
             for model in models
             for module in model.modules()
-            for name in buffer_names(module)
+            for name in module._buffers  # `named_buffers` omits buffers that are None
         ]
         self.copies: list[torch.Tensor | None] = []
         self._copies = _Copies()

@@ -11,6 +11,7 @@ already keeps that update and does not repeat it.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from raysgd.torch.sharding.shards import (
     is_sharded,
     transfers,
 )
-from raysgd.torch.tensors import copy_all
+from raysgd.torch.tensors import copy_all, parameters_of
 
 ELEMENTWISE = (
     optim.ASGD,
@@ -79,7 +80,7 @@ class ShardedOptimizer(ShardedFeature):
     ) -> None:
         self.optimizer = optimizer
         self._train_state = state
-        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        everything: list[Any] = parameters_of(optimizer)
         self._num_given = len(everything)
         numbers = {parameter: number for number, parameter in enumerate(everything)}
         by_rows = parameters is not None
@@ -285,13 +286,13 @@ class ShardedOptimizer(ShardedFeature):
             if piece.state
         ]
 
-    def export_replica(self) -> Any:
+    def export_shards(self) -> Any:
         messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]
         return self._token, self._version, messages
 
-    def import_replica(self, replica: Any) -> None:
-        """Keep a replica of the same step. Ignore a replica of another step."""
-        token, version, messages = replica
+    def import_shards(self, shards: Any) -> None:
+        """Keep shards of the same step. Ignore shards of another step."""
+        token, version, messages = shards
         if (token, version) == (self._token, self._version):
             device = self._device  # values that are not sharded, such as steps, stay on the CPU
             moved = map_leaves(messages, lambda x: x.to(device) if is_sharded(x) else x)
@@ -317,34 +318,29 @@ class ShardedOptimizer(ShardedFeature):
         self.lacks_shards = planned is None
         if planned is None:
             return
-        batches: dict[tuple[int, tuple[int, ...]], list[Transfer]] = defaultdict(list)
+        batches: dict[int, list[Transfer]] = defaultdict(list)
         for each in planned:
-            batches[each.source, each.to].append(each)
+            batches[each.source].append(each)
         pieces: list[Piece] = []
-        for (source, to), batch in batches.items():
-            messages = self._transfer(batch, version, source, to)
-            if rank in to:
-                pieces += [Piece(*message) for message in messages]
+        for source, batch in batches.items():
+            kept = [each for each in batch if source in each.to]
+            sent = [each for each in batch if source not in each.to]
+            messages = self._messages(kept, version) if rank == source else []
+            if sent:
+                make = functools.partial(self._messages, sent, version)
+                wanted = any(rank in each.to for each in sent)
+                found = collectives.broadcast_state(make, source, self._device, wanted)
+                messages += [m for each, m in zip(sent, found, strict=True) if rank in each.to]
+            pieces += [Piece(*message) for message in messages]
         collectives.minimum(0, self._device)  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()
         self.ranks_in_sync = all(each.version == version for each in planned)
 
-    def _transfer(
-        self, batch: Sequence[Transfer], version: int, source: int, to: Sequence[int]
-    ) -> list[tuple[Any, ...]]:
-        """Send or receive elements of rank `source`. Return the messages that contain them."""
-        rank, device = dist.get_rank(), self._device
-
-        def messages() -> list[tuple[Any, ...]]:
-            newest = ((each.newest(self._pieces), each.start, each.stop) for each in batch)
-            return [self._message(*each, version) for each in newest]
-
-        if to == (source,):
-            return messages() if rank == source else []
-        sent: list[tuple[Any, ...]] = collectives.broadcast_state(messages, source, device)
-        return sent
+    def _messages(self, planned: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
+        newest = ((each.newest(self._pieces), each.start, each.stop) for each in planned)
+        return [self._message(*each, version) for each in newest]
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         """Return elements of a piece for workers whose parameters have this `version`."""
@@ -364,7 +360,7 @@ def _check_step(
             f"register(sharding=...) does not support {kind}.step(closure). Compute the "
             "gradients first, and call step() without a closure."
         )
-    if sum(len(group["params"]) for group in optimizer.param_groups) != num_parameters:
+    if len(parameters_of(optimizer)) != num_parameters:
         raise RuntimeError(
             f"The number of parameters of {kind} has changed since register(sharding=...). "
             "Call add_param_group before register."

@@ -13,6 +13,7 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.tensors import parameters_of
 
 
 class HorovodGradients(GradientExchange):
@@ -92,7 +93,7 @@ class HorovodExchange:
             # If the graph of a failed step still exists, its hooks must never start an exchange.
             for parameter in before._allreduce_delay:
                 before._allreduce_delay[parameter] = sys.maxsize
-        own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        own = set(map(id, parameters_of(self._optimizer)))
         named = [
             (f"{number}.{name}", parameter)
             for number, model in enumerate(self._models)

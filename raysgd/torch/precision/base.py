@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from raysgd.loop.feature import StepFeature
+from raysgd.torch.tensors import parameters_of
 
 
 class Precision(StepFeature):
@@ -56,7 +57,7 @@ class Precision(StepFeature):
         """Unscale the gradients, for clipping. Called at most once before `step`."""
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-        return [p for group in optimizer.param_groups for p in group["params"]]
+        return parameters_of(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters, unless gradients have overflowed."""

@@ -24,7 +24,7 @@ Shard: TypeAlias = Mapping[int, tuple[int, int]]
 
 
 class Transfer(NamedTuple):
-    """Elements that rank `source` sends to the ranks `to`, which can include `source` itself."""
+    """Elements that rank `source` sends to the ranks `to`, or keeps if this is only `source`."""
 
     which: int
     start: int

@@ -446,9 +446,9 @@ class SimMember(WorkerHandle):
                 return
             elif self.is_at("measured"):
                 self.end("ok", f"of {self.home.pid}")
-            elif self.is_at("export_replica"):
+            elif self.is_at("export_shards"):
                 self.end("ok", self.home.pid)
-            elif self.is_at("import_replica"):
+            elif self.is_at("import_shards"):
                 self.held.append(task.request.shards)
                 self.end("ok")
             elif self.is_at("restart_state"):

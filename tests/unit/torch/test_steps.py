@@ -14,9 +14,6 @@ from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.signal import Signal
 from raysgd.torch.features.averaging import Averaging
-from raysgd.torch.registered_state import OperatorSettings
-from raysgd.torch.registration import register
-from raysgd.torch.train_state import TorchTrainState
 
 NUM_STEPS = 6
 
@@ -337,10 +334,10 @@ def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
 
 
 def make_registration(kind, dtype):
-    train_state = TorchTrainState(OperatorSettings())
+    operator = TrainingOperator({})
     model = torch.nn.Linear(2, 1).to(dtype)
-    register(train_state, model, kind(model.parameters()), None, None, None)
-    return train_state
+    operator.register(models=model, optimizers=kind(model.parameters()))
+    return operator._train_state
 
 
 def flat(tree):
