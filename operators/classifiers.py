@@ -164,8 +164,7 @@ class SemanticSegmenter(SupervisedOperator):
         return functional.cross_entropy(output, target, ignore_index=ignored, reduction="none")
 
     def num_items(self, batch: Any) -> torch.Tensor:
-        counts: torch.Tensor = batch[-1].long() != self.options["ignore_index"]
-        return counts.sum()
+        return torch.sum(batch[-1].long() != self.options["ignore_index"])
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         confusion = confusion_matrix(output, target, self.options["ignore_index"])

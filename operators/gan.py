@@ -83,9 +83,8 @@ class GAN(ConfiguredOperator):
     def noise(self, num_samples: int, generator: torch.Generator | None = None) -> torch.Tensor:
         """Return noise z of the shape (num_samples, latent_size)."""
         shape = (num_samples, self.options["latent_size"])
-        if generator is not None:
-            return torch.randn(shape, generator=generator).to(self.device)
-        return torch.randn(shape, device=self.device)
+        device = self.device if generator is None else generator.device
+        return torch.randn(shape, generator=generator, device=device).to(self.device)
 
     # ---- the steps
 

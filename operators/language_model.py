@@ -92,8 +92,7 @@ class LanguageModel(SupervisedOperator):
 
     def num_items(self, batch: Any) -> torch.Tensor:
         _, target = _tokens_and_targets(batch)
-        counts: torch.Tensor = target.long() != self.options["ignore_index"]
-        return counts.sum()
+        return torch.sum(target.long() != self.options["ignore_index"])
 
     def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
         metrics = super().loss_metrics(total, count)

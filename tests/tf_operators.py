@@ -98,10 +98,3 @@ def replica_hash(operator):
         for array in arrays.values():
             digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def pid(operator):
-    """Return the process ID of an operator's worker."""
-    import os
-
-    return os.getpid()

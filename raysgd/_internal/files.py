@@ -57,5 +57,4 @@ def sync_folder(folder: Path) -> None:
 
 def lock_of_node() -> contextlib.AbstractContextManager[Any]:
     """Return a lock that prevents workers of one node from downloading to the same files."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{user}.lock")
+    return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{os.getuid()}.lock")

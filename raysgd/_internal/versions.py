@@ -18,14 +18,7 @@ TESTED = {
 def is_tested(name: str, version: str) -> bool:
     """Return whether `version` is in the tested range of a package of `TESTED`."""
     oldest, newest = TESTED[name]
-    return _part(oldest, oldest) <= _part(version, oldest) and (
-        _part(version, newest) <= _part(newest, newest)
-    )
-
-
-def is_too_old(name: str, version: str) -> bool:
-    """Return whether `version` is older than raysgd supports."""
-    return not is_at_least(version, TESTED[name][0])
+    return is_at_least(version, oldest) and _part(version, newest) <= _part(newest, newest)
 
 
 def is_at_least(version: str, oldest: str) -> bool:
@@ -36,7 +29,7 @@ def is_at_least(version: str, oldest: str) -> bool:
 def check_oldest(owner: str, name: str, version: str) -> None:
     """Raise ImportError if `version` is older than `owner` supports."""
     oldest, newest = TESTED[name]
-    if is_too_old(name, version):
+    if not is_at_least(version, oldest):
         raise ImportError(
             f"{owner} needs {name} {oldest} or newer, but this Python has {version}. The tests "
             f'cover {oldest} to {newest}. Run pip install "{name}>={oldest}" on the driver and all '

@@ -79,30 +79,23 @@ class CallbackList:
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
         try:
-            try:
+            with contextlib.ExitStack() as ending:
+                ending.callback(self._detach, added)
+                ending.callback(self.end, trainer, before)
                 self._load(added)
                 with self.calling(trainer):
                     yield
-            finally:
-                self._detach(trainer, added, before)
         except BaseException:
             self._failure = None
             raise
         self.raise_failure()
 
-    def _detach(self, trainer: Trainer, added: Sequence[_Entry], before: Sequence[_Entry]) -> None:
-        try:
-            self._end(trainer, [entry for entry in self._entries if entry not in before])
-        finally:
-            self._entries = [entry for entry in self._entries if entry not in added]
-            for entry in added:
-                if entry.key not in self._loaded:  # no saved state is pending
-                    with contextlib.suppress(CallbackError):  # nothing is saved now
-                        self._detached[entry.key] = _state_of(entry)
-
-    def end(self, trainer: Trainer) -> None:
-        """End all callbacks, because the trainer shuts down."""
-        self._end(trainer, list(self._entries))
+    def _detach(self, added: Sequence[_Entry]) -> None:
+        self._entries = [entry for entry in self._entries if entry not in added]
+        for entry in added:
+            if entry.key not in self._loaded:  # no saved state is pending
+                with contextlib.suppress(CallbackError):  # nothing is saved now
+                    self._detached[entry.key] = _state_of(entry)
 
     def _start(self, trainer: Trainer) -> None:
         # Callbacks that save come first, because they may load a state.
@@ -111,10 +104,11 @@ class CallbackList:
             entry.started = self._call_one(entry, "on_train_start", trainer)
         self.tell_events(trainer)
 
-    def _end(self, trainer: Trainer, entries: Sequence[_Entry]) -> None:
+    def end(self, trainer: Trainer, kept: Sequence[_Entry] = ()) -> None:
+        """End the callbacks, except those in `kept`."""
         with contextlib.ExitStack() as ending:  # after Ctrl-C, the others still close their files
-            for entry in reversed(entries):
-                if entry.started:
+            for entry in reversed(self._entries):
+                if entry.started and entry not in kept:
                     entry.started = False
                     ending.callback(self._call_one, entry, "on_train_end", trainer)
 

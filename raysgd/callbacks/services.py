@@ -37,10 +37,10 @@ class ServiceLogger(LoggerCallback):
 
     def _write(self, run: Any, values: dict[str, Any], step: int, time_s: float) -> None:
         """Write numbers with a time in seconds since the epoch."""
-        raise NotImplementedError
+        run.log(values, step, time_s)
 
     def _end(self, run: Any, failed: bool) -> None:
-        raise NotImplementedError
+        run.end(failed)
 
     def _opened(self, trainer: Trainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""
@@ -177,12 +177,6 @@ class MLflowLogger(ServiceLogger):
         if is_new:
             run.log_config(trainer.config)
         return run
-
-    def _write(self, run: MLflowRun, values: dict[str, Any], step: int, time_s: float) -> None:
-        run.log(values, step, time_s)
-
-    def _end(self, run: MLflowRun, failed: bool) -> None:
-        run.end(failed)
 
 
 class MLflowRun:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 import raysgd
-from raysgd._internal.versions import TESTED, is_tested, is_too_old
+from raysgd._internal.versions import TESTED, is_at_least, is_tested
 
 Row = tuple[str, str, str]
 
@@ -64,7 +64,7 @@ def package_row(name: str, version: str | None) -> Row:
         return name, version, ""
     oldest, newest = TESTED[name]
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
-    if is_too_old(name, version):
+    if not is_at_least(version, oldest):
         return name, version, f"too old: raysgd needs {oldest} or newer"
     return name, version, "tested" if is_tested(name, version) else f"not tested, unlike {tested}"
 

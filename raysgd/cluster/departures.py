@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from raysgd.cluster.clock import Clock
@@ -17,8 +18,7 @@ _TERM_S = 10.0  # seconds that a process usually survives after SIGTERM
 
 class Notice(NamedTuple):
     cause: str
-    deadline: float | None  # in seconds since the Unix epoch, or None if it is unknown
-    leave_by: float  # time until which the worker may wait for a replacement
+    deadline: float = math.inf  # in seconds since the Unix epoch
 
 
 class Drains:
@@ -34,12 +34,13 @@ class Drains:
     # ---- notices of the user
 
     def drain(self, target: WorkerHandle | str, deadline_s: float | None) -> None:
-        deadline = None if deadline_s is None else self._clock.time() + deadline_s
-        self._announced[target] = _notice("drain() was called", deadline)
+        deadline = self._clock.time() + (math.inf if deadline_s is None else deadline_s)
+        self._announced[target] = Notice("drain() was called", deadline)
 
-    def terminate(self, member: WorkerHandle) -> None:
-        notice = Notice("its process was sent SIGTERM", None, self._clock.time() + _TERM_S)
-        self._announced.setdefault(member, notice)
+    def terminate(self, members: Sequence[WorkerHandle]) -> None:
+        notice = Notice("its process was sent SIGTERM", self._clock.time() + _TERM_S)
+        for member in members:
+            self._announced.setdefault(member, notice)
 
     # ---- notices of Ray
 
@@ -62,20 +63,16 @@ class Drains:
                 from ray._private.state import state  # Ray 2.60 has no public API for this
 
                 self._of_ray = {
-                    node: _notice("Ray drains its node", deadline_ms / 1000 or None)
+                    node: Notice("Ray drains its node", deadline_ms / 1000 or math.inf)
                     for node, deadline_ms in state.get_draining_nodes().items()
                 }
             self._asked_at = None
 
     @property
-    def silence_s(self) -> float:
-        asked_at = self._asked_at
-        return 0.0 if asked_at is None else self._clock.monotonic() - asked_at
-
-    @property
     def is_ray_silent(self) -> bool:
         """Whether the Ray head node is unresponsive. Requests to it would then block."""
-        return self.silence_s > _SILENT_S
+        asked_at = self._asked_at
+        return asked_at is not None and self._clock.monotonic() - asked_at > _SILENT_S
 
     # ---- all notices
 
@@ -89,7 +86,3 @@ class Drains:
 
     def of(self, member: WorkerHandle) -> Notice | None:
         return self._announced.get(member) or self.nodes.get(member.node_id)
-
-
-def _notice(cause: str, deadline: float | None) -> Notice:
-    return Notice(cause, deadline, math.inf if deadline is None else deadline)

@@ -173,16 +173,13 @@ class Worker:
 
         return self._attempt(create)
 
-    def prepare(self, context: WorkerContext) -> Outcome:
-        self._rank = context.world_rank
-        return self._attempt(lambda: self._hosted.prepare(context))
-
     def enter(
         self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False
     ) -> Outcome:
         """Join the process group of a generation. Then run `setup`, or load the leader's state.
 
-        A replacement worker sets up `alone`, in a group of one, while the others train.
+        Without a leader, first prepare the process. A replacement worker sets up `alone`, in a
+        group of one, while the others train.
         """
         with self._generation_lock:
             self._generation = context.generation
@@ -190,6 +187,8 @@ class Worker:
         group = replace(context, world_rank=0, world_size=1) if alone else context
 
         def enter() -> None:
+            if leader is None:
+                self._hosted.prepare(context)
             if self._backend is not None:
                 self._backend.teardown()
                 self._backend.setup(group, rendezvous)

@@ -119,8 +119,7 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        if hasattr(socket, option):  # Linux only
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 # ---- messages
@@ -214,29 +213,25 @@ class Listener:
                 opened.close()
 
     async def _serve(self) -> None:
-        self._listen()
+        accepting = self._loop.create_task(self._accept())
         await self._closed.wait()
-        self._loop.remove_reader(self._server)
+        accepting.cancel()
 
-    def _listen(self) -> None:
-        if not self._closed.is_set():
-            self._loop.add_reader(self._server, self._accept)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._server.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the peer has left
-            return
-        except OSError:  # most likely out of file descriptors
-            self._dismiss_oldest()
-            self._loop.remove_reader(self._server)
-            self._loop.call_later(_RETRY_S, self._listen)
-            return
-        connection.setblocking(False)
-        self._strangers[connection] = None
-        self._connections[connection] = self._loop.create_task(self._talk(connection))
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._dismiss_oldest()
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._server)
+            except ConnectionAbortedError:  # the peer has left
+                continue
+            except OSError:  # most likely out of file descriptors
+                self._dismiss_oldest()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._strangers[connection] = None
+            self._connections[connection] = self._loop.create_task(self._talk(connection))
+            await asyncio.sleep(0)  # a task that has not begun would not close its connection
+            if len(self._strangers) > _MOST_STRANGERS:
+                self._dismiss_oldest()
 
     def _dismiss_oldest(self) -> None:
         if self._strangers:

@@ -210,7 +210,7 @@ class GlooGroup(ProcessGroup):
         The destructor of gloo waits for threads that may never return.
         """
         running = self._running
-        if not running.ended():
+        if not running.wait_for_end(0):
             threading.Thread(
                 target=lambda gloo: running.wait_for_end(),
                 args=(self._gloo,),
@@ -280,13 +280,10 @@ class _Running:
         for end in waits:
             end(_interruption())
 
-    def ended(self) -> bool:
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Return whether all operations have ended, after waiting for at most `timeout_s`."""
         with self._changed:
-            return not self._active
-
-    def wait_for_end(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._active)
+            return self._changed.wait_for(lambda: not self._active, timeout_s)
 
 
 class _Operation(Work):

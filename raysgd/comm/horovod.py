@@ -92,10 +92,7 @@ class HorovodBackend(CollectiveBackend):
         hvd.init()
         if hvd.size() > 1:
             # gloo has closed its listeners, so its connections are the ones between two workers.
-            name = "torch" if self._framework == "torch" else "tensorflow.functions"
-            opened = importlib.import_module(f"horovod.{name}").allgather_object(
-                _connections() - before
-            )
+            opened = hvd.allgather_object(_connections() - before)
             self._own_connections = {
                 (local, remote) for each in opened for remote, local in each
             } & _connections()

@@ -32,7 +32,6 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _HEADER = struct.Struct("=QQ")
 _RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0
-_REACH_S = 5.0  # timeout of a TCP connection to another rank
 _LONGEST_WAIT_S = 3600.0  # maximum timeout of `poll`, a C int of milliseconds
 
 
@@ -65,9 +64,7 @@ class Mesh:
         try:
             for rank, (host, port) in enumerate(addresses[: self._rank]):
                 target, left_s = Address(host, port, self._key), ends - time.monotonic()
-                connections[rank] = connect(
-                    target, timeout_s=left_s, reach_s=_REACH_S, hold=self._hold
-                )
+                connections[rank] = connect(target, timeout_s=left_s, hold=self._hold)
                 connections[rank].sendall(_RANK.pack(self._rank))
             while len(connections) < len(addresses) - 1:
                 come = self._come.get(timeout=max(0.0, ends - time.monotonic()))
@@ -88,8 +85,8 @@ class Mesh:
             self._listener.close()
         for rank, connection in sorted(connections.items()):
             connection.setblocking(False)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a stopped rank may stop reading
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
+            # A stopped rank may stop reading.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
             self._peers[rank] = connection
         if self._broken:
             self._break(self._broken)  # also closes the new connections

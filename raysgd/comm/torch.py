@@ -99,6 +99,9 @@ class TorchProcessGroup(CollectiveBackend):
         )
         self._server: StoreServer | None = None
         self._tcp_store: TCPStore | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
         self._owns_group = False
@@ -221,22 +224,16 @@ class TorchProcessGroup(CollectiveBackend):
         self._sent = sent
 
     def teardown(self) -> None:
-        self._listening, self._links, self._sent = set(), {}, {}
-        self._links_at = math.inf
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
-            self._set_interface = False
-        mesh, self._mesh = self._mesh, None
-        if mesh is not None:
-            mesh.close()
-        group, self._group = self._group, None
-        if group is not None:
-            group.release()
-        # User code created this group, so raysgd must not destroy it.
+        if self._mesh is not None:
+            self._mesh.close()
+        if self._group is not None:
+            self._group.release()
+        # User code may have created the group, so raysgd must not destroy it.
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        self._owns_group = False
-        self._client = self._entry = None
+        self._reset()
 
     def is_communication_error(self, error: BaseException) -> bool:
         return isinstance(error, dist.DistError) or (

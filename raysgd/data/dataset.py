@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from raysgd._internal.arguments import check_int
 from raysgd.compat.ray_sgd import OldDataset, items_of
 
 
@@ -41,10 +42,8 @@ class Dataset(OldDataset):
         max_concurrency: int = 0,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"Dataset(batch_size={batch_size}): must be at least 1.")
+        self.batch_size = check_int("Dataset", "batch_size", batch_size, 1)
         self.items = items_of(data)
-        self.batch_size = batch_size
         self.uid = uuid.uuid4().hex
         self._download = download_func
         self._transform = transform

@@ -186,18 +186,6 @@ class Records(ABC):
         key = hashlib.sha256(f"{self.paths[number]} {self._stamps[number]}".encode()).hexdigest()
         return self._cache / f"{key[:24]}.{kind}"
 
-    @contextlib.contextmanager
-    def _naming(self, number: int) -> Iterator[None]:
-        """Name the file in errors about its content."""
-        try:
-            yield
-        except Exception as error:
-            # pyarrow and bz2 raise an OSError without a number for wrong content.
-            is_bare = type(error) is OSError and error.errno is None
-            if isinstance(error, RecordError) or not (is_bare or isinstance(error, _BAD_CONTENT)):
-                raise
-            raise RecordError(f"{self.paths[number]}: {error}") from error
-
     def _check_stamp(self, number: int, stamp: str) -> None:
         if stamp != self._stamps[number]:
             raise RuntimeError(
@@ -233,7 +221,10 @@ class Records(ABC):
         return self._files[number]
 
     def _with_file(self, number: int, read: Callable[[Any], T]) -> T:
-        """Call `read` with an open file. Open it again after an error."""
+        """Call `read` with an open file. Open it again after an error.
+
+        Name the file in errors about its content.
+        """
 
         def attempt() -> T:
             try:
@@ -243,8 +234,14 @@ class Records(ABC):
                     self._files.pop(number).close()
                 raise
 
-        with self._naming(number):
+        try:
             return _retried(attempt)
+        except Exception as error:
+            # pyarrow and bz2 raise an OSError without a number for wrong content.
+            is_bare = type(error) is OSError and error.errno is None
+            if isinstance(error, RecordError) or not (is_bare or isinstance(error, _BAD_CONTENT)):
+                raise
+            raise RecordError(f"{self.paths[number]}: {error}") from error
 
     def _read_at(self, number: int, start: int, size: int) -> bytes:
         def read(file: Any) -> bytes:

@@ -151,7 +151,7 @@ class MicroBatch:
     """What a worker trains at a time: a batch of its loader, or a part of a batch."""
 
     samples: float | None = None  # without repeated samples; None: unknown
-    fraction: float = 1  # fraction of the worker's batch; 0 for repeated samples
+    weight: float = 1  # of its metrics: a fraction of the worker's batch; 0 for repeated samples
     step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last part of the worker's batch
 
@@ -166,7 +166,7 @@ class MicroBatch:
             replace(
                 self,
                 samples=None if self.samples is None else self.samples * size / rows,
-                fraction=self.fraction * size / rows,
+                weight=self.weight * size / rows,
                 ends_step=self.ends_step and index == len(sizes) - 1,
             )
             for index, size in enumerate(sizes)
@@ -194,7 +194,7 @@ class UpdatePlan:
 def part_of(
     total: int, world_size: int, rank: int, shares: tuple[float, ...] | None = None
 ) -> tuple[int, int]:
-    """Return one worker's part of `total` samples as (start, stop), in proportion to its weight.
+    """Return one worker's part of `total` samples as (start, stop), in proportion to its share.
 
     If there are fewer samples than workers, workers share samples.
 

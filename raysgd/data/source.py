@@ -40,7 +40,7 @@ class BatchSource:
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch: int | None = None  # samples per step, if raysgd partitions by samples
     current_epoch: int | None = None  # the epoch in progress; None for validation data
-    num_drawn: int | None = None  # samples that the loader joined in the newest batch, if known
+    num_joined: int | None = None  # samples that the loader joined in the newest batch, if known
     reads_everything = False  # every worker reads all samples, and uses its part
 
     def __init__(

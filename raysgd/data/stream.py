@@ -280,11 +280,35 @@ class GroupedStream(Stream):
         self._state, self._start = None if state is None else dict(state), state
 
 
-class Mixed(NumberedSamples):
-    """Several streams in one. `mix` describes it."""
+class mix(NumberedSamples):  # noqa: N801  users call it like a function
+    """The samples of several streams, mixed by `weights`.
 
-    def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
-        self._streams, self._seed, self._weights = list(streams), seed, list(weights)
+    Each sample appears once in an epoch. When a stream has no samples left, the others share its
+    weight. The number of a sample determines its stream.
+
+    >>> from raysgd.data import Stream, mix, text
+    >>> readme = Stream(text("README.md"))
+    >>> len(mix([readme, readme], [0.8, 0.2])) == 2 * len(readme)
+    True
+    """
+
+    def __init__(
+        self, streams: Sequence[Stream], weights: Sequence[float], *, seed: int = 0
+    ) -> None:
+        self._seed = check_int("mix", "seed", seed, 0)
+        are_positive = all(is_number(each) and 0 < each < math.inf for each in weights)
+        if len(streams) != len(weights) or not streams or not are_positive:
+            raise ValueError(
+                f"mix(weights={list(weights)!r}): must be {len(streams)} positive numbers, one per "
+                "stream."
+            )
+        for stream in streams:
+            if not isinstance(stream, Stream) or isinstance(stream, GroupedStream):
+                raise TypeError(
+                    f"mix() of {stream!r}: must be a Stream without group and skip_broken, because "
+                    "the number of samples of the others is unknown."
+                )
+        self._streams, self._weights = list(streams), list(weights)
         self.files = [stream._records for stream in streams]
         self._starts: list[int] = []  # numbers of samples at which the set of streams changes
         self._parts: list[tuple[list[int], np.ndarray[Any, Any]]] = []
@@ -351,33 +375,6 @@ def _count_before(pattern: np.ndarray[Any, Any], stream: int, number: int) -> in
     rounds, rest = divmod(number, len(pattern))
     is_own = pattern == stream
     return int(rounds * is_own.sum() + is_own[:rest].sum())
-
-
-def mix(streams: Sequence[Stream], weights: Sequence[float], *, seed: int = 0) -> Mixed:
-    """Return the samples of several streams, mixed by `weights`.
-
-    Each sample appears once in an epoch. When a stream has no samples left, the others share its
-    weight. The number of a sample determines its stream.
-
-    >>> from raysgd.data import Stream, mix, text
-    >>> readme = Stream(text("README.md"))
-    >>> len(mix([readme, readme], [0.8, 0.2])) == 2 * len(readme)
-    True
-    """
-    seed = check_int("mix", "seed", seed, 0)
-    are_positive = all(is_number(each) and 0 < each < math.inf for each in weights)
-    if len(streams) != len(weights) or not streams or not are_positive:
-        raise ValueError(
-            f"mix(weights={list(weights)!r}): must be {len(streams)} positive numbers, one per "
-            "stream."
-        )
-    for stream in streams:
-        if not isinstance(stream, Stream) or isinstance(stream, GroupedStream):
-            raise TypeError(
-                f"mix() of {stream!r}: must be a Stream without group and skip_broken, because "
-                "the number of samples of the others is unknown."
-            )
-    return Mixed(streams, weights, seed)
 
 
 def file_stamps(dataset: Any) -> dict[str, Any]:

@@ -76,12 +76,12 @@ class RestartStateRequest(Request):
     num_workers: int = 1
 
 
-class ExportReplicaRequest(Request):
+class ExportShardsRequest(Request):
     """Return the shards of a worker that is about to leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportReplicaRequest(Request):
+class ImportShardsRequest(Request):
     """Store the shards of a worker that is about to leave."""
 
     shards: Sequence[Any]

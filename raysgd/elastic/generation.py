@@ -12,7 +12,7 @@ from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
-from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
+from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
@@ -89,8 +89,8 @@ class GroupForming:
         leader = before[action.leader]
         if self._journal.progress.is_sharded:
             leaving = [member for member in before if member not in staying]
-            for shards in self._commands.ask_all(leaving, ExportReplicaRequest()):
-                self._commands.ask_all([staying[0]], ImportReplicaRequest(shards=shards))
+            for shards in self._commands.ask_all(leaving, ExportShardsRequest()):
+                self._commands.ask_all([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
@@ -211,9 +211,6 @@ class GroupForming:
         if self._scale_up.together:
             for member, context in zip(members, contexts, strict=True):
                 joining[member].context, joining[member].phase = context, "set up"
-            prepared = self._run("prepare", [(c,) for c in contexts], "get ready", members)
-            if self._has_lost(prepared, joining):
-                return None
         else:  # the other workers get the snapshot from the leader
             leader = members[0]
             progress = self._load_snapshot([leader], joining)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -11,8 +11,6 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.departures import Notice
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
-
-logger = logging.getLogger(__name__)
 
 _Member = TypeVar("_Member")
 
@@ -57,23 +55,24 @@ class PreemptionWatch:
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
-        for member in [member for member, p in progress.items() if p.terminated]:
-            self._group.drains.terminate(member)
+        if terminated := [member for member, p in progress.items() if p.terminated]:
+            self._group.drains.terminate(terminated)
         leaving = self._group.leaving()
         news = {member: leaving[member] for member in leaving if member not in self._known}
         self._known = set(leaving)
         if news:
             self._record(news)
             soon = self._clock.time() + self._leave_s
-            is_short = any(notice.leave_by <= soon for notice in news.values())
+            is_short = any(notice.deadline <= soon for notice in news.values())
             num_staying = len(self._group.members) - len(leaving)
             self.must_save = is_short or num_staying < max(1, self._group.options.min_workers)
 
     def _record(self, news: Mapping[WorkerHandle, Notice]) -> None:
-        for cause, deadline in dict.fromkeys(notice[:2] for notice in news.values()):
-            concerned = [m for m, notice in news.items() if notice[:2] == (cause, deadline)]
-            left_s = 0.0 if deadline is None else max(0.0, deadline - self._clock.time())
-            self._journal.record("draining", concerned, cause=cause, seconds=left_s)
+        for notice in dict.fromkeys(news.values()):
+            concerned = [member for member in news if news[member] == notice]
+            left_s = max(0.0, notice.deadline - self._clock.time())
+            seconds = left_s if math.isfinite(left_s) else 0.0
+            self._journal.record("draining", concerned, cause=notice.cause, seconds=seconds)
 
     @property
     def _leave_s(self) -> float:
@@ -86,7 +85,7 @@ class PreemptionWatch:
             return []
         now = self._clock.time()
         return who_leaves(
-            {member: notice.leave_by - now for member, notice in leaving.items()},
+            {member: notice.deadline - now for member, notice in leaving.items()},
             num_workers=len(self._group.members),
             num_ready=num_ready,
             min_workers=self._group.options.min_workers,

@@ -38,14 +38,10 @@ Phase = Literal["come up", "start", "set up", "join"]
 class Replacement:
     """A replacement worker, from its start until it can join the group."""
 
-    group: ActorGroup
+    scale_up: ScaleUp
     slot: Any
     rank: int
     size: int
-    generation: int
-    created: Sequence[Any]
-    timeout_s: float
-    """Timeout in seconds for each phase from ``create`` on."""
     replaces_lost: bool
     goal: Goal = "setup"
     """Phase after which the replacement is ready: "process" if all workers set up together; "room"
@@ -57,6 +53,7 @@ class Replacement:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
+        self.group = self.scale_up.group
         self._life = self._live()
 
     def advance(self) -> None:
@@ -72,10 +69,10 @@ class Replacement:
             if not isinstance(error, Exception) and not from_worker:
                 raise
 
-    def set_up_alone(self, generation: int) -> None:
-        self.goal, self.generation = "setup", generation
+    def set_up_alone(self) -> None:
+        self.goal = "setup"
         if self.is_ready:
-            self.is_ready, self._life = False, self._results(self._asked_to_set_up())
+            self.is_ready, self._life = False, self._result(self._set_up(), "set up")
 
     def _live(self) -> Iterator[None]:
         """Take the phases up to the goal. Yield while a phase must wait."""
@@ -94,38 +91,31 @@ class Replacement:
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
-        asked: list[tuple[Phase, Future[Outcome]]]
-        asked = [("start", member.work("create", *self.created))]
-        if self.goal == "process":
-            yield from self._results(asked)
-            asked = []
-        if self.goal == "setup":  # the worker queues all calls
-            yield from self._results(asked + self._asked_to_set_up())
+        created = member.work("create", *self.scale_up.created)
+        entered = self._set_up() if self.goal == "setup" else None  # the worker queues both calls
+        yield from self._result(created, "start")
+        if self.goal == "setup":
+            yield from self._result(entered or self._set_up(), "set up")
 
-    def _asked_to_set_up(self) -> list[tuple[Phase, Future[Outcome]]]:
+    def _set_up(self) -> Future[Outcome]:
         assert self.member is not None
         if self.context is None:
             (alone,) = assign_contexts(
                 [self.member.info],
-                generation=self.generation,
+                generation=0,
                 distributed=self.group.options.num_workers > 1,
                 num_cpus=self.group.options.num_cpus,
             )
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
-        context = self.context = replace(self.context, generation=self.generation)
-        # Send both calls together: a process that dies in the second may lose both answers.
-        return [
-            ("set up", self.member.work("prepare", context)),
-            ("set up", self.member.work("enter", context, None, None, True)),
-        ]
+        context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
+        return self.member.work("enter", context, None, None, True)
 
-    def _results(self, asked: Sequence[tuple[Phase, Future[Outcome]]]) -> Iterator[None]:
-        for phase, answer in asked:
-            yield from self._until(answer, phase, self.timeout_s)
-            outcome = answer.result()
-            if outcome.kind != "ok":
-                raise outcome.exception()
+    def _result(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
+        yield from self._until(answer, phase, self.scale_up.timeout_s)
+        outcome = answer.result()
+        if outcome.kind != "ok":
+            raise outcome.exception()
 
     def _until(self, answer: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
         self.phase = phase
@@ -149,6 +139,7 @@ class ScaleUp:
     policy: Policy
     created: Sequence[Any]
     timeout_s: float
+    """Timeout in seconds for each phase of a replacement from ``create`` on."""
     together: bool = True
     """Whether the workers set up together in one process group. True in the first start, until a
     worker is lost. Later, each worker sets up alone."""
@@ -256,13 +247,10 @@ class ScaleUp:
             ranks = {replacement.rank for replacement in self._replacements}
             self._replacements.append(
                 Replacement(
-                    self.group,
+                    self,
                     slot,
                     next((r for r in range(num_staying, size) if r not in ranks), size - 1),
                     size,
-                    self.journal.generation,
-                    self.created,
-                    self.timeout_s,
                     replaces_lost=replaces or slot in self._lost_slots,
                     goal=goal,
                 )
@@ -362,7 +350,7 @@ class ScaleUp:
         if self.together and self.policy.joins:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
-                replacement.set_up_alone(self.journal.generation)
+                replacement.set_up_alone()
 
     def forget_joined(self, replacements: Sequence[Replacement]) -> None:
         for replacement in replacements:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raysgd._internal.step_timing import PHASES, Totals
+from raysgd._internal.step_timing import PHASES
 
 __all__ = ["SpeedReport", "WorkerSpeed"]
 
@@ -191,21 +191,3 @@ def _slow_link(
     ranks = [each.rank for each in workers if each.host == host]
     who = f"worker {ranks[0]} on {host} sends" if len(ranks) == 1 else f"the workers on {host} send"
     return ranks[0], f"because {who} {own / 1e6:.1f} MB/s, and the others {others / 1e6:.1f} MB/s"
-
-
-def speeds_of(rows: Sequence[Totals], hosts: Sequence[str]) -> list[WorkerSpeed]:
-    """Return the speeds of workers, given what each has measured, by rank."""
-    return [
-        WorkerSpeed(
-            rank=rank,
-            host=host,
-            num_steps=row.num_steps,
-            samples_per_s=row.num_samples / (sum(row.seconds) or 1.0),
-            seconds={
-                name: seconds / max(1, row.num_steps)
-                for name, seconds in zip(PHASES, row.seconds, strict=True)
-            },
-            loader_workers=row.loader_workers,
-        )
-        for rank, (row, host) in enumerate(zip(rows, hosts, strict=True))
-    ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, WAIT, Totals
@@ -15,7 +17,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.ray_metrics import export
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
-from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause, speeds_of
+from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
 
 _WINDOW_S = 1.0
 _MOST_WINDOWS = 512
@@ -26,23 +28,29 @@ _LASTS_S = 10.0
 _FACTOR, _LEAST_SHARE, _LEAST_EXTRA_S = 1.5, 0.1, 0.001
 """How much slower a phase must be: a factor, a share of the step, and seconds per step."""
 
+Rows = NDArray[np.float64]
+"""A row for each worker: the seconds of each phase, and these two numbers."""
+_STEPS, _SAMPLES = len(PHASES), len(PHASES) + 1
+
 
 class _Window(NamedTuple):
-    """What the workers have measured in about a second, by rank."""
+    """What the workers have measured in about a second."""
 
     step: int  # committed steps at its start
-    rows: Sequence[Totals]
+    rows: Rows
 
     @property
     def seconds(self) -> float:
-        return max(sum(row.seconds) for row in self.rows)
+        return float(self.rows[:, :_STEPS].sum(axis=1).max())
 
     @property
     def has_steps(self) -> bool:
-        return all(row.num_steps for row in self.rows)
+        return bool(self.rows[:, _STEPS].all())
 
-    def per_step(self, phase: int, rank: int) -> float:
-        return self.rows[rank].seconds[phase] / self.rows[rank].num_steps
+    @property
+    def per_step(self) -> Rows:
+        """Seconds per step by rank and phase."""
+        return self.rows[:, :_STEPS] / self.rows[:, [_STEPS]]
 
 
 @dataclass(eq=False)
@@ -54,11 +62,12 @@ class SpeedMonitor:
 
     group: ActorGroup
     journal: Journal
-    _newest: dict[WorkerHandle, Totals] = field(default_factory=dict)
-    _began: dict[WorkerHandle, Totals] = field(default_factory=dict)  # of the open window, by rank
+    _timing: dict[WorkerHandle, Totals] = field(default_factory=dict)
+    _newest: dict[WorkerHandle, Rows] = field(default_factory=dict)
+    _began: dict[WorkerHandle, Rows] = field(default_factory=dict)  # of the open window, by rank
     _windows: list[_Window] = field(default_factory=list)
     _links: dict[WorkerHandle, Mapping[str, float]] = field(default_factory=dict)
-    _laps: dict[str, dict[WorkerHandle, Totals]] = field(default_factory=dict)
+    _laps: dict[str, dict[WorkerHandle, Rows]] = field(default_factory=dict)
     _slow: dict[int, Mapping[int, float]] = field(default_factory=dict)
     """The slow phases, with their usual seconds per step by rank."""
     _step: int = 0  # the newest that workers have reported
@@ -85,9 +94,10 @@ class SpeedMonitor:
         self._links |= {m: p.links for m, p in progress.items() if p.links}
         if members != list(self._began):
             self._windows, self._slow, self._links = [], {}, {}
-            new = self._with_saves(Totals())
+            new = self._row(Totals())
             self._began = {member: self._newest.get(member, new) for member in members}
-        self._newest = {member: self._with_saves(each) for member, each in found.items()}
+        self._timing = found
+        self._newest = {member: self._row(each) for member, each in found.items()}
         window = self._open_window()
         if window.seconds < _WINDOW_S or not window.has_steps:
             return
@@ -98,7 +108,7 @@ class SpeedMonitor:
             pairs = [self._windows[i : i + 2] for i in range(0, len(self._windows), 2)]
             self._windows = [_Window(pair[0].step, _summed(pair)) for pair in pairs]
         if all(member.remote for member in members):
-            self._export(self._speeds([window]))
+            self._export(self._speeds(window.rows))
 
     def _export(self, speeds: Sequence[WorkerSpeed]) -> None:
         seconds = [(s, each.rank, name) for each in speeds for name, s in each.seconds.items()]
@@ -106,18 +116,27 @@ class SpeedMonitor:
         rates = [(each.samples_per_s, each.rank) for each in speeds]
         export("raysgd_samples_per_second", "Samples per second", ("rank",), rates)
 
-    def _with_saves(self, totals: Totals) -> Totals:
-        seconds = [*totals.seconds]
-        seconds[SAVE] += self._saved_s
-        return totals._replace(seconds=tuple(seconds))
+    def _row(self, totals: Totals) -> Rows:
+        row = np.array([*totals.seconds, totals.num_steps, totals.num_samples])
+        row[SAVE] += self._saved_s
+        return row
 
     def _open_window(self) -> _Window:
-        rows = [_difference(self._newest[m], began) for m, began in self._began.items()]
-        num_steps = max((row.num_steps for row in rows), default=0)
-        return _Window(max(0, self._step - num_steps), rows)
+        rows = np.array([_difference(self._newest[m], began) for m, began in self._began.items()])
+        return _Window(max(0, self._step - int(rows[:, _STEPS].max())), rows)
 
-    def _speeds(self, windows: Sequence[_Window]) -> list[WorkerSpeed]:
-        return speeds_of(_summed(windows), [member.info.node_ip for member in self._began])
+    def _speeds(self, rows: Rows) -> list[WorkerSpeed]:
+        return [
+            WorkerSpeed(
+                rank=rank,
+                host=member.info.node_ip,
+                num_steps=int(row[_STEPS]),
+                samples_per_s=float(row[_SAMPLES] / (row[:_STEPS].sum() or 1.0)),
+                seconds=dict(zip(PHASES, (row / max(1, row[_STEPS])).tolist(), strict=False)),
+                loader_workers=self._timing[member].loader_workers,
+            )
+            for rank, (member, row) in enumerate(zip(self._began, rows, strict=True))
+        ]
 
     # ---- results
 
@@ -125,13 +144,14 @@ class SpeedMonitor:
         if not self._newest:
             return SpeedReport()
         windows = [*self._windows, self._open_window()]
-        if not any(row.num_steps for row in _summed(windows)):
+        workers = self._speeds(_summed(windows))
+        if not any(worker.num_steps for worker in workers):
             return SpeedReport()
-        workers, sentence = self._speeds(windows), self._sentence(windows)
+        sentence = self._sentence(windows, workers)
         return SpeedReport(workers=workers, since_step=windows[0].step, sentence=sentence)
 
-    def _sentence(self, windows: Sequence[_Window]) -> str:
-        workers, whole = self._speeds(windows), [each for each in windows if each.has_steps]
+    def _sentence(self, windows: Sequence[_Window], workers: Sequence[WorkerSpeed]) -> str:
+        whole = [each for each in windows if each.has_steps]
         is_short = any(each.num_steps < _LEAST_STEPS for each in workers)
         if is_short or sum(window.seconds for window in windows) < _LEAST_S:
             return ""
@@ -143,7 +163,7 @@ class SpeedMonitor:
         cause = find_cause(workers, windows[0].step, links)
         if cause is None:
             return ""
-        again = [find_cause(self._speeds([window]), 0, links) for window in whole]
+        again = [find_cause(self._speeds(window.rows), 0, links) for window in whole]
         num_same = sum(each is not None and each[:2] == cause[:2] for each in again)
         if cause.phase != "save" and num_same < 0.6 * len(whole):
             return ""  # noise, or a few slow steps
@@ -152,12 +172,13 @@ class SpeedMonitor:
     def lap(self, kind: str) -> dict[str, list[float]]:
         """Return the mean seconds per step by phase and rank since the last lap of a kind."""
         before, self._laps[kind] = self._laps.get(kind, {}), self._newest
-        rows = [_difference(now, before.get(m, Totals())) for m, now in self._newest.items()]
-        speeds = speeds_of(rows, [""] * len(rows))
-        if not rows or not all(row.num_steps for row in rows):
+        new = np.zeros(len(PHASES) + 2)
+        rows = np.array([_difference(now, before.get(m, new)) for m, now in self._newest.items()])
+        if not rows.size or not (window := _Window(0, rows)).has_steps:
             return {}
-        found = {f"{name}_s": [each.seconds[name] for each in speeds] for name in PHASES}
-        return {**found, "samples_per_s": [each.samples_per_s for each in speeds]}
+        names = [*(f"{name}_s" for name in PHASES), "samples_per_s"]
+        rates = rows[:, _SAMPLES] / rows[:, :_STEPS].sum(axis=1)
+        return dict(zip(names, [*window.per_step.T.tolist(), rates.tolist()], strict=True))
 
     # ---- changes
 
@@ -175,10 +196,8 @@ class SpeedMonitor:
             self._record("slow", recent, *slow)
             self._slow.setdefault(*slow)
         for phase, usual in list(self._slow.items()):
-            times = [
-                (w.per_step(phase, rank), _limit(usual[rank])) for w in recent for rank in usual
-            ]
-            if all(now_s <= most_s for now_s, most_s in times):
+            limits = _limit(np.array([*usual.values()]))
+            if all((w.per_step[[*usual], phase] <= limits).all() for w in recent):
                 self._record("recovered", recent, phase, usual)
                 del self._slow[phase]
 
@@ -191,8 +210,8 @@ class SpeedMonitor:
     ) -> None:
         self._windows = recent
         members, ranks = list(self._began), list(usual)
-        now_s = statistics.mean(w.per_step(phase, rank) for w in recent for rank in ranks)
-        usual_s = statistics.mean(usual.values())
+        now_s = np.mean([window.per_step[ranks, phase] for window in recent])
+        usual_s = np.mean([*usual.values()])
         self.journal.record(
             kind,
             [members[rank] for rank in ranks],
@@ -206,46 +225,28 @@ def _slow_phase(
     before: Sequence[_Window], recent: Sequence[_Window]
 ) -> tuple[int, Mapping[int, float]] | None:
     """Return the phase that is slow in all recent windows, with its usual seconds by rank."""
-    extra: dict[int, float] = {}
-    slow: dict[int, dict[int, float]] = {}
-    for rank in range(len(recent[0].rows)):
-        step_s = statistics.median(
-            sum(w.rows[rank].seconds) / w.rows[rank].num_steps for w in before
-        )
-        for phase in range(len(PHASES)):
-            usual_s = statistics.median(window.per_step(phase, rank) for window in before)
-            now_s = min(window.per_step(phase, rank) for window in recent)
-            if now_s > _limit(usual_s, step_s):
-                slow.setdefault(phase, {})[rank] = usual_s
-                extra[phase] = max(extra.get(phase, 0.0), now_s - usual_s)
-    if len(extra) > 1:
-        extra.pop(WAIT, None)  # the other workers wait for a slow one
-    if not extra:
+    usual_s = np.median([window.per_step for window in before], axis=0)
+    step_s = np.median([window.per_step.sum(axis=1) for window in before], axis=0)
+    now_s = np.min([window.per_step for window in recent], axis=0)
+    is_slow = now_s > _limit(usual_s, step_s[:, None])
+    extra_s = np.where(is_slow, now_s - usual_s, 0.0).max(axis=0)
+    if np.count_nonzero(extra_s) > 1:
+        extra_s[WAIT] = 0.0  # the other workers wait for a slow one
+    phase = int(extra_s.argmax())
+    if not extra_s[phase]:
         return None
-    phase = max(extra, key=lambda each: extra[each])
-    return phase, slow[phase]
+    return phase, {int(r): usual_s[r, phase] for r in np.flatnonzero(is_slow[:, phase])}
 
 
-def _limit(usual_s: float, step_s: float = 0.0) -> float:
-    return max(_FACTOR * usual_s, usual_s + max(_LEAST_EXTRA_S, _LEAST_SHARE * step_s))
+def _limit(usual_s: Rows, step_s: Rows | float = 0.0) -> Rows:
+    least_s = np.maximum(_LEAST_EXTRA_S, _LEAST_SHARE * step_s)
+    return np.maximum(_FACTOR * usual_s, usual_s + least_s)
 
 
-def _difference(new: Totals, old: Totals) -> Totals:
-    if new.num_steps < old.num_steps:  # the worker has set up again
-        return new
-    seconds = tuple(a - b for a, b in zip(new.seconds, old.seconds, strict=True))
-    num_steps, num_samples = new.num_steps - old.num_steps, new.num_samples - old.num_samples
-    return Totals(seconds, num_steps, num_samples, new.loader_workers)
+def _difference(new: Rows, old: Rows) -> Rows:
+    return new if new[_STEPS] < old[_STEPS] else new - old  # the worker may have set up again
 
 
-def _summed(windows: Sequence[_Window]) -> list[Totals]:
-    """Return what each worker has measured in all windows, by rank."""
-    return [
-        Totals(
-            tuple(map(sum, zip(*(row.seconds for row in rows), strict=True))),
-            sum(row.num_steps for row in rows),
-            sum(row.num_samples for row in rows),
-            rows[-1].loader_workers,
-        )
-        for rows in zip(*(window.rows for window in windows), strict=True)
-    ]
+def _summed(windows: Sequence[_Window]) -> Rows:
+    rows: Rows = np.sum([window.rows for window in windows], axis=0)
+    return rows

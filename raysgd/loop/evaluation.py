@@ -133,9 +133,6 @@ class Evaluation:
         source = train_state.data.readable("validation")
         if isinstance(source.loader, Iterator):
             return None
-        trial = ValidateRequest(
-            call=-1, num_steps=request.num_steps, from_start=True, info=request.info
-        )
         with (
             unchanged(self._progress),
             unchanged(self),
@@ -143,7 +140,7 @@ class Evaluation:
             unchanged(train_state),
             train_state.rehearsing(),
         ):
-            metrics = self.validate(trial)
+            metrics = self.validate(request)
         source.close_workers()
         return metrics
 
@@ -171,9 +168,9 @@ class _Counted:
         self.exhausted = False
 
     @property
-    def num_drawn(self) -> int | None:
+    def num_joined(self) -> int | None:
         """Samples of the newest batch, if known."""
-        return self._source.num_drawn
+        return self._source.num_joined
 
     def __iter__(self) -> _Counted:
         return self

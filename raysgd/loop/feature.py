@@ -36,12 +36,6 @@ class StepFeature:
         """
         return lambda: None
 
-    def export_replica(self) -> Any:
-        """Return the state that the remaining workers need, before this worker leaves."""
-
-    def import_replica(self, replica: Any) -> None:
-        """Store the replica of another worker until the next generation."""
-
     def sync_buffers(self) -> None:
         """Make buffers equal on all ranks after a call."""
 
@@ -124,6 +118,12 @@ class ShardedFeature(StepFeature):
     def shards(self) -> list[Any]:
         """Return this worker's shard of the optimizer's state, and of sharded models."""
         return []
+
+    def export_shards(self) -> Any:
+        """Return the shards that the remaining workers need, before this worker leaves."""
+
+    def import_shards(self, shards: Any) -> None:
+        """Store the shards of another worker until the next generation."""
 
     def copies(self, count: int) -> list[Any]:
         """Return complete copies of the first `count` models on rank 0. All ranks must call it."""

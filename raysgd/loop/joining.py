@@ -10,7 +10,7 @@ entry of the state                loaded by                             on
 ``batching``                      `DataSources.set_batch_size`          all others
 ``why_not_split``                 `MicroBatching`                       all others
 shards                            `StepFeature.receive`                 all
-models, optimizers, schedulers,   `TrainState.copy_training_state`     followers
+schedulers, optimizers, models,   `TrainState.copy_training_state`      followers
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
@@ -23,7 +23,8 @@ buffers                           `StepFeature.receive`                 follower
 
 New workers follow the leader. If models are replicated, all others do. Otherwise, survivors keep
 their own models. The leader does not send snapshots, generators of random numbers, and metrics,
-except those that equal bits share. `raysgd.loop.state_schema` lists what each entry contains.
+except those that equal bits share. A restart from a snapshot loads ``operator`` first, see
+`OperatorRunner.load_state_dict`. `raysgd.loop.state_schema` lists what each entry contains.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The life of an update. The hooks of features get its state ``tx``, an
         feature.begin_micro_batch(tx)
         operator.train_batch(batch)
             # In each backward(loss):
-            tx.weights.add(count)             # returns the weight of the loss in the update
+            tx.weights.add(count)             # returns factors of the loss and earlier gradients
             # In each optimizer_step():
             feature.before_update(tx, optimizer)
             optimizer.step()
@@ -197,7 +197,7 @@ class Loop:
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
         segment = train_state.segment = self._new_segment(source, limit)
-        if segment.total_batches == 0 and segment.start == 0:
+        if segment.total_batches == 0 and segment.start_offset == 0:
             raise no_batch("train", source, self._shortest)
         train_state.meters = None
         try:
@@ -205,12 +205,12 @@ class Loop:
                 metrics = operator.train_epoch(segment, *positional, **named)
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
-            self._settle_failure(segment, source)
+            self._end_failed_segment(segment, source)
             train_state.transaction.check_whole(train_state.global_step)
             return
         except BaseException as error:
             batch, in_update = segment.batch, segment.in_update
-            self._settle_failure(segment, source)
+            self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)
             if in_update and (split := micro_batching.split_after(error, batch, segment.in_parts)):
@@ -275,9 +275,9 @@ class Loop:
         least, self._shortest = divmod(int(smallest), context.world_size)
         return least
 
-    def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
+    def _end_failed_segment(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""
-        again = segment.settle()
+        again = segment.end_after_error()
         if segment.loader_failed:
             source.close_workers()
         if source.is_partitioned or segment.loader_failed:
@@ -296,7 +296,7 @@ class Loop:
         The loader is empty, was at its end, or the loop did not ask for a batch.
         """
         if segment.epoch_is_over:
-            if segment.start == 0:
+            if segment.start_offset == 0:
                 raise no_batch("train", source, self._shortest)
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.more_epochs

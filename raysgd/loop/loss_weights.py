@@ -1,4 +1,4 @@
-"""The weights of losses: an update uses the mean over all items of all workers."""
+"""The weights of losses: an update uses the mean over all items of all workers, or a sum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Factors(NamedTuple):
     loss: float
 
 
-class Position(Protocol):
+class Place(Protocol):
     """What weights depend on: the place of a micro-batch in its update."""
 
     index: int  # of the micro-batch; -1 in a loop without the iterator of raysgd
@@ -55,15 +55,15 @@ class LossWeights:
         4 of repeated samples    0                  as above           as above
         5 a sum                  the weight is `num_workers`, or 0 for repeated samples
 
-    The total and the factor are equal on all workers. Only case 1 communicates: once per update,
-    and once more in the first update of a generation if it has several micro-batches. A micro-batch
-    without a loss has no items. In cases 2 and 3, several workers then do not know the total, so
-    `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
+    The total and the factor are equal on all workers. Only case 1 communicates: once per update or
+    optimizer, and once more in the first update of a generation if it has several micro-batches. A
+    micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
+    total, so `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
     `LossCount.counting_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
     equal bits, the workers add up gradients: `EqualBitsWeights` has that rule.
     """
 
-    def __init__(self, tx: Position) -> None:
+    def __init__(self, tx: Place) -> None:
         self._tx = tx
         self.expected: float | None = None
         """Planned total of counted items, equal on all workers. None: unknown."""
@@ -107,7 +107,7 @@ class LossWeights:
         tx = self._tx
         if tx.index < 0:
             self.reset()
-        is_repeated, self.has_loss = not tx.micro_batch.fraction, True
+        is_repeated, self.has_loss = not tx.micro_batch.weight, True
         if count.is_sum:
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
@@ -137,7 +137,7 @@ class LossWeights:
         if items is None:
             items = self._tx.micro_batch.samples
         if items is None:
-            items = self._tx.micro_batch.fraction
+            items = self._tx.micro_batch.weight
         self._items = 0.0 if is_repeated else float(items)
         self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
         self._awaits_first_loss = False

@@ -160,7 +160,7 @@ class OperatorBase:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
-            NUM_SAMPLES: getattr(iterator, "num_drawn", None),
+            NUM_SAMPLES: getattr(iterator, "num_joined", None),
             "global_step": self._train_state.global_step
             + self._train_state.transaction.micro_batch.step_index,
             "epoch_idx": epoch_idx,
@@ -171,13 +171,13 @@ class OperatorBase:
         """Add the metrics of a batch, or of a part of a batch. They count if its update counts."""
         tx = self._train_state.transaction
         micro_batch = tx.micro_batch
-        metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.fraction)
-        if not micro_batch.fraction:  # the samples are repeated
+        metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.weight)
+        if not micro_batch.weight:  # the samples are repeated
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
         if not tx.is_open:  # the loop has its own batches
-            meters.settle()
+            meters.count_held()
 
     def _metrics(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Return all metrics of an epoch, also if its loop stopped before the iterator."""

@@ -53,11 +53,11 @@ class ValidateRequest(_EpochRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearseRequest(Request):
+class RehearseRequest(ValidateRequest):
     """Try the validation on some batches, restore the state, and return the metrics."""
 
-    num_steps: int
-    info: Mapping[str, Any]
+    call: int = -1
+    from_start: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,13 +173,13 @@ class OperatorRunner(Runner, ABC):
                 case requests.TrainRequest():
                     with self._train_state.timing.running():
                         return self._running.train(request)
+                case requests.RehearseRequest():
+                    with self.generators.unchanged():
+                        return self._running.evaluation.rehearse(request)
                 case requests.ValidateRequest():
                     return self._running.evaluation.validate(request)
                 case requests.PredictRequest():
                     return self._running.evaluation.predict(request.loader)
-                case requests.RehearseRequest():
-                    with self.generators.unchanged():
-                        return self._running.evaluation.rehearse(request)
                 case requests.MeasuredRequest():
                     return self._running.measured(request.call, request.since)
                 case requests.UpdateSchedulersRequest():
@@ -205,14 +205,13 @@ class OperatorRunner(Runner, ABC):
                     return self._apply_operator(request.function)
                 case call.RestartStateRequest():
                     return self.restart_state(request.num_workers)
-                case call.ExportReplicaRequest():
-                    replicas = [each.export_replica() for each in self._train_state.features]
-                    return self._train_state.to_cpu(replicas)
-                case call.ImportReplicaRequest():
-                    for each, replica in zip(
-                        self._train_state.features, request.shards, strict=True
-                    ):
-                        each.import_replica(replica)
+                case call.ExportShardsRequest():
+                    features = self._train_state.sharded_features
+                    return self._train_state.to_cpu([each.export_shards() for each in features])
+                case call.ImportShardsRequest():
+                    features = self._train_state.sharded_features
+                    for each, shards in zip(features, request.shards, strict=True):
+                        each.import_shards(shards)
                     return None
         raise NotImplementedError(f"Operators do not support {request.name}.")
 

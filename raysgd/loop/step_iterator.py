@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ class StepIterator:
         self._ahead: deque[Any] = deque()  # batches of the loader that no update has
         self._exhausted = False
         self._ended = False
-        self.start = train_state.offset
+        self.start_offset = train_state.offset
         self.paused = False
         self.num_batches = 0
         self.in_parts = False  # the loop takes large batches in parts
@@ -81,12 +82,10 @@ class StepIterator:
         return self.num_batches + self._tx.micro_batch.step_index
 
     @property
-    def num_drawn(self) -> int | None:
+    def num_joined(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_whole = (
-            self._tx.micro_batch.fraction != 0 and self._train_state.micro_batching.split == 1
-        )
-        return self._source.num_drawn if is_whole else None
+        is_whole = self._tx.micro_batch.weight != 0 and self._train_state.micro_batching.split == 1
+        return self._source.num_joined if is_whole else None
 
     @property
     def in_update(self) -> bool:
@@ -157,7 +156,7 @@ class StepIterator:
         """End the segment after the loop has returned."""
         self._end_micro_batch("return")
 
-    def settle(self) -> list[Any]:
+    def end_after_error(self) -> list[Any]:
         """End the segment after the loop has raised. Return batches to train again."""
         return [*self._end_micro_batch("error"), *self._ahead]
 
@@ -167,22 +166,23 @@ class StepIterator:
         Return the batches of an update that is undone.
         """
         tx, train_state = self._tx, self._train_state
-        counts = tx.counts(raised=ending == "error")
-        if counts:
-            self._commit()
-        elif ending == "return" and tx.is_open:
-            raise RuntimeError(
-                "train_epoch ended within an accumulation group, before the update. Draw whole "
-                f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
-            )
         if ending == "error":
+            if tx.counts(raised=True):
+                with contextlib.suppress(Exception):  # the error of the loop is raised
+                    self._commit()
             drawn = tx.drawn
             self._parts.clear()
             # Also after a commit, because code after the update may have changed buffers.
             train_state.roll_back()
             return drawn
-        if counts:
+        if tx.counts():
+            self._commit()
             self._after_step()
+        elif ending == "return" and tx.is_open:
+            raise RuntimeError(
+                "train_epoch ended within an accumulation group, before the update. Draw whole "
+                f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
+            )
         return []
 
     def _plan_batch(self) -> MicroBatch:
@@ -240,7 +240,9 @@ class StepIterator:
             if not self._tx.is_open:
                 self.batch = None
                 self.num_batches += num_steps
-                self._train_state.offset = self._source.offset_after(self.start, self.num_batches)
+                self._train_state.offset = self._source.offset_after(
+                    self.start_offset, self.num_batches
+                )
                 self._train_state.timing.num_steps += num_steps
         if self._on_commit is not None:
             self._on_commit()

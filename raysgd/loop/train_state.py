@@ -163,7 +163,7 @@ class TrainState(SavedState):
         tx.commit()
         self.global_step += num_steps
         if self.meters is not None:
-            self.meters.settle()
+            self.meters.count_held()
         try:
             for feature in self.features:
                 feature.commit(tx)

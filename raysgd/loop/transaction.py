@@ -114,7 +114,7 @@ class UpdateTransaction:
 
     @property
     def is_updated(self) -> bool:
-        """Whether every optimizer has made as many steps as in an earlier update, at least one.
+        """Whether every optimizer has made the most steps of an earlier update, at least one.
 
         The steps then count, even if the loop raises.
         """
@@ -147,7 +147,7 @@ class UpdateTransaction:
             )
 
     def counts(self, raised: bool = False) -> bool:
-        """Return whether the update counts if the loop now ends it. No other place decides.
+        """Return whether the update counts on this worker, if the loop now ends it.
 
         ==================================  =============  =============  =============
         the loop ...                        asks for more  returns        has `raised`

@@ -8,6 +8,7 @@ changes no variable. Each worker traces its own graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import tensorflow as tf
@@ -51,15 +52,11 @@ class Engine:
         self._once(lambda: tf.function(apply), optimizer, *variables)(means)
 
     def _once(self, make: Callable[[], Any], *objects: Any) -> Any:
-        key = tuple(map(_identity, objects))
+        # Each lookup of a method makes a new object, which equals the earlier ones.
+        key = tuple(each if isinstance(each, MethodType) else id(each) for each in objects)
         if key not in self._compiled:
             self._compiled[key] = make(), objects
         return self._compiled[key][0]
-
-
-def _identity(thing: Any) -> tuple[int, int]:
-    """Return a key that is the same each time code looks up a method."""
-    return id(getattr(thing, "__func__", thing)), id(getattr(thing, "__self__", None))
 
 
 def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequence[Any]) -> Any:

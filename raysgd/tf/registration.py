@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from raysgd._internal.arguments import checked_dict
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.tf.keras import scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
@@ -53,12 +53,7 @@ def register(
         state.criterion = MeanLoss(criterion, model)
     for loss in without_means(getattr(model, "loss", None) if criterion is None else criterion):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
-    if class_weight is not None and not isinstance(class_weight, Mapping):
-        raise TypeError(
-            "register(class_weight=...) must be a dict of weights by class, but it is "
-            f"{class_weight!r}."
-        )
-    state.class_weight = class_weight
+    state.class_weight = checked_dict("register", "class_weight", class_weight)
     state.metrics = BatchMetrics(model, metrics)
     state.registered = True
     registered = (

@@ -37,7 +37,7 @@ class KerasTrainState(TrainState):
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
-        self.class_weight: Mapping[int, float] | None = None
+        self.class_weight: Mapping[Any, float] = {}
         self.optimization = KerasOptimization(self)
         self.features = [
             KerasReplication(self),
@@ -60,7 +60,7 @@ class KerasTrainState(TrainState):
         for metric in kept_metrics(self.models[0]):
             metric.reset_state()
         features, target, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        if training and self.class_weight is not None:
+        if training and self.class_weight:
             weights = _with_class_weight(self.class_weight, target, weights)
         return features, target, weights
 
@@ -129,10 +129,14 @@ class KerasTrainState(TrainState):
     # ---- state
 
     def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
-        return copy_leaf_to_arrays(leaf)
+        if hasattr(leaf, "numpy"):  # a tensor or a variable
+            return np.array(leaf.numpy())
+        if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
+            return np.array(leaf)
+        return deep_copied(leaf)
 
     def to_cpu(self, state: Any) -> Any:
-        return map_leaves(state, copy_leaf_to_arrays)
+        return map_leaves(state, self.copy_leaf)
 
     def user_settings(self) -> Any:
         return [str(optimizer.get_config()) for optimizer in self.optimizers]
@@ -145,27 +149,26 @@ class KerasTrainState(TrainState):
         }
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        check_objects(
-            "models", [model.weights for model in self.models], state.get("models"), _misfit
-        )
-        if "layers" in state:
-            check_objects("layers", self.models, state["layers"], misfit)
+        weights = [model.weights for model in self.models]
+        check_objects("models", weights, state.get("models"), _misfit)
+        check_objects("layers", self.models, state.get("layers"), misfit)
         variables = [optimizer.variables for optimizer in self.optimizers]
         check_objects("optimizers", variables, state.get("optimizers"), _misfit)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        for model, states in zip(self.models, state.get("layers", ()), strict=False):
-            set_layer_states(model, states)
-            if states:
-                self.engine = Engine()  # graphs hold the old tensors and tables
-        for model, arrays in zip(self.models, state["models"], strict=True):
+        if any(state["layers"]):
+            self.engine = Engine()  # graphs hold the old tensors and tables
+        for model, layers, arrays in zip(
+            self.models, state["layers"], state["models"], strict=True
+        ):
+            set_layer_states(model, layers)
             set_arrays(model.weights, arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
         self.transaction.is_partial = False
 
 
-def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_weight: Any) -> Any:
+def _with_class_weight(class_weight: Mapping[Any, float], target: Any, sample_weight: Any) -> Any:
     """Return sample weights times the weight of each target's class, which is 1 by default."""
     if tf.nest.is_nested(target) or target is None:
         raise ValueError(
@@ -192,12 +195,3 @@ def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
         if shape != expected:
             return f"{name} has the shape {shape}, not {expected}"
     return ""
-
-
-def copy_leaf_to_arrays(leaf: Any) -> Any:
-    """Return a copy of a leaf of a state. Tensors and variables become arrays."""
-    if hasattr(leaf, "numpy"):
-        return np.array(leaf.numpy())
-    if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
-        return np.array(leaf)
-    return deep_copied(leaf)

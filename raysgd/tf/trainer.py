@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.imports import load_triton_first
@@ -15,7 +15,6 @@ from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.compat.creators import KerasCreators, creator_class
 from raysgd.compat.tf_trainer import OldTFTrainer, fit_plan, number_of_workers, with_old_names
-from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.operator_base import check_operator
@@ -31,9 +30,7 @@ class KerasTrainerState(TrainerState):
     """See :class:`raysgd.trainer.state.TrainerState`."""
 
     def weights(self) -> Any:
-        request = ApplyOperatorRequest(function=weights)
-        call = Call(request=request, rank=0, max_losses=3, any_size=True)
-        models = self.dispatcher.make(call)[0]
+        models = self._fetch(ApplyOperatorRequest(function=weights), "save_model")[0]
         if len(models) == 1:
             return models[0]
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
@@ -207,15 +204,14 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
         return arguments
 
 
-def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
+def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> Any:
     if operator_cls is None and model_creator is not None:
         creators = {"model_creator": model_creator, "data_creator": data_creator}
         bases = (KerasCreators, TrainingOperator)
-        operator_cls = creator_class("TFTrainer", bases, creators, required=("model_creator",))
-        return cast(type[TrainingOperator], operator_cls)
+        return creator_class("TFTrainer", bases, creators, required=("model_creator",))
     if model_creator is not None or data_creator is not None:
         raise TypeError(
             "TFTrainer takes training_operator_cls, or model_creator and data_creator, not both."
         )
     check_operator("TFTrainer", operator_cls, TrainingOperator, "raysgd.tf.TrainingOperator")
-    return cast(type[TrainingOperator], operator_cls)
+    return operator_cls

@@ -187,9 +187,9 @@ class PartitionedLoader(PartitionedSource):
                     f"The loader ended after {number} of {expected} batches. Its data set must not "
                     "raise StopIteration."
                 )
-            self.num_drawn = stop - start if self.knows_sizes else None
+            self.num_joined = stop - start if self.knows_sizes else None
             if self._deals_batches:
-                self.num_drawn = sum(map(len, picked(order, start, stop)))
+                self.num_joined = sum(map(len, picked(order, start, stop)))
             if self._partition.num_shards is not None:
                 seed_all(hash((self._seed, epoch, start)))  # for user code
             yield batch

@@ -97,9 +97,9 @@ class StreamSource(PartitionedSource):
     def _batch(self, start: int, stop: int) -> Any:
         samples = self._buffer.samples(start, stop)
         if not self._joins:
-            self.num_drawn = None
+            self.num_joined = None
             return samples[0]
-        self.num_drawn = stop - start
+        self.num_joined = stop - start
         batch = self.loader.collate_fn(samples)
         if self.loader.pin_memory and torch.cuda.is_available():
             return map_batch(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import weakref
 from pathlib import Path
 
@@ -19,9 +18,8 @@ def newest_checkpoint_path(name: str) -> str | None:
     checkpoint = get_checkpoint()
     if checkpoint is None:
         return None
-    folder = tempfile.mkdtemp(prefix="checkpoint_")
+    folder = checkpoint.to_directory()
     weakref.finalize(here.session, shutil.rmtree, folder, ignore_errors=True)
-    checkpoint.to_directory(folder)
     path = Path(folder, name)
     if not path.exists():
         raise FileNotFoundError(

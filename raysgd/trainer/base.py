@@ -9,7 +9,6 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -426,12 +425,7 @@ class OperatorTrainer(TrainerInfo):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             self.shutdown(force=kind is not None)
         except CallbackError as failure:

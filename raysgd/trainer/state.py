@@ -141,7 +141,6 @@ class TrainerState:
         return target.write(fill, unchanged=errors)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
-        self.dispatcher.check_open()
         return checkpoint.save_model(self.weights(), path)
 
     # ---- loading

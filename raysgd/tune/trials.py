@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,8 +18,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raysgd._internal.arguments import as_int
-from raysgd.cluster import ray_session
-from raysgd.cluster.group_options import GroupOptions
 from raysgd.compat.tf_trainer import arguments_of_trial
 from raysgd.trainer.base import OperatorTrainer
 
@@ -48,6 +47,8 @@ class BaseTrainable(Trainable):
         "use_gpu": "auto",
     }
     """The arguments of the trainer that the config of a trial may set, and their defaults."""
+    options_cls: ClassVar[str]
+    """Class of the arguments of the trainer."""
     options_module: ClassVar[str]
     """Module that changes the options of optimizers for the config of a trial."""
     trainer_cls: ClassVar[Callable[..., OperatorTrainer]]
@@ -62,8 +63,10 @@ class BaseTrainable(Trainable):
         if cls._create_trainer is not BaseTrainable._create_trainer:
             return super().default_resource_request(config)
         arguments = cls.trainer_arguments(config)
-        worker = _worker_bundle(arguments)
-        bundles = [dict(worker) for _ in range(arguments["num_workers"])]
+        names = ("num_workers", "num_cpus_per_worker", "resources_per_worker", "use_gpu")
+        options_cls = pkgutil.resolve_name(cls.options_cls)
+        options = options_cls(**{name: arguments[name] for name in names if name in arguments})
+        bundles = [options.decided().group(0).bundle] * options.num_workers
         if not arguments.get("use_local", False):
             bundles.insert(0, {})
         return PlacementGroupFactory(bundles, strategy="PACK")
@@ -135,6 +138,7 @@ class BaseTrainable(Trainable):
 class BaseTorchTrainable(BaseTrainable):
     """A trial that trains with a TorchTrainer: the base of what ``as_trainable`` returns."""
 
+    options_cls = "raysgd.torch.options:TorchOptions"
     options_module = "raysgd.torch.optimizer_options"
 
 
@@ -146,6 +150,7 @@ class TFTrainable(BaseTrainable):
     ``use_local``), and as ``trainer_config`` the config of the two functions.
     """
 
+    options_cls = "raysgd.tf.options:TFOptions"
     options_module = "raysgd.tf.optimizer_options"
 
     @classmethod
@@ -176,18 +181,3 @@ def trainable_class(
         "override_tune_step": override_tune_step and staticmethod(override_tune_step),
     }
     return type(name, (base,), attributes)
-
-
-def _worker_bundle(arguments: Mapping[str, Any]) -> dict[str, float]:
-    resources = dict(arguments.get("resources_per_worker") or {})
-    use_gpu = arguments["use_gpu"]
-    if use_gpu == "auto":
-        ray_session.connect()
-        use_gpu = "GPU" in resources or ray_session.gpus_in_cluster() > 0
-    num_gpus = resources.pop("GPU", 1) if use_gpu else 0
-    return GroupOptions(
-        num_workers=arguments["num_workers"],
-        num_cpus=arguments["num_cpus_per_worker"],
-        num_gpus=num_gpus,
-        resources=resources,
-    ).bundle

@@ -1,11 +1,11 @@
-"""A complete script for the old library, which users ran as `python old_style_script.py`.
+"""A complete script for the old library. Its arguments are an address and a file for a worker.
 
 It shards its data itself: in `setup`, each worker selects its part by its rank.
 """
 
-import argparse
 import atexit
 import json
+import sys
 
 import ray
 import torch
@@ -42,20 +42,14 @@ class LineOperator(TrainingOperator):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--address", type=str, help="the address of the Ray cluster")
-    parser.add_argument("--num-workers", type=int, default=2)
-    parser.add_argument("--num-epochs", type=int, default=2)
-    parser.add_argument("--note", type=str, help="what a worker writes as it ends")
-    args = parser.parse_args()
-
-    ray.init(address=args.address)
+    address, note = sys.argv[1:]
+    ray.init(address=address)
     trainer = TorchTrainer(
         training_operator_cls=LineOperator,
-        config={"lr": 0.1, "rows": 48, "note": args.note},
-        num_workers=args.num_workers,
+        config={"lr": 0.1, "rows": 48, "note": note},
+        num_workers=1,
     )
-    stats = [trainer.train() for _ in range(args.num_epochs)]
+    stats = [trainer.train() for _ in range(3)]
     model = trainer.get_model()
     prediction = model(torch.ones(1, 1)).item()
     trainer.shutdown()

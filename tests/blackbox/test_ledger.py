@@ -1,7 +1,5 @@
 """Each epoch trains on each sample once, whatever happens to workers."""
 
-import functools
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +11,7 @@ from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import SOON_S, wait_until
+from tests.faulty import pids_of
 from tests.ledger import Ids, Ledger, SlowLedger, check_ledger, ledger_of, ledger_trainer
 from tests.shared import Shared
 
@@ -32,10 +31,6 @@ def three_workers(module_cluster, tmp_path_factory):
 @pytest.fixture
 def three(three_workers):
     return three_workers.fresh()
-
-
-def pids_of(trainer):
-    return trainer.apply_all_workers(os.getpid)
 
 
 def test_an_epoch_trains_each_sample_once(three):
@@ -83,20 +78,12 @@ class Shuffling:
         return iter(torch.randperm(self.size, generator=generator).tolist())
 
 
-def reshuffled(loader, config):
-    loader.sampler.hidden.seed()
-    return loader
-
-
 class OwnOrder(Ledger):
     """A ledger with a custom sampler."""
 
     def make_loader(self, config, seeded=False):
         data = Ids(config["num_samples"])
         return DataLoader(data, batch_size=8, sampler=Shuffling(len(data), seeded))
-
-    def validate_on_it(self):
-        self.register_data(validation_loader=self.make_loader(self.config))
 
     def use_generator(self):
         self.register_data(train_loader=self.make_loader(self.config, seeded=True))
@@ -113,12 +100,6 @@ def test_a_custom_sampler_gives_all_workers_one_order_or_is_rejected(module_clus
         with pytest.raises(RuntimeError, match=r"Shuffling gives the workers different orders"):
             trainer.train()
         assert ledger_of(trainer).tolist() == [0] * 48
-        trainer.apply_all_operators(OwnOrder.validate_on_it)
-        with pytest.raises(RuntimeError, match=r"Shuffling gives the workers different orders"):
-            trainer.validate()
-        unseeded = DataLoader(Ids(48), batch_size=8, sampler=Shuffling(48, seeded=False))
-        with pytest.raises(ValueError, match=r"a sampler that draws random numbers"):
-            trainer.predict(functools.partial(reshuffled, unseeded))
         trainer.apply_all_operators(OwnOrder.use_generator)
         trainer.train(num_steps=1)
         trainer.train()

@@ -51,6 +51,18 @@ def make_line_model():
     return nn.Linear(1, 1)
 
 
+class ModelOperator(TrainingOperator):
+    """The base of operators below. It has no data."""
+
+    def setup(self, config):
+        model = make_line_model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=nn.MSELoss(),
+        )
+
+
 def learning_rates(operator):
     return [group["lr"] for group in operator.optimizer.param_groups]
 
@@ -262,14 +274,9 @@ class Stream(IterableDataset):
             yield x, 2 * x + 1
 
 
-class StreamOperator(TrainingOperator):
+class StreamOperator(ModelOperator):
     def setup(self, config):
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.2),
-            criterion=nn.MSELoss(),
-        )
+        super().setup(config)
         own = Stream(self.world_rank, config["num_points"][self.world_rank])
         self.register_data(
             train_loader=DataLoader(own, batch_size=config[BATCH_SIZE]),
@@ -360,9 +367,8 @@ def test_a_script_in_one_file_runs_as_a_program(module_cluster, tmp_path):
     note = tmp_path / "note"
     address = module_cluster.get_runtime_context().gcs_address
     script = str(Path(__file__).with_name("old_style_script.py"))
-    arguments = [f"--address={address}", "--num-workers=1", "--num-epochs=3", f"--note={note}"]
     done = subprocess.run(
-        [sys.executable, script, *arguments],
+        [sys.executable, script, address, str(note)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -387,18 +393,6 @@ def train_alone(operator_cls, **arguments):
     """Train for an epoch in this process. Return the metrics and the trainer."""
     trainer = TorchTrainer(training_operator_cls=operator_cls, use_local=True)
     return trainer.train(**arguments), trainer
-
-
-class ModelOperator(TrainingOperator):
-    """The base of operators below, without data."""
-
-    def setup(self, config):
-        model = make_line_model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=nn.MSELoss(),
-        )
 
 
 class HabitOperator(ModelOperator):

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.data import Stream, text
-from raysgd.errors import CheckpointError
 from raysgd.testing.chaos import Chaos, Fault
 from tests.ledger import SlowLedger, check_ledger, ledger_of, ledger_trainer
 from tests.shared import Shared
@@ -60,10 +59,7 @@ class FromStream(SlowLedger):
             samples = web_dataset(f"{config['data']}/{{0..5}}.tar").shuffle(50, seed=0)
             return DataLoader(samples, batch_size=8, num_workers=config["loader_workers"])
         records = text(f"{config['data']}/*.txt", cache_dir=config["data"])
-        if kind == "files":
-            stream = Stream(records, transform=int, shuffle=100)
-        else:
-            stream = Stream(records, transform=valid, group=64, shuffle=100)
+        stream = Stream(records, transform=valid, group=64, shuffle=100)
         return DataLoader(stream, batch_size=8, num_workers=config["loader_workers"])
 
     def validate_batch(self, batch, batch_info):
@@ -146,16 +142,6 @@ def test_evaluation_of_a_stream_that_gives_workers_other_samples_is_an_error(two
             evaluate(loader)
 
 
-def test_web_dataset_is_read_on_two_workers(two, tmp_path):
-    pytest.importorskip("webdataset", reason="WebDataset is not installed")
-    write_archive(tmp_path / "data.tar", range(37))
-
-    def loader(config):
-        return DataLoader(web_dataset(str(tmp_path / "data.tar")), batch_size=5)
-
-    assert two.trainer.predict(loader).tolist() == list(range(37))
-
-
 @pytest.mark.parametrize("kind", ["plain", "generator", "grouped"])
 def test_a_run_resumes_within_an_epoch_of_any_stream(kind, data, tmp_path):
     with one_worker(kind=kind, data=data) as first:
@@ -168,23 +154,3 @@ def test_a_run_resumes_within_an_epoch_of_any_stream(kind, data, tmp_path):
         second.load(saved)
         assert second.train()["num_samples"] == NUM_SAMPLES - 77 * 8
         assert torch.equal(ledger_of(second), torch.ones(NUM_SAMPLES))
-
-
-def test_files_that_change_within_an_epoch_are_an_error(tmp_path):
-    file = tmp_path / "data.txt"
-    file.write_text("".join(f"{number}\n" for number in range(40)))
-    config = {"kind": "files", "data": str(tmp_path), "num_samples": 40}
-    with one_worker(**config) as trainer:
-        assert trainer.describe_data()["train"].endswith("each worker reads only its samples")
-        trainer.train(num_steps=2)
-        saved = trainer.save(tmp_path / "state.pt")
-        trainer.train()
-        assert torch.equal(ledger_of(trainer), torch.ones(40))
-        whole = trainer.save(tmp_path / "whole.pt")
-    file.write_text("".join(f"{number}\n" for number in range(39, -1, -1)))
-    with one_worker(**config) as trainer:
-        with pytest.raises(CheckpointError, match=r"has changed since the checkpoint .*data\.txt"):
-            trainer.load(saved)
-        trainer.load(whole)
-        trainer.train()
-        assert torch.equal(ledger_of(trainer), torch.full((40,), 2.0))

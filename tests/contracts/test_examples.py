@@ -98,12 +98,6 @@ def test_an_example_runs_in_a_process_of_its_own(name):
     assert "done in" in done.stdout
 
 
-def test_the_examples_that_the_lists_name_exist():
-    assert all(
-        (FOLDER / f"{name}.py").exists() for name in (*SAYS, *TWO_WORKERS, *NO_RAY, *IN_SOAK_ALONE)
-    )
-
-
 @pytest.mark.parametrize(
     "name", sorted(path.stem for path in (FOLDER / "benchmarks").glob("[a-z]*.py"))
 )

@@ -64,19 +64,6 @@ def generating():
     yield os.environ
 
 
-async def asynchronous():
-    """Not called."""
-
-
-async def both():
-    yield os.environ
-
-
-class Asynchronous:
-    async def __call__(self):
-        """Not called."""
-
-
 TWO = {**OPERATOR, "num_workers": 2, "use_gpu": False}
 LOCAL_TWO = {**TWO, "use_local": True}
 
@@ -107,10 +94,6 @@ def test_wrong_value_is_refused_before_a_worker_starts(name, value, error, words
 
 HALF = {**TWO, "use_fp16": True}
 OLDEST = {
-    "model_creator": "from_creators",
-    "data_creator": "from_creators",
-    "optimizer_creator": "from_creators",
-    "scheduler_creator": "from_creators",
     "loss_creator": "from_creators",
     "num_replicas": "num_workers",
     "batch_size": "BATCH_SIZE",
@@ -156,9 +139,6 @@ WRONG_ARGUMENTS = [
         for hook, *words in (
             ("print", "function", "'print'"),
             (generating, "generating", "plain function"),
-            (asynchronous, "asynchronous", "plain function"),
-            (both, "both", "plain function"),
-            (Asynchronous(), "Asynchronous", "plain function"),
             (threading.Lock().acquire, "lock"),
         )
     ),

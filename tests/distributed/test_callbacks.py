@@ -1,6 +1,8 @@
 """Callbacks of a trainer with several workers: lost workers, pauses, errors, and shutdown."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -40,25 +42,30 @@ def steps_saved(folder):
     return sorted(int(path.name[-13:-5]) for path in folder.glob("*.ckpt"))
 
 
-def test_events_reach_callbacks_and_the_run_folder_during_the_call(two, tmp_path):
+def test_a_loss_in_a_pause_costs_no_sample_and_its_events_reach_callbacks(two, tmp_path):
     """Each event arrives once, in order, and with the number of remaining workers."""
     trainer, pids, began = two.trainer, pids_of(two.trainer), time.time()
     log, before = trainer.logdir / "events.jsonl", trainer.last_call
 
-    class Timing(Spy):
+    class Killing(Spy):
+        def on_pause(self, trainer):
+            super().on_pause(trainer)
+            if trainer.global_step == 10:
+                os.kill(pids[1], signal.SIGKILL)
+            trainer.save(tmp_path / "state.pt")
+
         def on_event(self, trainer, event):
             super().on_event(trainer, event)
             assert lines(log)[-1]["kind"] == event.kind
             assert trainer.last_call is before, "the call has not returned yet"
 
-    spy = Timing()
+    spy = Killing(pause_every=10)
     saving = CheckpointCallback(tmp_path / "checkpoints", every=5, keep=None)
     (two.folder / "until_size").write_text("2")
-    order(two.folder, "train", 1, 7, "die")
     trainer.fit(1, None, callbacks=[spy, saving])
     check_epoch(trainer)
     assert two.kinds == told(spy) == ["lost", "resumed", "grown"]
-    assert two.events[0].step == 7
+    assert two.events[0].step == 10
     end = trainer.global_step
     assert steps_saved(tmp_path / "checkpoints") == sorted({*range(5, end, 5), end})
     assert spy.hooks[-2:] == ["on_epoch_end", "on_train_end"]

@@ -62,7 +62,7 @@ def test_losses_joins_and_a_resume_on_more_workers_do_not_change_a_bit(module_cl
     with make_trainer(2, fault=tmp_path / "killed") as trainer:
         survivor = trainer.apply_all_workers(os.getpid)[0]
         trained = train(trainer, None)
-        wait_until(lambda: trainer.num_workers == 2 or not trainer.validate(num_steps=1), 60)
+        wait_until(lambda: trainer.num_workers == 2 or not trainer.validate(), 60)
         trained += train(trainer, 7)
         assert [event.kind for event in trainer.events] == ["started", "lost", "resumed", "grown"]
         assert trainer.apply_all_workers(os.getpid)[0] == survivor

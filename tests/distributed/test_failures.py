@@ -2,7 +2,6 @@
 
 import shutil
 import time
-import traceback
 
 import psutil
 import pytest
@@ -59,25 +58,6 @@ def test_user_exceptions_reach_the_caller_and_change_no_result(three):
     trainer.train()
     assert fingerprints(trainer) == expected
     assert three.kinds.count("user_error") == 3
-
-
-def test_train_batch_is_eight_frames_deep_on_a_worker(three):
-    def count_frames(operator):
-        train_batch = operator.train_batch
-
-        def counted(batch, batch_info):
-            operator.num_frames = len(traceback.extract_stack())
-            return train_batch(batch, batch_info)
-
-        operator.train_batch = counted
-
-    def restore(operator):
-        del operator.train_batch
-        return operator.num_frames
-
-    three.trainer.apply_all_operators(count_frames)
-    three.trainer.train(num_steps=1)
-    assert max(three.trainer.apply_all_operators(restore)) <= 8
 
 
 def test_a_straggler_does_not_keep_the_exception_from_the_caller(three):

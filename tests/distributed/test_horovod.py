@@ -3,7 +3,6 @@
 The tests share two workers. Their operator uses all features that Horovod must support.
 """
 
-import os
 import time
 
 import pytest
@@ -14,6 +13,7 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.errors import ReplicasDifferError
 from raysgd.testing import chaos
 from tests.conftest import import_horovod, wait_until
+from tests.faulty import pids_of
 from tests.operators import make_data, make_model, parameters, replica_hash
 
 import_horovod()
@@ -108,10 +108,6 @@ def hashes(trainer):
     return set(trainer.apply_all_operators(replica_hash))
 
 
-def pids(trainer):
-    return trainer.apply_all_workers(lambda: os.getpid())
-
-
 def compress(operator):
     operator.compresses = True
 
@@ -157,13 +153,13 @@ def test_workers_stay_identical_also_after_losses_and_errors(trainer, start, tmp
     rates = trainer.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])
     assert rates == [0.025, 0.025]
     assert trainer.validate()["num_samples"] == 1003
-    before = pids(trainer)
+    before = pids_of(trainer)
 
     trainer.apply_all_operators(fail_once)
     with pytest.raises(ValueError, match="bad batch"):
         trainer.train()
     assert trainer.train(max_retries=0)["epoch"] == 3
-    assert pids(trainer) == before
+    assert pids_of(trainer) == before
     assert len(hashes(trainer)) == 1
 
     step = trainer.global_step
@@ -171,7 +167,7 @@ def test_workers_stay_identical_also_after_losses_and_errors(trainer, start, tmp
         assert trainer.train()["epoch"] == 4
         wait_until(lambda: not injected.pending)  # a busy driver may kill late
     assert trainer.global_step == step + 32
-    assert before[0] in pids(trainer)  # the survivor kept its process
+    assert before[0] in pids_of(trainer)  # the survivor kept its process
     wait_until(lambda: trainer.num_workers == 2 or not trainer.train(), timeout_s=60)
     assert len(hashes(trainer)) == 1
     kinds = [event.kind for event in trainer.events]

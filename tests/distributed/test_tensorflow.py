@@ -15,7 +15,8 @@ from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
 from tests.conftest import IN_SOAK, import_horovod, needs_tensorflow, wait_until
 from tests.ends import by_timer, check_that_shutdown_ends, hold
-from tests.tf_operators import Digits, digits, pid, replica_hash, weights
+from tests.faulty import pids_of
+from tests.tf_operators import Digits, digits, replica_hash, weights
 
 pytestmark = needs_tensorflow
 
@@ -162,7 +163,7 @@ def test_different_branches_on_workers_make_one_update(trainer):
 
 @pytest.mark.slow("a worker imports TensorFlow to take the place of a lost one")
 def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
-    before = trainer.apply_all_operators(pid)
+    before = pids_of(trainer)
     step, epoch, num_events = trainer.global_step, trainer.epoch, len(trainer.events)
     with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 10)]) as injected:
         result = trainer.train()
@@ -177,7 +178,7 @@ def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
     wait_until(whole, timeout_s=90)
     kinds = [event.kind for event in trainer.events[num_events:]]
     assert kinds == ["lost", "resumed", "grown"]
-    survivor, replacement = trainer.apply_all_operators(pid)
+    survivor, replacement = pids_of(trainer)
     assert survivor == before[0]
     assert replacement not in before
     assert len(hashes(trainer)) == 1

@@ -4,7 +4,6 @@ The others are in tests/contracts. No error leaves a process behind, and the tra
 after an error in a call.
 """
 
-import copy
 import os
 import threading
 import time
@@ -12,11 +11,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.errors import (
-    CheckpointError,
     CollectiveError,
     InsufficientResourcesError,
     RemoteTraceback,
@@ -33,11 +30,6 @@ def actors():
     from ray._private.state import actors
 
     return set(actors())
-
-
-def with_setup(function):
-    """Make an operator class of a setup function. Ray pickles such a class by value."""
-    return type("Operator", (TrainingOperator,), {"setup": function})
 
 
 # ---- resources that the cluster lacks, detected before a worker starts
@@ -70,15 +62,13 @@ def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words)
 # ---- failures on workers while they start
 
 
-def start(**arguments):
-    TorchTrainer(num_workers=2, **arguments)
+class Failing(TrainingOperator):
+    """Fails on rank 1. Rank 0 waits for it when it wraps its model."""
 
-
-def raise_on_rank_one(operator, config):
-    """Fail on rank 1. Rank 0 waits for it when it wraps its model."""
-    if operator.world_rank == 1:
-        raise LookupError("no data here", time.time())
-    register_all(operator)
+    def setup(self, config):
+        if self.world_rank == 1:
+            raise LookupError("no data here", time.time())
+        register_all(self)
 
 
 @pytest.fixture
@@ -96,12 +86,12 @@ def test_exception_in_setup_of_one_worker_keeps_its_type_and_frees_the_driver(
     ray_cluster, no_process_group
 ):
     with pytest.raises(LookupError) as caught:
-        start(training_operator_cls=with_setup(raise_on_rank_one), use_local=True)
+        TorchTrainer(training_operator_cls=Failing, num_workers=2, use_local=True)
     assert type(caught.value) is LookupError
     assert caught.value.args[0] == "no data here"
     assert time.time() - caught.value.args[1] < FAR_BELOW_THE_TIMEOUT_S
     assert isinstance(caught.value.__cause__, RemoteTraceback)
-    assert_names(caught.value.__cause__, ["worker 1", "raise_on_rank_one", "no data here"])
+    assert_names(caught.value.__cause__, ["worker 1", "in setup", "no data here"])
     wait_until(lambda: not alive_actors())
 
 
@@ -180,15 +170,3 @@ def test_extra_pass_of_one_worker_is_an_error_before_the_timeout(trainer):
 def add_buffer(operator):
     model = operator.unwrapped(operator.model)
     model.register_buffer("seen", torch.zeros(10**6), persistent=False)
-
-
-def test_state_of_something_else_leaves_every_worker_as_it_was(trainer):
-    """The models of the state are valid, but are not loaded either."""
-    held = trainer.apply_all_operators(replica_hash), trainer.epoch, trainer.global_step
-    state = copy.deepcopy(trainer.state_dict())
-    state["models"] = [{name: value + 1 for name, value in state["models"][0].items()}]
-    other = nn.Linear(3, 3, bias=False)
-    state["optimizers"] = [torch.optim.SGD(other.parameters(), lr=0.1).state_dict()]
-    with pytest.raises(CheckpointError, match="optimizer"):
-        trainer.load_state_dict(state)
-    assert (trainer.apply_all_operators(replica_hash), trainer.epoch, trainer.global_step) == held

@@ -71,9 +71,9 @@ class Replication(GradientExchange):
             ddp.average(optimizer, self._state.models)
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        self._exchange(tx.is_last)
+        self._set_sync(tx.is_last)
 
-    def _exchange(self, wanted: bool) -> None:
+    def _set_sync(self, wanted: bool) -> None:
         """Set whether the next backward passes average gradients."""
         for model in self._state.models:
             if isinstance(model, DistributedDataParallel):
@@ -87,6 +87,6 @@ class Replication(GradientExchange):
 
     def commit(self, tx: UpdateTransaction) -> None:
         ddp.forget_gradients(self._state.models)
-        self._exchange(True)
+        self._set_sync(True)
 
     roll_back = commit

@@ -286,13 +286,13 @@ class ShardedOptimizer(ShardedFeature):
             if piece.state
         ]
 
-    def export_replica(self) -> Any:
+    def export_shards(self) -> Any:
         messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]
         return self._token, self._version, messages
 
-    def import_replica(self, replica: Any) -> None:
-        """Keep a replica of the same step. Ignore a replica of another step."""
-        token, version, messages = replica
+    def import_shards(self, shards: Any) -> None:
+        """Keep shards of the same step. Ignore shards of another step."""
+        token, version, messages = shards
         if (token, version) == (self._token, self._version):
             device = self._device  # values that are not sharded, such as steps, stay on the CPU
             moved = map_leaves(messages, lambda x: x.to(device) if is_sharded(x) else x)

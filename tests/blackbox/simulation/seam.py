@@ -437,7 +437,7 @@ class SimMember(WorkerHandle):
         while (task := self.task) is not None and not self.dead and not self.silent:
             if task.since < 0:
                 task.since = self._world.now
-            if task.method == "prepare" or (task.method == "create" and not self.start_s):
+            if task.method == "create" and not self.start_s:
                 self.end("ok")
             elif task.method == "teardown":
                 self.queue.pop(0).future.set_result(None)
@@ -446,9 +446,9 @@ class SimMember(WorkerHandle):
                 return
             elif self.is_at("measured"):
                 self.end("ok", f"of {self.home.pid}")
-            elif self.is_at("export_replica"):
+            elif self.is_at("export_shards"):
                 self.end("ok", self.home.pid)
-            elif self.is_at("import_replica"):
+            elif self.is_at("import_shards"):
                 self.held.append(task.request.shards)
                 self.end("ok")
             elif self.is_at("restart_state"):

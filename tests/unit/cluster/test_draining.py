@@ -117,7 +117,9 @@ def test_a_worker_that_was_sent_sigterm_moves(start):
     world.at_step(20, lambda: setattr(controller.members[1], "terminated", True))
     train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
-    assert controller.events[1].cause == "its process was sent SIGTERM"
+    draining = controller.events[1]
+    assert draining.cause == "its process was sent SIGTERM"
+    assert round(draining.seconds) == 10
 
 
 @pytest.mark.parametrize("is_divided", [False, True])

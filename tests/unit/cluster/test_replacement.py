@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,8 +76,14 @@ def group(clock):
 
 
 @pytest.fixture
-def replacement(group):
-    return Replacement(group, FakeSlot(), 2, 3, 4, ("hook", "runner"), 30.0, replaces_lost=True)
+def scale_up(group):
+    journal = SimpleNamespace(generation=4)
+    return SimpleNamespace(group=group, journal=journal, created=("hook", "runner"), timeout_s=30.0)
+
+
+@pytest.fixture
+def replacement(scale_up):
+    return Replacement(scale_up, FakeSlot(), 2, 3, replaces_lost=True)
 
 
 def answer_all(replacement, *methods):
@@ -99,7 +106,7 @@ def test_no_worker_is_started_before_there_is_room(replacement, group, clock):
 
 def test_replacement_is_ready_only_after_its_setup(replacement):
     replacement.advance()
-    for method in ("info", "create", "prepare"):
+    for method in ("info", "create"):
         replacement.member.answer(method)
         replacement.advance()
         replacement.advance()
@@ -114,10 +121,8 @@ def test_replacement_is_ready_only_after_its_setup(replacement):
 
 def test_replacement_knows_its_rank_and_sets_up_alone(replacement):
     answer_all(replacement, "info")
-    (prepared,) = replacement.member.arguments["prepare"]
     context, rendezvous, leader, alone = replacement.member.arguments["enter"]
     assert replacement.member.info == PLACE
-    assert prepared == context
     assert (rendezvous, leader, alone) == (None, None, True)
     assert (context.world_rank, context.world_size, context.generation) == (2, 3, 4)
     assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", ("3",), 0)
@@ -126,9 +131,9 @@ def test_replacement_knows_its_rank_and_sets_up_alone(replacement):
 
 
 @pytest.mark.parametrize("error", [ValueError("no such file"), KeyboardInterrupt()])
-@pytest.mark.parametrize("failing", ["create", "prepare", "enter"])
+@pytest.mark.parametrize("failing", ["create", "enter"])
 def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing, error):
-    methods = ["info", "create", "prepare", "enter"]
+    methods = ["info", "create", "enter"]
     answer_all(replacement, *methods[: methods.index(failing)])
     outcome = Outcome("user", error, Progress(), "Traceback of the worker")
     replacement.member.asked[failing].set_result(outcome)
@@ -140,14 +145,11 @@ def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing, error)
 
 @pytest.mark.parametrize(
     ("method", "phase"),
-    [("info", "come up"), ("create", "start"), ("prepare", "set up"), ("enter", "set up")],
+    [("info", "come up"), ("create", "start"), ("enter", "set up")],
 )
 def test_a_worker_that_dies_before_it_is_ready_is_an_error(replacement, method, phase):
-    """If a worker dies early in its setup, the answer of `prepare` may be lost too."""
     answer_all(replacement, *{"info": [], "create": ["info"]}.get(method, ["info", "create"]))
     replacement.member.asked[method].set_exception(ConnectionError("the actor died"))
-    if method == "enter":
-        replacement.member.answer("prepare")
     replacement.advance()
     replacement.advance()
     assert isinstance(replacement.error, ConnectionError)
@@ -188,22 +190,19 @@ def test_a_worker_that_does_not_come_up_says_how_to_wait_longer(replacement, clo
     assert "set SGD_PLACEMENT_GROUP_TIMEOUT_S" in str(replacement.error)
 
 
-def test_replacement_in_a_start_is_ready_after_create(group):
-    replacement = Replacement(
-        group, FakeSlot(), 0, 2, 1, ("hook",), 30.0, replaces_lost=True, goal="process"
-    )
+def test_replacement_in_a_start_is_ready_after_create(scale_up):
+    replacement = Replacement(scale_up, FakeSlot(), 0, 2, replaces_lost=True, goal="process")
     answer_all(replacement, "info", "create")
     assert replacement.is_ready
     assert list(replacement.member.asked) == ["info", "create"]
     replacement.context = prepared = WorkerContext(visible_gpus=("1", "3"), gpu_index=1)
-    replacement.set_up_alone(generation=7)
+    scale_up.journal.generation = 7
+    replacement.set_up_alone()
     replacement.advance()
     assert not replacement.is_ready
-    # the GPUs stay those of the first `prepare`, because its process sees these
-    (context,) = replacement.member.arguments["prepare"]
-    assert context == replace(prepared, generation=7)
+    # the GPUs stay the first ones, because its process sees these
+    context = replace(prepared, generation=7)
     assert replacement.member.arguments["enter"] == (context, None, None, True)
-    replacement.member.answer("prepare")
     replacement.member.answer("enter")
     replacement.advance()
     assert replacement.is_ready

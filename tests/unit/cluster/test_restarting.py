@@ -89,11 +89,10 @@ def silence(world, monkeypatch):
     """A function that sets when the Ray head is unresponsive."""
     spans = []
 
-    def silence_s(drains):
-        now = world.monotonic()
-        return max((now - start for start, end in spans if start <= now < end), default=0.0)
+    def is_silent(drains):
+        return any(start <= world.monotonic() < end for start, end in spans)
 
-    monkeypatch.setattr(Drains, "silence_s", property(silence_s))
+    monkeypatch.setattr(Drains, "is_ray_silent", property(is_silent))
     return lambda *span: spans.append(span)
 
 

@@ -159,7 +159,7 @@ def test_in_the_drivers_process_nothing_is_pickled():
 
 
 def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worker):
-    worker.prepare(WorkerContext(world_rank=3, world_size=4))
+    worker.enter(WorkerContext(world_rank=3, world_size=4), None, 0)
     outcome = pickle.loads(pickle.dumps(call(worker, fail_with(PlainError("bad batch")))))
     assert outcome.kind == "user"
     error = outcome.exception()
@@ -428,12 +428,14 @@ def test_enter_sets_up_the_process_group_before_the_runner(worker):
     order = []
     worker._backend.setup = lambda context, rendezvous: order.append(("group", rendezvous))
     worker._backend.teardown = lambda: order.append("left")
+    worker.runner.prepare = lambda context: order.append("prepare")
     worker.runner.setup = lambda context: order.append("setup")
     worker.runner.rejoin = lambda context, leader: order.append(("rejoin", leader))
     worker.runner.warm_up = lambda: order.append("warm-up")
     worker.enter(WorkerContext(generation=1), "here", None)
     worker.enter(WorkerContext(generation=2), "there", 1)
-    assert order == ["left", ("group", "here"), "setup", "left", ("group", "there"), ("rejoin", 1)]
+    first = ["prepare", "left", ("group", "here"), "setup"]
+    assert order == [*first, "left", ("group", "there"), ("rejoin", 1)]
 
 
 def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):

@@ -157,7 +157,7 @@ def test_operations_without_their_peer_time_out(monkeypatch, wait):
         wait(groups[0])
     assert groups[0].collective() is None
     for group in groups:
-        wait_until(group._running.ended)
+        assert group._running.wait_for_end(20)
         group.release()
 
 

@@ -77,10 +77,8 @@ class FakeReplacement:
 
     made = ()
 
-    def __init__(
-        self, group, slot, rank, size, generation, created, timeout_s, replaces_lost, goal="setup"
-    ):
-        self.slot, self.rank, self.generation, self.created = slot, rank, generation, created
+    def __init__(self, scale_up, slot, rank, size, replaces_lost, goal="setup"):
+        self.slot, self.rank = slot, rank
         self.size, self.goal, self.phase = size, goal, "start"
         self.replaces_lost = replaces_lost
         self.member = None
@@ -98,7 +96,7 @@ class FakeReplacement:
         self.member = self.member or FakeMember(f"replacement worker{self.slot}")
         self.is_ready = True
 
-    def set_up_alone(self, generation):
+    def set_up_alone(self):
         self.goal = "setup"
 
 

@@ -147,6 +147,33 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     assert not state.transaction.is_open
 
 
+@pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
+def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operator_cls):
+    trainer, called = spied(operator_cls, {"num_samples": 24})
+    operator, refused = trainer.get_local_operator(), []
+    state = operator._train_state
+    state.transaction._most_steps[id(operator.optimizer)] = 2  # so that the step is undone
+
+    def refuse(tx):
+        refused.append(tx)
+        raise ValueError("refused")
+
+    def fail(batch_info, when):
+        if when == "after" and not refused:
+            operator.optimizer.step()
+            state.features[-1].before_commit = refuse
+            raise ValueError("bad batch")
+
+    operator.fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    assert (refused != [], called[-1]) == (True, "roll_back 0")
+    assert (state.global_step, state.transaction.is_open, operator.trained) == (0, False, [])
+    del state.features[-1].before_commit
+    trainer.train()
+    assert operator.trained == list(range(24))
+
+
 class Hesitant(Recorder):
     """Makes no update in the second step until that step is repeated."""
 

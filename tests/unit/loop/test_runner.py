@@ -10,9 +10,9 @@ import torch
 from raysgd import ElasticConfig
 from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset
-from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, RestartStateRequest
+from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, RestartStateRequest
 from raysgd.errors import CheckpointError
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import ShardedFeature, StepFeature
 from raysgd.loop.generators import Generators
 from raysgd.loop.requests import (
     MeasuredRequest,
@@ -180,23 +180,23 @@ def test_state_within_a_data_set_continues_only_in_that_data_set(with_items, fir
     assert other.operator.trained[0] == first
 
 
-class Holding(StepFeature):
+class Holding(ShardedFeature):
     def __init__(self, own):
         self.own, self.held = own, None
 
-    def export_replica(self):
+    def export_shards(self):
         return self.own
 
-    def import_replica(self, replica):
-        self.held = replica
+    def import_shards(self, shards):
+        self.held = shards
 
 
-def test_replica_of_a_worker_that_leaves_reaches_the_same_feature():
+def test_shards_of_a_worker_that_leaves_reach_the_same_feature():
     leaving, staying = make_runner(), make_runner()
     leaving.operator._train_state.features.append(Holding(torch.ones(2)))
     staying.operator._train_state.features.append(Holding(None))
-    held = leaving.handle(ExportReplicaRequest())
-    staying.handle(ImportReplicaRequest(shards=held))
+    held = leaving.handle(ExportShardsRequest())
+    staying.handle(ImportShardsRequest(shards=held))
     assert staying.operator._train_state.features[-1].held.tolist() == [1.0, 1.0]
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest
+from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.features.fully_sharded import FullyShardedModel
@@ -251,12 +251,12 @@ class Player:
         """Hand over shards, as the driver does after a preemption notice."""
         if self.process == goes:
             self.store.set(
-                f"{self.prefix}/held", pickle.dumps(self.runner.handle(ExportReplicaRequest()))
+                f"{self.prefix}/held", pickle.dumps(self.runner.handle(ExportShardsRequest()))
             )
             return "left"
         if self.process == next(member for member in members if member != goes):
             held = pickle.loads(self.store.get(f"{self.prefix}/held"))
-            self.runner.handle(ImportReplicaRequest(shards=held))
+            self.runner.handle(ImportShardsRequest(shards=held))
         return "stays"
 
     def watch(self):
