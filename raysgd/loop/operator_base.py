@@ -177,7 +177,7 @@ class OperatorBase:
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
         if not tx.is_open:  # the loop has its own batches
-            meters.settle()
+            meters.count_held()
 
     def _metrics(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Return all metrics of an epoch, also if its loop stopped before the iterator."""

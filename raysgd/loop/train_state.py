@@ -174,7 +174,7 @@ class TrainState(SavedState):
         tx.commit()
         self.global_step += num_steps
         if self.meters is not None:
-            self.meters.settle()
+            self.meters.count_held()
         try:
             for feature in self.features_with("commit"):
                 feature.commit(tx)

@@ -104,8 +104,6 @@ def register(  # noqa: D417 - a method of TrainingOperator
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
     norms = GradientNorms(state.optimization, max_grad_norm)
-    for optimizer in state.optimizers:
-        optimizer.register_step_post_hook(state.optimization.after_optimizer_step)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     is_full = any(each.is_fully_sharded for each in sharded)
     replication = None if is_full else _replicate(state, ddp_args, horovod_args)

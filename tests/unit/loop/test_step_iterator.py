@@ -79,7 +79,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
     next(steps)
     for _ in range(2):
         train_state.optimizers[0].step()
-    assert steps.settle() == ["a"]
+    assert steps.end_after_error() == ["a"]
     assert train_state.global_step == 0
     for fails_in_another, again in ((False, []), (True, ["a"])):
         train_state, steps = make_steps("ab", num_optimizers=2)
@@ -88,7 +88,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
             optimizer.step()
         if fails_in_another:
             train_state.transaction.begin_optimizer_step(optimizer)
-        assert steps.settle() == again
+        assert steps.end_after_error() == again
 
 
 def test_a_failure_between_two_steps_undoes_no_step():
@@ -102,7 +102,7 @@ def test_a_failure_between_two_steps_undoes_no_step():
     next(steps)
     with pytest.raises(OSError, match="disk"):
         next(steps)
-    assert steps.settle() == []
+    assert steps.end_after_error() == []
     assert train_state.global_step == 1
 
 
@@ -117,7 +117,7 @@ def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
     mean = model.running_mean.clone()
     model(batch).sum().backward()
     assert not torch.equal(model.running_mean, mean)
-    steps.settle()
+    steps.end_after_error()
     assert torch.equal(model.running_mean, mean)
     assert model.num_batches_tracked == 1
     assert model.weight.grad is None
@@ -129,7 +129,7 @@ def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     steps._signal.stop = True
     with pytest.raises(StepInterruptedError):
         next(steps)
-    assert steps.settle() == []
+    assert steps.end_after_error() == []
     assert train_state.global_step == 1
 
 
@@ -280,7 +280,7 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
     with contextlib.suppress(ConnectionError):
         for _ in steps:
             pass
-    again = steps.settle()
+    again = steps.end_after_error()
     assert [*again, *steps._batches] == list(range(train_state.offset, count))
 
 
@@ -318,7 +318,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
         batch = next(steps)
     assert batch == "abcde"[at]
     reached = at // size * size
-    assert [*steps.settle(), *steps._batches] == list("abcde"[reached:])
+    assert [*steps.end_after_error(), *steps._batches] == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_batches == reached
     assert train_state.transaction.index == -1
 
@@ -330,7 +330,7 @@ def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises
         next(steps)
         train_state.optimization.backward(train_state.models[0].weight.sum(), 1)
         train_state.optimization.step(train_state.optimizers[0])
-    assert steps.settle() == []
+    assert steps.end_after_error() == []
     assert (train_state.global_step, train_state.offset) == (size, size)
     assert train_state.models[0].weight.grad is None
 
@@ -345,7 +345,7 @@ def test_a_loop_that_stops_within_a_group_is_an_error_and_leaves_no_gradient():
             break
     with pytest.raises(RuntimeError, match="within an accumulation group"):
         steps.finish()
-    assert [int(batch[0]) for batch in steps.settle()] == [3, 4]
+    assert [int(batch[0]) for batch in steps.end_after_error()] == [3, 4]
     assert (train_state.global_step, train_state.offset) == (3, 3)
     assert train_state.models[0].weight.grad is None
     assert train_state.models[0].num_batches_tracked == 3
