@@ -138,7 +138,7 @@ class Optimization(StepFeature):
         tx.in_helper = True
         try:
             self.exchange.average(optimizer)
-            for feature in self._state.features:
+            for feature in self._state.features_with("before_update"):
                 feature.before_update(tx, optimizer)
             before = tx.num_optimizer_steps(optimizer)
             self.precision.step(optimizer)
