@@ -162,13 +162,13 @@ class TrainState(SavedState):
             feature.before_commit(tx)
         tx.commit()
         self.global_step += num_steps
-        if self.meters is not None:
-            self.meters.settle()
         try:
             for feature in self.features:
                 feature.commit(tx)
         finally:
             tx.reset()
+            if self.meters is not None:
+                self.meters.settle()
 
     def roll_back(self) -> None:
         for feature in self.features:
