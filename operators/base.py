@@ -26,14 +26,15 @@ def in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluate a model without gradients, and restore its mode."""
-    was_training = model.training
+    """Evaluate a model without gradients, and restore the modes of its modules."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        for module, is_training in modes:
+            module.training = is_training
 
 
 class ConfiguredOperator(TrainingOperator):

@@ -260,14 +260,14 @@ class AverageMeterCollection:
         return self.batch_count + sum(is_batch for *_, is_batch in self._pending)
 
     def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
-        """Store the arguments of `update` until `settle` applies them."""
+        """Store the arguments of `update` until `count_held` applies them."""
         self._pending.append((metrics, n, is_batch))
 
     def share(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
         """Replace the stored updates with those of all workers, which `exchange` returns."""
         self._pending = exchange(map_leaves(self._pending, _plain))
 
-    def settle(self) -> None:
+    def count_held(self) -> None:
         """Apply the stored updates."""
         pending, self._pending = self._pending, []
         for each in pending:

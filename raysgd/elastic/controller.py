@@ -300,7 +300,7 @@ class Controller:
         """Fetch the newest state of the remaining workers as the snapshot, for a restart."""
         progress = self.snapshots.rescue(self._context.commands)
         self.journal.progress = progress or self.progress
-        return machine.Surveyed(num_workers=0, can_restart=self.can_restart())
+        return machine.StateRescued(can_restart=self.can_restart())
 
     # ---- methods for trainers
 

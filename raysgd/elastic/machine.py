@@ -1,7 +1,7 @@
 """The states of a group of workers, and the driver's actions for each event.
 
-The controller executes the actions in order, and the last one returns the next event. Events and
-actions carry all that the next step needs. `docs/architecture.md` lists the transitions.
+The controller executes the actions in order. The last one may return the next event; of the others,
+only the progress is used. `docs/architecture.md` lists the transitions.
 """
 
 from __future__ import annotations
@@ -112,6 +112,14 @@ class Surveyed(GroupEvent):
     must_replay: bool = False
     """Whether to repeat steps that were lost with all workers."""
     can_restart: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRescued(GroupEvent):
+    """The snapshot has the newest state of the members, so that all of them can restart."""
+
+    can_restart: bool
+    """Whether there is such a state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +279,8 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
             return replace(state, budget=budget), (Do.SURVEY,)
         case Ready() | Broken(), Surveyed():
             return _after_survey(state, event, policy)
+        case Broken(), StateRescued(can_restart=can_restart):
+            return _restart_from_snapshot(state, can_restart)
         case Starting(), FormingFailed():
             return state, (Do.AWAIT_WORKERS, Do.START_GROUP)
         case Starting() | Broken(), GroupFormed():

@@ -205,12 +205,12 @@ class Loop:
                 metrics = operator.train_epoch(segment, *positional, **named)
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
-            self._settle_failure(segment, source)
+            self._end_failed_segment(segment, source)
             train_state.transaction.check_whole(train_state.global_step)
             return
         except BaseException as error:
             batch, in_update = segment.batch, segment.in_update
-            self._settle_failure(segment, source)
+            self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)
             if in_update and (split := micro_batching.split_after(error, batch, segment.in_parts)):
@@ -256,7 +256,7 @@ class Loop:
         )
 
     def _after_step(self) -> None:
-        for feature in self.train_state.features:
+        for feature in self.train_state.features_with("after_step"):
             feature.after_step(lambda batch: self._computing(lambda: iter([batch])))
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
@@ -275,9 +275,9 @@ class Loop:
         least, self._shortest = divmod(int(smallest), context.world_size)
         return least
 
-    def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
+    def _end_failed_segment(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""
-        again = segment.settle()
+        again = segment.end_after_error()
         if segment.loader_failed:
             source.close_workers()
         if source.is_partitioned or segment.loader_failed:

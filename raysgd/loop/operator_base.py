@@ -153,9 +153,6 @@ class OperatorBase:
             )
         return steps
 
-    def _with_parts(self, iterator: Iterable[Any]) -> Iterable[Any]:
-        return iterator.allow_parts() if isinstance(iterator, StepIterator) else iterator
-
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int, iterator: Any = None
     ) -> dict[str, Any]:
@@ -179,13 +176,13 @@ class OperatorBase:
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
         if not tx.is_open:  # the loop has its own batches
-            meters.settle()
+            meters.count_held()
 
     def _metrics(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Return all metrics of an epoch, also if its loop stopped before the iterator."""
         if self._train_state.transaction.counts():
             self._train_state.segment.finish()
-        meters.settle()  # of a group that another call of ``train_epoch`` continues
+        meters.count_held()  # of a group that another call of ``train_epoch`` continues
         return meters.summary()
 
     def _check_single(self) -> None:
@@ -214,6 +211,11 @@ class OperatorBase:
                 f"methods in {kind}."
             )
         return value
+
+
+def in_parts(iterator: Iterable[Any]) -> Iterable[Any]:
+    """Allow the iterator of a segment to split large batches into parts."""
+    return iterator.allow_parts() if isinstance(iterator, StepIterator) else iterator
 
 
 def checked_metrics(

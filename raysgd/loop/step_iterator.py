@@ -156,7 +156,7 @@ class StepIterator:
         """End the segment after the loop has returned."""
         self._end_micro_batch("return")
 
-    def settle(self) -> list[Any]:
+    def end_after_error(self) -> list[Any]:
         """End the segment after the loop has raised. Return batches to train again."""
         return [*self._end_micro_batch("error"), *self._ahead]
 

@@ -1,4 +1,21 @@
-"""From losses to updates of the optimizers."""
+"""From losses to the steps of optimizers.
+
+``train_batch`` has two ways to an update:
+
+====================  ===========================  ===================================
+of an update          methods of the operator      methods of PyTorch
+====================  ===========================  ===================================
+loss                  ``backward``: weights        ``loss.backward()``: equal weights
+accumulation, parts   yes                          an error, or whole batches
+averages              in the last backward pass,   in each backward pass, else before
+                      else in `Optimization.step`  the step
+clipping, unscaling   `StepFeature.before_update`  by user code
+step                  ``optimizer_step``           ``optimizer.step()``
+====================  ===========================  ===================================
+
+Both pass the hooks of the optimizer that `Optimization.register_hooks` registers. `StepChecks`
+raises the errors.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +63,20 @@ class Optimization(StepFeature):
         return self._state.optimizers
 
     def register_hooks(self) -> None:
-        """Register optimizer hooks, after the hooks that may reject a step."""
+        """Register the hooks of optimizers.
+
+        The hooks of user code and of Horovod come first, because they may reject a step. Those that
+        shard the step come last. After a step, parameters are whole before other hooks see them.
+        """
         self.exchange = self._state.feature(GradientExchange) or self.exchange
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
+            optimizer.register_step_post_hook(self._after_optimizer_step)
             for inner in vars(optimizer).values():  # as in sharpness-aware minimization
                 if isinstance(inner, torch.optim.Optimizer) and inner not in self.optimizers:
                     inner.register_step_pre_hook(lambda inner, *_: self.exchange.average(inner))
+        for feature in self._state.sharded_features:
+            feature.shard_steps()
 
     # ---- hooks of a step
 
@@ -114,14 +138,14 @@ class Optimization(StepFeature):
         tx.in_helper = True
         try:
             self.exchange.average(optimizer)
-            for feature in self._state.features:
+            for feature in self._state.features_with("before_update"):
                 feature.before_update(tx, optimizer)
             before = tx.num_optimizer_steps(optimizer)
             self.precision.step(optimizer)
         finally:
             tx.in_helper = False
         if tx.num_optimizer_steps(optimizer) == before:  # an overflow, so the update was skipped
-            self.after_optimizer_step(optimizer)
+            self._after_optimizer_step(optimizer)
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
         """Unscale the gradients of an optimizer, and return their tensors and their norm.
@@ -174,7 +198,7 @@ class Optimization(StepFeature):
 
         return args[:1], {**kwargs, "closure": averaging}
 
-    def after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(optimizer is registered for registered in self.optimizers):
             self._transaction.end_optimizer_step(optimizer)
             if not self._transaction.in_helper:

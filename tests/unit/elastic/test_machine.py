@@ -57,7 +57,7 @@ stopped = st.builds(machine.CallFailed, error=errors)
 calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
 starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
 aborted = st.builds(machine.Aborted, reached_workers=booleans)
-rescued = st.builds(machine.Surveyed, num_workers=st.just(0), can_restart=booleans)
+rescued = st.builds(machine.StateRescued, can_restart=booleans)
 stops = st.just(machine.StopRequested())
 RESULTS = {
     Do.SURVEY: surveyed,
@@ -85,6 +85,7 @@ SAMPLES = [
         machine.StopRequested(),
     ),
     *(machine.Surveyed(num_workers=0, can_restart=each) for each in (True, False)),
+    *(machine.StateRescued(can_restart=each) for each in (True, False)),
     *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
     *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
     *(machine.ProgressKnown(by_rank=[p], can_restart=True) for p in STEPS),

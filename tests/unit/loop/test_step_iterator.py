@@ -7,11 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
+from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.registration import register
+from raysgd.torch.train_state import TorchTrainState
 
 
 def make_steps(
@@ -26,11 +28,10 @@ def make_steps(
     world_size=1,
 ):
     """Return a new train state, and an iterator with accumulation groups of `size` batches."""
-    operator = TrainingOperator({})
-    train_state = operator._train_state
+    train_state = TorchTrainState(OperatorSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    operator.register(models=models, optimizers=optimizers, gradient_accumulation_steps=size)
+    register(train_state, models, optimizers, None, None, None, accumulation_steps=size)
     train_state.global_step = before
     train_state.settings.context = WorkerContext(world_size=world_size)
     if steps_left == "all":
@@ -79,7 +80,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
     next(steps)
     for _ in range(2):
         train_state.optimizers[0].step()
-    assert steps.settle() == ["a"]
+    assert steps.end_after_error() == ["a"]
     assert train_state.global_step == 0
     for fails_in_another, again in ((False, []), (True, ["a"])):
         train_state, steps = make_steps("ab", num_optimizers=2)
@@ -88,7 +89,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
             optimizer.step()
         if fails_in_another:
             train_state.transaction.begin_optimizer_step(optimizer)
-        assert steps.settle() == again
+        assert steps.end_after_error() == again
 
 
 def test_a_failure_between_two_steps_undoes_no_step():
@@ -102,7 +103,7 @@ def test_a_failure_between_two_steps_undoes_no_step():
     next(steps)
     with pytest.raises(OSError, match="disk"):
         next(steps)
-    assert steps.settle() == []
+    assert steps.end_after_error() == []
     assert train_state.global_step == 1
 
 
@@ -117,7 +118,7 @@ def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
     mean = model.running_mean.clone()
     model(batch).sum().backward()
     assert not torch.equal(model.running_mean, mean)
-    steps.settle()
+    steps.end_after_error()
     assert torch.equal(model.running_mean, mean)
     assert model.num_batches_tracked == 1
     assert model.weight.grad is None
@@ -129,7 +130,7 @@ def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     steps._signal.stop = True
     with pytest.raises(StepInterruptedError):
         next(steps)
-    assert steps.settle() == []
+    assert steps.end_after_error() == []
     assert train_state.global_step == 1
 
 
@@ -280,7 +281,7 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
     with contextlib.suppress(ConnectionError):
         for _ in steps:
             pass
-    again = steps.settle()
+    again = steps.end_after_error()
     assert [*again, *steps._batches] == list(range(train_state.offset, count))
 
 
@@ -318,7 +319,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
         batch = next(steps)
     assert batch == "abcde"[at]
     reached = at // size * size
-    assert [*steps.settle(), *steps._batches] == list("abcde"[reached:])
+    assert [*steps.end_after_error(), *steps._batches] == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_batches == reached
     assert train_state.transaction.index == -1
 
@@ -330,7 +331,7 @@ def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises
         next(steps)
         train_state.optimization.backward(train_state.models[0].weight.sum(), 1)
         train_state.optimization.step(train_state.optimizers[0])
-    assert steps.settle() == []
+    assert steps.end_after_error() == []
     assert (train_state.global_step, train_state.offset) == (size, size)
     assert train_state.models[0].weight.grad is None
 
@@ -345,7 +346,7 @@ def test_a_loop_that_stops_within_a_group_is_an_error_and_leaves_no_gradient():
             break
     with pytest.raises(RuntimeError, match="within an accumulation group"):
         steps.finish()
-    assert [int(batch[0]) for batch in steps.settle()] == [3, 4]
+    assert [int(batch[0]) for batch in steps.end_after_error()] == [3, 4]
     assert (train_state.global_step, train_state.offset) == (3, 3)
     assert train_state.models[0].weight.grad is None
     assert train_state.models[0].num_batches_tracked == 3

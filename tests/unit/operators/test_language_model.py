@@ -147,3 +147,13 @@ def test_an_index_after_the_last_window_is_an_error():
     assert len(list(windows)) == 2
     with pytest.raises(IndexError, match="2"):
         windows[2]
+
+
+def test_generation_keeps_the_modes_of_modules():
+    text = torch.arange(75) % 64
+    operator = run_operator(LanguageModel, {**SMALL, "train_data": text, "seed": 0})
+    frozen, *_ = operator.model.children()
+    operator.model.train()
+    frozen.eval()
+    operator.generate([1, 2, 3], num_tokens=2)
+    assert (operator.model.training, frozen.training) == (True, False)
