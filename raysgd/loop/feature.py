@@ -119,6 +119,9 @@ class ShardedFeature(StepFeature):
         """Return this worker's shard of the optimizer's state, and of sharded models."""
         return []
 
+    def shard_steps(self) -> None:
+        """Shard the state and the later steps of the optimizer."""
+
     def export_shards(self) -> Any:
         """Return the shards that the remaining workers need, before this worker leaves."""
 

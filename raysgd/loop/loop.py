@@ -256,7 +256,7 @@ class Loop:
         )
 
     def _after_step(self) -> None:
-        for feature in self.train_state.features:
+        for feature in self.train_state.features_with("after_step"):
             feature.after_step(lambda batch: self._computing(lambda: iter([batch])))
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:

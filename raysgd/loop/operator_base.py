@@ -151,9 +151,6 @@ class OperatorBase:
             )
         return steps
 
-    def _with_parts(self, iterator: Iterable[Any]) -> Iterable[Any]:
-        return iterator.allow_parts() if isinstance(iterator, StepIterator) else iterator
-
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int, iterator: Any = None
     ) -> dict[str, Any]:
@@ -212,6 +209,11 @@ class OperatorBase:
                 f"methods in {kind}."
             )
         return value
+
+
+def in_parts(iterator: Iterable[Any]) -> Iterable[Any]:
+    """Allow the iterator of a segment to split large batches into parts."""
+    return iterator.allow_parts() if isinstance(iterator, StepIterator) else iterator
 
 
 def checked_metrics(

@@ -89,6 +89,8 @@ class TrainState(SavedState):
         self.transaction = UpdateTransaction()
         self.micro_batching = MicroBatching(settings)
         self.features: list[StepFeature] = [self.micro_batching]
+        self._known: list[StepFeature] = []  # the features for which `_with` holds
+        self._with: dict[str, list[StepFeature]] = {}  # the features that override a hook
         self.meters: AverageMeterCollection | None = None
         self.gathers_metrics = False  # each worker collects the metrics of all workers
         self.modes: list[tuple[Any, bool]] = []
@@ -108,6 +110,15 @@ class TrainState(SavedState):
     def feature(self, kind: type[_Feature]) -> _Feature | None:
         """Return the feature of a class, if the operator has one."""
         return next((each for each in self.features if isinstance(each, kind)), None)
+
+    def features_with(self, hook: str) -> list[StepFeature]:
+        """Return the features whose classes override a hook. Most hooks of a step do nothing."""
+        if self._known != self.features:
+            self._known, self._with = [*self.features], {}
+        if hook not in self._with:
+            default = getattr(StepFeature, hook)
+            self._with[hook] = [f for f in self.features if getattr(type(f), hook) is not default]
+        return self._with[hook]
 
     # ---- position
 
@@ -150,22 +161,22 @@ class TrainState(SavedState):
         tx = self.transaction
         tx.begin_micro_batch(micro_batch, is_last)
         if tx.index == 0:
-            for feature in self.features:
+            for feature in self.features_with("begin"):
                 feature.begin(tx)
-        for feature in self.features:
+        for feature in self.features_with("begin_micro_batch"):
             feature.begin_micro_batch(tx)
 
     def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
         tx.begin_commit()
-        for feature in self.features:
+        for feature in self.features_with("before_commit"):
             feature.before_commit(tx)
         tx.commit()
         self.global_step += num_steps
         if self.meters is not None:
             self.meters.count_held()
         try:
-            for feature in self.features:
+            for feature in self.features_with("commit"):
                 feature.commit(tx)
         finally:
             tx.reset()

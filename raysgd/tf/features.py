@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,9 +12,18 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.tf.communication import communication_of
+from raysgd.tf.train_state import KerasTrainState
 
-if TYPE_CHECKING:
-    from raysgd.tf.train_state import KerasTrainState
+
+def add_features(state: KerasTrainState) -> None:
+    """Create the features of updates, in the order in which an update calls each hook."""
+    state.optimization = KerasOptimization(state)
+    state.features = [
+        KerasReplication(state),
+        state.optimization,
+        state.micro_batching,
+        Averages(state),
+    ]
 
 
 class KerasReplication(StepFeature):

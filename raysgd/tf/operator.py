@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.nested import check_rows, map_leaves
-from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.loop.operator_base import OperatorBase, checked_metrics, in_parts
 from raysgd.metrics import NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class TrainingOperator(OperatorBase):
         if num_steps is None:
             self._train_state.data.check_end()
         meters = self._new_meters()
-        for batch in self._with_parts(iterator):
+        for batch in in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
             self._measure(meters, _plain(self.train_batch(batch, batch_info)))
         return self._metrics(meters)

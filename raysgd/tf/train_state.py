@@ -15,7 +15,6 @@ from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
-from raysgd.tf.features import Averages, KerasOptimization, KerasReplication
 from raysgd.tf.keras import named_arrays, overrides, set_arrays
 from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
@@ -38,13 +37,7 @@ class KerasTrainState(TrainState):
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
         self.class_weight: Mapping[Any, float] = {}
-        self.optimization = KerasOptimization(self)
-        self.features = [
-            KerasReplication(self),
-            self.optimization,
-            self.micro_batching,
-            Averages(self),
-        ]
+        self.optimization: Any = None  # the `KerasOptimization`, from `add_features`
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
         groups = [self.models] * len(self.optimizers)

@@ -27,9 +27,8 @@ from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTH
 from raysgd.compat.creators import TorchCreators
 from raysgd.compat.ray_sgd import OldOperator
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.operator_base import checked_metrics
+from raysgd.loop.operator_base import checked_metrics, in_parts
 from raysgd.metrics import NUM_SAMPLES
-from raysgd.torch import registration
 from raysgd.torch.batches import (
     Batch,
     accuracy_of,
@@ -43,6 +42,7 @@ from raysgd.torch.ddp import plain
 from raysgd.torch.losses import as_count, ignored_index, is_sum, num_counted
 from raysgd.torch.operator_base import TorchOperatorBase
 from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
@@ -93,7 +93,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         epoch_idx = epoch_idx or self._train_state.epoch
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
-        for batch in self._with_parts(iterator):
+        for batch in in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
@@ -266,7 +266,61 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
 
     # ---- registration, in setup
 
-    register = registration.register
+    def register(
+        self,
+        *,
+        models: Any,
+        optimizers: Any,
+        criterion: Any = None,
+        schedulers: Any = None,
+        ddp_args: dict[str, Any] | None = None,
+        apex_args: dict[str, Any] | None = None,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        horovod_args: dict[str, Any] | None = None,
+        sharding: str | None = None,
+        sharding_args: dict[str, Any] | None = None,
+    ) -> Any:
+        """Register what is trained. Call it once, in `setup`.
+
+        Models and criterion move to this worker's device. With several workers, each model is
+        wrapped in DistributedDataParallel, unless the trainer has ``wrap_ddp=False``.
+
+        Args:
+            models: A module, or a list or tuple of modules.
+            optimizers: An optimizer, or a list or tuple of optimizers.
+            criterion: The loss, called with (output, target), or a list or tuple of losses. A loss
+                whose parameters an optimizer trains counts as one of the last models.
+            schedulers: A scheduler, or a list or tuple. Needs ``scheduler_step_freq``.
+            ddp_args: More arguments of DistributedDataParallel.
+            apex_args: Arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
+            gradient_accumulation_steps: Number of batches per update.
+            max_grad_norm: Largest 2-norm of all gradients of an optimizer. None: no clipping.
+            horovod_args: More arguments of ``hvd.DistributedOptimizer``, such as ``compression``.
+            sharding: "optimizer" shards the optimizer's state over the workers. "full" also shards
+                models and gradients, with ``fully_shard``.
+            sharding_args: ``copies``: number of other workers that hold a copy of each shard
+                (default: 1 with three or more workers, else 0). For "full" also ``wrap``, the
+                class or classes of modules to gather separately.
+
+        Returns:
+            (models, optimizers), then criterion and schedulers if you passed them. Each has the
+            shape of its argument: a single object, a list, or a tuple.
+        """
+        return register(
+            self._train_state,
+            models,
+            optimizers,
+            criterion,
+            schedulers,
+            ddp_args,
+            apex_args,
+            gradient_accumulation_steps,
+            max_grad_norm,
+            horovod_args,
+            sharding,
+            sharding_args,
+        )
 
     def register_data(
         self,

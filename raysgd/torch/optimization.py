@@ -75,6 +75,8 @@ class Optimization(StepFeature):
             for inner in vars(optimizer).values():  # as in sharpness-aware minimization
                 if isinstance(inner, torch.optim.Optimizer) and inner not in self.optimizers:
                     inner.register_step_pre_hook(lambda inner, *_: self.exchange.average(inner))
+        for feature in self._state.sharded_features:
+            feature.shard_steps()
 
     # ---- hooks of a step
 
@@ -136,7 +138,7 @@ class Optimization(StepFeature):
         tx.in_helper = True
         try:
             self.exchange.average(optimizer)
-            for feature in self._state.features:
+            for feature in self._state.features_with("before_update"):
                 feature.before_update(tx, optimizer)
             before = tx.num_optimizer_steps(optimizer)
             self.precision.step(optimizer)

@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -20,10 +20,8 @@ from raysgd.data.source import own_split
 from raysgd.loop.operator_base import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
+from raysgd.torch.options import TorchOptions
 from raysgd.torch.tensors import parameters_of
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
 
 logger = logging.getLogger(__name__)
 
@@ -113,15 +111,8 @@ def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:
 _SHARDING_ARGS = {"optimizer": ("copies",), "full": ("copies", "wrap")}
 
 
-def checked_sharding(
-    state: TorchTrainState,
-    models: Sequence[torch.nn.Module],
-    sharding: Any,
-    arguments: Any,
-    has_ddp_args: bool,
-) -> Any:
+def checked_sharding_args(sharding: Any, arguments: Any) -> Mapping[str, Any]:
     """Return ``sharding_args`` without the keys that are None."""
-    options, scales = state.settings.options, state.optimization.precision.scales
     if sharding not in (None, *_SHARDING_ARGS):
         raise ValueError(
             f'register(sharding={sharding!r}): sharding must be "optimizer", "full", or None.'
@@ -143,6 +134,18 @@ def checked_sharding(
     given = {name: value for name, value in given.items() if value is not None}
     if "copies" in given:
         check_int("register(sharding_args=...)", "copies", given["copies"], 0)
+    return given
+
+
+def check_sharding(
+    sharding: str,
+    options: TorchOptions,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    has_ddp_args: bool,
+    scales: bool,
+) -> None:
+    """Raise an error if models or optimizers cannot be sharded, or another option prevents it."""
     others = {
         "TorchTrainer(exact=...)": options.num_shards is not None,
         'backend="horovod" of the trainer': options.use_horovod,
@@ -165,7 +168,6 @@ def checked_sharding(
     for name, is_given in others.items():
         if is_given:
             raise ValueError(f"{call} does not work with {name}. Leave out one of the two.")
-    optimizers = state.optimizers
     if sharding == "full" and len(optimizers) != 1:
         raise ValueError(
             f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
@@ -173,7 +175,6 @@ def checked_sharding(
     _check_shardable(call, models, optimizers)
     for model in models if sharding == "full" else ():
         _check_rows(call, model)
-    return given
 
 
 def _check_shardable(

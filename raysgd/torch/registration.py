@@ -21,62 +21,34 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
+    check_sharding,
     check_step_freq,
     checked,
     checked_criteria,
-    checked_sharding,
+    checked_sharding_args,
     is_trained,
 )
 from raysgd.torch.tensors import parameters_of
 
 if TYPE_CHECKING:
     from raysgd.torch.features.fully_sharded import FullyShardedModel
-    from raysgd.torch.operator_base import TorchOperatorBase
     from raysgd.torch.train_state import TorchTrainState
 
 
-def register(  # noqa: D417 - a method of TrainingOperator
-    self: TorchOperatorBase,
-    *,
+def register(
+    state: TorchTrainState,
     models: Any,
     optimizers: Any,
     criterion: Any = None,
     schedulers: Any = None,
-    ddp_args: dict[str, Any] | None = None,
-    apex_args: dict[str, Any] | None = None,
-    gradient_accumulation_steps: int = 1,
-    max_grad_norm: float | None = None,
-    horovod_args: dict[str, Any] | None = None,
-    sharding: str | None = None,
-    sharding_args: dict[str, Any] | None = None,
+    ddp_args: Any = None,
+    apex_args: Any = None,
+    accumulation_steps: Any = 1,
+    max_grad_norm: Any = None,
+    horovod_args: Any = None,
+    sharding: Any = None,
+    sharding_args: Any = None,
 ) -> Any:
-    """Register what is trained. Call it once, in `setup`.
-
-    Models and criterion move to this worker's device. With several workers, each model is
-    wrapped in DistributedDataParallel, unless the trainer has ``wrap_ddp=False``.
-
-    Args:
-        models: A module, or a list or tuple of modules.
-        optimizers: An optimizer, or a list or tuple of optimizers.
-        criterion: The loss, called with (output, target), or a list or tuple of losses. A loss
-            whose parameters an optimizer trains counts as one of the last models.
-        schedulers: A scheduler, or a list or tuple. Needs ``scheduler_step_freq``.
-        ddp_args: More arguments of DistributedDataParallel.
-        apex_args: Arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
-        gradient_accumulation_steps: Number of batches per update.
-        max_grad_norm: Largest 2-norm of all gradients of an optimizer. None: no clipping.
-        horovod_args: More arguments of ``hvd.DistributedOptimizer``, such as ``compression``.
-        sharding: "optimizer" shards the optimizer's state over the workers. "full" also shards
-            models and gradients, with ``fully_shard``.
-        sharding_args: ``copies``: number of other workers that hold a copy of each shard
-            (default: 1 with three or more workers, else 0). For "full" also ``wrap``, the
-            class or classes of modules to gather separately.
-
-    Returns:
-        (models, optimizers), then criterion and schedulers if you passed them. Each has the
-        shape of its argument: a single object, a list, or a tuple.
-    """
-    state = self._train_state
     if state.registered:
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
@@ -91,7 +63,10 @@ def register(  # noqa: D417 - a method of TrainingOperator
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
     modules += trained
-    sharding_args = checked_sharding(state, modules, sharding, sharding_args, bool(ddp_args))
+    sharding_args = checked_sharding_args(sharding, sharding_args)
+    if sharding is not None:
+        has_ddp_args, scales = bool(ddp_args), precision.scales
+        check_sharding(sharding, options, modules, state.optimizers, has_ddp_args, scales)
     _move_models(state, modules, keeps_parameters=sharding == "full")
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
@@ -101,7 +76,7 @@ def register(  # noqa: D417 - a method of TrainingOperator
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
     state.accumulation_steps = check_int(
-        "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
+        "register", "gradient_accumulation_steps", accumulation_steps, 1
     )
     norms = GradientNorms(state.optimization, max_grad_norm)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
@@ -110,8 +85,6 @@ def register(  # noqa: D417 - a method of TrainingOperator
     state.buffers = BufferCopies(state.models, state)
     state.features = list(features_of(state, sharded, replication, norms))
     state.optimization.register_hooks()
-    for each in sharded:
-        each.shard_steps()
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.transaction.optimizers = state.optimizers

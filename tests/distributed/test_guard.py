@@ -30,7 +30,9 @@ class Clipping(Classifier):
 
 def test_gradients_changed_by_one_worker_are_an_error_that_names_it(ray_cluster):
     """The other worker is in the next step, or has ended the call."""
-    with TorchTrainer(training_operator_cls=Clipping, num_workers=2, min_workers=2) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Clipping, num_workers=2, use_local=True, use_gpu=False
+    ) as trainer:
         start = trainer.state_dict()
         for clips_at in (1, 3):
             trainer.load_state_dict(start)

@@ -54,6 +54,8 @@ class ReplicaGuard(StepFeature):
         self._equal_at = 0
         self._batch: Any = None  # of the step before a cross-check
         self.enter()
+        for optimizer in state.optimizers:
+            optimizer.register_step_pre_hook(self._begin_update)
         if guard.crosscheck_every and self._contents.renormalized:
             raise ValueError(
                 f"Guard(crosscheck_every={guard.crosscheck_every}) does not work with max_norm of "
@@ -120,9 +122,13 @@ class ReplicaGuard(StepFeature):
     def begin(self, tx: UpdateTransaction) -> None:
         if self._is_active:
             self._contents.has_run = True
-            self._contents.check_added()
+            self._contents.check_step()
             if self._steps >= self._next:
                 self._compare_in_step()
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_active:
+            self._contents.check_groups(optimizer)
 
     def _compare_in_step(self) -> None:
         self._settle()

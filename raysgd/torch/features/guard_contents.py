@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import numbers
 import operator
@@ -25,6 +26,21 @@ not count."""
 _dtype = operator.attrgetter("dtype")
 
 
+class _Registrations:
+    """Counts the modules and parameters that the modules of this process get."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        torch.nn.modules.module.register_module_module_registration_hook(self._add)
+        torch.nn.modules.module.register_module_parameter_registration_hook(self._add)
+
+    def _add(self, *_: Any) -> None:
+        self.count += 1
+
+
+_registrations = functools.cache(_Registrations)
+
+
 class ReplicaContents:
     """The registered objects of one worker, as the workers compare them.
 
@@ -38,6 +54,8 @@ class ReplicaContents:
     def __init__(self, state: TorchTrainState) -> None:
         options = state.settings.options
         self._state, self._wraps_all = state, options.wrap_ddp or options.use_horovod
+        self._registrations = _registrations()
+        self._seen: tuple[int, list[torch.dtype]] = 0, []
         self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._adopt()
 
@@ -58,16 +76,28 @@ class ReplicaContents:
         }
         groups = [group for o in state.optimizers for group in o.param_groups]
         self._stepped = {parameter for group in groups for parameter in group["params"]}
+        self._sizes = {optimizer: _sizes_of(optimizer) for optimizer in state.optimizers}
         self._adopted = self._structure()
 
     def _structure(self) -> list[Any]:
-        """Return what identifies modules, parameters, and groups, within microseconds."""
-        found: list[Any] = [
-            len(g["params"]) for o in self._state.optimizers for g in o.param_groups
-        ]
+        found: list[Any] = [_sizes_of(optimizer) for optimizer in self._state.optimizers]
         found += map(id, itertools.chain.from_iterable(self._children))
         found += map(_dtype, self._parameters)
         return found
+
+    def check_step(self) -> None:
+        """Call `check_added` if modules of this process or dtypes have changed since the last call.
+
+        This takes a microsecond. `check_groups` looks at what else may have been added.
+        """
+        seen = self._registrations.count, list(map(_dtype, self._parameters))
+        if seen != self._seen:
+            self.check_added()
+            self._seen = seen
+
+    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        if _sizes_of(optimizer) != self._sizes[optimizer]:
+            self.check_added()
 
     def check_added(self) -> None:
         """Raise an error if the next step would train what the workers do not keep equal."""
@@ -152,6 +182,10 @@ class ReplicaContents:
             for index, module in enumerate(held if is_new else ()):
                 if isinstance(module, torch.nn.Module):
                     yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))
+
+
+def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _of_optimizer(

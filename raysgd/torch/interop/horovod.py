@@ -25,11 +25,9 @@ class HorovodGradients(GradientExchange):
         trained = [p for model in state.models for p in model.parameters() if p.requires_grad]
         compressed = "compression" in arguments  # Horovod then averages another dtype
         check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
+        arguments = {"backward_passes_per_step": state.accumulation_steps, **arguments}
         self._exchanges = {
-            id(optimizer): HorovodExchange(
-                optimizer, state.models, arguments, state.accumulation_steps
-            )
-            for optimizer in state.optimizers
+            id(each): HorovodExchange(each, state.models, arguments) for each in state.optimizers
         }
         self._dtypes = {p: p.dtype for model in state.models for p in model.parameters()}
 
@@ -70,19 +68,13 @@ class HorovodExchange:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        models: list[torch.nn.Module],
-        arguments: dict[str, Any],
-        passes: int,
+        self, optimizer: Any, models: list[torch.nn.Module], arguments: dict[str, Any]
     ) -> None:
-        self._optimizer, self._models = optimizer, models
-        self._arguments = {"backward_passes_per_step": passes, **arguments}
-        self._passes: int = self._arguments["backward_passes_per_step"]
+        self._optimizer, self._models, self._arguments = optimizer, models, arguments
         self._done = False
         self._distributed: Any = None
         self.rebuild()
-        optimizer.register_step_post_hook(self._on_step)
+        optimizer.register_step_post_hook(lambda *_: setattr(self, "_done", False))
 
     def rebuild(self) -> None:
         """Create the DistributedOptimizer for the current group."""
@@ -107,7 +99,7 @@ class HorovodExchange:
 
     def expect(self, passes: int) -> None:
         """Start the allreduce in the last of `passes` backward passes."""
-        passes = max(passes, self._passes)
+        passes = max(passes, self._arguments["backward_passes_per_step"])
         if passes != self._distributed.backward_passes_per_step:
             self._distributed.set_backward_passes_per_step(passes)
 
@@ -125,6 +117,3 @@ class HorovodExchange:
         distributed._handles.clear()
         for parameter in distributed._allreduce_delay:
             distributed._allreduce_delay[parameter] = distributed.backward_passes_per_step
-
-    def _on_step(self, *_: Any) -> None:
-        self._done = False

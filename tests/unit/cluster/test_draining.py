@@ -1,10 +1,16 @@
 """Preemption notices for workers and nodes, on a simulated cluster and clock."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from raysgd.cluster.departures import Notice
+from raysgd.cluster.group_options import GroupOptions
 from raysgd.elastic.call import Call
+from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.loop.requests import MeasuredRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
+from tests.unit.cluster.clock import ManualClock
 
 
 def train(controller, step, max_losses=0):
@@ -161,3 +167,25 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
     assert call.num_losses == 1
     assert len(controller.members) == 3
+
+
+@pytest.mark.parametrize(
+    ("left_s", "num_workers", "num_ready", "min_workers", "leaving"),
+    [
+        ({0: 20, 2: 10}, 3, 1, 1, [2]),
+        ({0: 20, 1: 20}, 2, 2, 1, [0]),  # the other one has the state
+        ({0: 20}, 1, 1, 1, [0]),
+        ({0: 2, 1: 2}, 3, 0, 2, [0]),
+    ],
+)
+def test_workers_leave_for_replacements_and_at_their_deadlines(
+    left_s, num_workers, num_ready, min_workers, leaving
+):
+    clock = ManualClock()
+    group = SimpleNamespace(
+        clock=clock,
+        members=range(num_workers),
+        options=GroupOptions(num_workers=num_workers, min_workers=min_workers),
+        leaving=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
+    )
+    assert PreemptionWatch(group, None, can_join=True).who_leaves(num_ready) == leaving

@@ -83,6 +83,14 @@ def test_hooks_of_an_epoch(spied):
     assert called == [*CALL, *STEP, "end_epoch 2", *END]
 
 
+def test_hooks_of_a_feature_that_is_added_between_calls(make_trainer):
+    trainer, spy = make_trainer(Recorder), Spy()
+    trainer.train(num_steps=1)
+    trainer.get_local_operator()._train_state.features.append(spy)
+    trainer.train(num_steps=1)
+    assert spy.called == [*CALL, *STEP, *END]
+
+
 def test_hooks_of_an_evaluation(spied):
     trainer, called = spied()
     trainer.validate()

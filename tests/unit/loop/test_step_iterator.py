@@ -7,11 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
+from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.registration import register
+from raysgd.torch.train_state import TorchTrainState
 
 
 def make_steps(
@@ -26,11 +28,10 @@ def make_steps(
     world_size=1,
 ):
     """Return a new train state, and an iterator with accumulation groups of `size` batches."""
-    operator = TrainingOperator({})
-    train_state = operator._train_state
+    train_state = TorchTrainState(OperatorSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    operator.register(models=models, optimizers=optimizers, gradient_accumulation_steps=size)
+    register(train_state, models, optimizers, None, None, None, accumulation_steps=size)
     train_state.global_step = before
     train_state.settings.context = WorkerContext(world_size=world_size)
     if steps_left == "all":

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,15 +39,10 @@ def make_registration(device=CPU, context=None, config_batch=None, **options):
     return TorchTrainState(OperatorSettings(options=TorchOptions(**options), **place))
 
 
-def register(train_state, models=None, optimizers=None, criterion=None, **given):
+def register(train_state, models=None, optimizers=None, criterion=None, schedulers=None):
     models = models or linear()
-    return registration.register(
-        SimpleNamespace(_train_state=train_state),
-        models=models,
-        optimizers=optimizers or sgd(models),
-        criterion=criterion,
-        **given,
-    )
+    optimizers = optimizers or sgd(models)
+    return registration.register(train_state, models, optimizers, criterion, schedulers)
 
 
 def test_models_and_criterion_move_to_the_device():
@@ -134,7 +128,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
 
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
-    wrapped = register(train_state, model, gradient_accumulation_steps=2)[0]
+    wrapped = registration.register(train_state, model, sgd(model), accumulation_steps=2)[0]
     registration.adopt_wrappers(train_state, [])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
@@ -172,7 +166,7 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
 
 def test_static_graph_with_accumulation_is_an_error(process_group):
     train_state, model, static = distributed(), linear(), {"static_graph": True}
-    register(train_state, model, ddp_args=static, gradient_accumulation_steps=2)
+    registration.register(train_state, model, sgd(model), ddp_args=static, accumulation_steps=2)
     with pytest.raises(ValueError, match="cannot accumulate gradients"):
         registration.adopt_wrappers(train_state, [])
 
@@ -375,8 +369,8 @@ def zero_redundancy(model):
 
 def register_all(**given):
     model = linear()
-    operator = SimpleNamespace(_train_state=make_registration(scheduler_step_freq="epoch"))
-    return registration.register(operator, **{"models": model, "optimizers": sgd(model), **given})
+    given = {"models": model, "optimizers": sgd(model), **given}
+    return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
 
 
 # PyTorch 2.15 raises a FutureWarning, and older versions a DeprecationWarning.

@@ -14,6 +14,9 @@ from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.signal import Signal
 from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.registration import register
+from raysgd.torch.train_state import TorchTrainState
 
 NUM_STEPS = 6
 
@@ -334,10 +337,10 @@ def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
 
 
 def make_registration(kind, dtype):
-    operator = TrainingOperator({})
+    train_state = TorchTrainState(OperatorSettings())
     model = torch.nn.Linear(2, 1).to(dtype)
-    operator.register(models=model, optimizers=kind(model.parameters()))
-    return operator._train_state
+    register(train_state, model, kind(model.parameters()), None, None, None)
+    return train_state
 
 
 def flat(tree):

@@ -10,7 +10,7 @@ from raysgd.torch.interop.horovod import HorovodExchange
 hvd.init()
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-exchange = HorovodExchange(optimizer, [model], {}, 1)
+exchange = HorovodExchange(optimizer, [model], {"backward_passes_per_step": 1})
 held = model(torch.ones(1, 3)).sum()
 exchange.abandon()
 exchange.rebuild()
