@@ -45,11 +45,11 @@ _NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that are installed."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for library in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[library] = importlib.metadata.version(library)
-    return found
+            installed[library] = importlib.metadata.version(library)
+    return installed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +130,10 @@ def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
     rest = range(len(hashes), -(-size // _PART))
     try:
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            found = list(threads.map(lambda part: _hash_of_part(file, part, size), rest))
+            new_hashes = list(threads.map(lambda part: _hash_of_part(file, part, size), rest))
     except RuntimeError:  # a callback saves while Python ends
-        found = [_hash_of_part(file, part, size) for part in rest]
-    return hashlib.sha256(b"".join([*hashes, *found])).hexdigest()
+        new_hashes = [_hash_of_part(file, part, size) for part in rest]
+    return hashlib.sha256(b"".join([*hashes, *new_hashes])).hexdigest()
 
 
 def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
@@ -142,11 +142,11 @@ def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> byte
 
 
 def _hash(file: IO[bytes], start: int, end: int) -> bytes:
-    found, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    hasher, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     while read := os.preadv(file.fileno(), [chunk[: end - start]], start):
-        found.update(chunk[:read])
+        hasher.update(chunk[:read])
         start += read
-    return found.digest()
+    return hasher.digest()
 
 
 def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
@@ -156,8 +156,8 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
     `whole`, check only the manifest. `shown` is the name in messages.
     """
     try:
-        found, digest = _digest_in(file)
-        if digest and whole and digest != found(file):
+        compute_digest, digest = _digest_in(file)
+        if digest and whole and digest != compute_digest(file):
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None

@@ -42,8 +42,8 @@ class CheckpointFolder:
 
     def _names(self) -> list[str]:
         """Return the names of the checkpoints, newest first."""
-        found = filter(self._pattern.fullmatch, self._folder.file_names())
-        return sorted(found, key=position_of, reverse=True)
+        names = filter(self._pattern.fullmatch, self._folder.file_names())
+        return sorted(names, key=position_of, reverse=True)
 
     def _check(self, name: str, manifest: Manifest) -> None:
         """Raise an error if a checkpoint does not belong in this folder."""

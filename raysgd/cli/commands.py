@@ -75,8 +75,8 @@ def fit(
 
     try:
         settings = fit_command.read_settings(config, overrides or ())
-        given = {"num_workers": num_workers, "logdir": logdir}
-        settings["trainer"] |= {name: v for name, v in given.items() if v is not None}
+        options = {"num_workers": num_workers, "logdir": logdir}
+        settings["trainer"] |= {name: v for name, v in options.items() if v is not None}
         settings["fit"] |= {} if num_epochs is None else {"num_epochs": num_epochs}
         if not settings["fit"]:
             raise ValueError("raysgd fit needs --num-epochs, or fit.max_steps=...")

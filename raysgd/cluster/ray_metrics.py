@@ -22,5 +22,5 @@ def export(
     Ray sends the values in the background.
     """
     gauge = _gauge(name, description, tags)
-    for value, *given in rows:
-        gauge.set(value, dict(zip(tags, map(str, given), strict=True)))
+    for value, *tag_values in rows:
+        gauge.set(value, dict(zip(tags, map(str, tag_values), strict=True)))

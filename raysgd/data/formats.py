@@ -77,14 +77,14 @@ class Records(ABC):
         cache_dir: str | os.PathLike[str] | None = None,
         **storage_options: Any,
     ) -> None:
-        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-        if not given:
+        path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        if not path_list:
             raise FileNotFoundError(f"{type(self).__name__}({paths!r}): needs at least one path.")
         cache = cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "raysgd")
         self._cache = Path(cache).expanduser()
         self.paths: list[str] = []
         self._stamps: list[str] = []
-        for each in given:
+        for each in path_list:
             path = os.fspath(each)
             fs, pattern = url_to_fs(path, **storage_options)
             if storage_options and not is_remote(fs):
@@ -92,10 +92,10 @@ class Records(ABC):
                 raise unknown_argument(type(self).__name__, name, ["cache_dir"])
             is_pattern = any(mark in pattern for mark in "*?[")
             glob = functools.partial(fs.glob, pattern)
-            found = sorted(_retried(glob)) if is_pattern else [pattern]
-            if not found:
+            names = sorted(_retried(glob)) if is_pattern else [pattern]
+            if not names:
                 raise FileNotFoundError(f"No file matches {path!r}.")
-            for name in found:
+            for name in names:
                 self.paths.append(fs.unstrip_protocol(name) if is_remote(fs) else name)
                 self._stamps.append(_retried(functools.partial(_stamp, fs, name)))
         self._storage_options = storage_options
@@ -115,8 +115,8 @@ class Records(ABC):
         return f"{len(self.paths)} files with {len(self)} records"
 
     def __getstate__(self) -> dict[str, Any]:
-        held = ("_files", "_pid", "_tables")
-        return {key: value for key, value in vars(self).items() if key not in held}
+        transient = ("_files", "_pid", "_tables")
+        return {key: value for key, value in vars(self).items() if key not in transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -148,7 +148,7 @@ class Records(ABC):
         order = np.argsort(numbers, kind="stable")
         in_order = np.asarray(numbers, np.int64)[order]
         files = np.searchsorted(self._ends, in_order, side="right")
-        found: list[Any] = [None] * len(order)
+        results: list[Any] = [None] * len(order)
         for first, stop in runs(files, 0):
             file = int(files[first])
             start = self._ends[file - 1] if file else 0
@@ -156,8 +156,8 @@ class Records(ABC):
                 self._check_stamp(file, _stamp(None, self.paths[file]))
             records = self._read(file, in_order[first:stop] - start)
             for place, record in zip(order[first:stop].tolist(), records, strict=True):
-                found[place] = record
-        return found
+                results[place] = record
+        return results
 
     # ---- formats
 
@@ -259,7 +259,7 @@ class _Spans(Records):
         return len(index) - 1
 
     def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
-        index, found = self._indexes[file], []
+        index, records = self._indexes[file], []
         for run, end in runs(numbers, 1):
             first, stop = int(numbers[run]), int(numbers[end - 1]) + 1
             starts = index[first : stop + 1].tolist()
@@ -268,11 +268,11 @@ class _Spans(Records):
                 raise RuntimeError(f"{self.paths[file]} has become shorter. Start again with it.")
             for number, (low, high) in enumerate(itertools.pairwise(starts), start=first):
                 try:
-                    found.append(self._decode(data[low - starts[0] : high - starts[0]]))
+                    records.append(self._decode(data[low - starts[0] : high - starts[0]]))
                 except Exception as error:
                     place = f"{self.paths[file]}, {self.unit} {number + 1}"
-                    found.append(RecordError(f"{place}: {error}"))
-        return found
+                    records.append(RecordError(f"{place}: {error}"))
+        return records
 
     @abstractmethod
     def _decode(self, data: bytes) -> Any: ...
@@ -361,7 +361,7 @@ class tar(_Spans):  # noqa: N801
 
 def _members(data: bytes) -> list[tuple[str, bytes]]:
     """Return the names and contents of the files in a part of a tar archive."""
-    found, start = [], 0
+    members, start = [], 0
     while start < len(data):
         header = data[start : start + 512]
         # tarfile takes longer than decoding a small image. It reads all other kinds of members.
@@ -375,9 +375,9 @@ def _members(data: bytes) -> list[tuple[str, bytes]]:
         if prefix and header.startswith(b"ustar\0", 257):
             name = prefix + b"/" + name
         size = int(header[124:136].strip(b" \0") or b"0", 8)
-        found.append((name.decode(), data[start + 512 : start + 512 + size]))
+        members.append((name.decode(), data[start + 512 : start + 512 + size]))
         start += 512 + -(-size // 512) * 512
-    return found
+    return members
 
 
 def is_remote(fs: Any) -> bool:

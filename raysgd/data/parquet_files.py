@@ -34,17 +34,17 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
         return int(index[-1])
 
     def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
-        index, found = self._indexes[file], []
+        index, records = self._indexes[file], []
         groups = np.searchsorted(index, numbers, side="right") - 1
         for first, stop in runs(groups, 0):
             group = int(groups[first])
             rows, table = numbers[first:stop] - index[group], self._table(file, group)
             is_run = bool((rows[1:] - rows[:-1] == 1).all())
             part = table.slice(int(rows[0]), len(rows)) if is_run else table.take(rows)
-            found += part.to_pylist()
+            records += part.to_pylist()
             if self.in_order and numbers[stop - 1] == index[group + 1] - 1:
                 self._tables.move_to_end((file, group), last=False)  # the first to be released
-        return found
+        return records
 
     def _row_group(self, opened: Any, group: int) -> Any:
         file = _pyarrow().ParquetFile(opened)
@@ -59,10 +59,10 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
     def _table(self, file: int, group: int) -> Any:
         key = file, group
         if key not in self._tables:
-            held = list(self._tables.values())
-            while held and sum(map(len, held)) > self.kept_rows:
+            tables = list(self._tables.values())
+            while tables and sum(map(len, tables)) > self.kept_rows:
                 self._tables.popitem(last=False)
-                held.pop(0)
+                tables.pop(0)
             self._tables[key] = self._with_file(file, lambda opened: self._row_group(opened, group))
         self._tables.move_to_end(key)
         return self._tables[key]

@@ -223,7 +223,7 @@ class PartitionedSource(BatchSource):
             full_size=full_size,
             num_shards=num_shards,
         )
-        self._given_batch = global_batch if training else None
+        self._requested_batch = global_batch if training else None
         self.set_batch_size(self._partition.batch_size, follows_config)
 
     @property
@@ -277,7 +277,7 @@ class PartitionedSource(BatchSource):
         return self._partition.batch_size, self._follows_config
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
-        global_batch = self._given_batch if follows_config else None
+        global_batch = self._requested_batch if follows_config else None
         self._partition = replace(self._partition, batch_size=size, global_batch=global_batch)
         self._follows_config = follows_config
 

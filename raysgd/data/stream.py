@@ -354,13 +354,13 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         places = [self.place_of(number) for number in numbers]
-        found: list[Any] = [None] * len(numbers)
+        results: list[Any] = [None] * len(numbers)
         for which, stream in enumerate(self._streams):
             own = [i for i, (other, _) in enumerate(places) if other == which]
             samples = stream.read(epoch, [places[i][1] for i in own])
             for i, sample in zip(own, samples, strict=True):
-                found[i] = sample
-        return found
+                results[i] = sample
+        return results
 
     def place_of(self, number: int) -> tuple[int, int]:
         """Return which stream has a sample, and its number in that stream."""

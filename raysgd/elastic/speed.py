@@ -179,15 +179,15 @@ def _slow_link(
     workers: Sequence[WorkerSpeed], links: Mapping[tuple[str, str], float]
 ) -> tuple[int | None, str]:
     """Return the rank of a worker with a slow connection, or None, and who waits for what."""
-    best, found = _LINK_FACTOR, None
+    best, slowest = _LINK_FACTOR, None
     for host in {each.host for each in workers}:
         own = max((rate for hosts, rate in links.items() if host in hosts), default=0.0)
         rest = [rate for hosts, rate in links.items() if host not in hosts]
         if own and rest and statistics.median(rest) >= best * own:
-            best, found = statistics.median(rest) / own, (host, own, statistics.median(rest))
-    if found is None:
+            best, slowest = statistics.median(rest) / own, (host, own, statistics.median(rest))
+    if slowest is None:
         return None, "on all workers"
-    host, own, others = found
+    host, own, others = slowest
     ranks = [each.rank for each in workers if each.host == host]
     who = f"worker {ranks[0]} on {host} sends" if len(ranks) == 1 else f"the workers on {host} send"
     return ranks[0], f"because {who} {own / 1e6:.1f} MB/s, and the others {others / 1e6:.1f} MB/s"

@@ -87,8 +87,8 @@ class SpeedMonitor:
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         members = list(self.group.members)
-        found = {m: p.timing for m in members if (p := progress.get(m)) and p.timing is not None}
-        if not members or len(found) < len(members):
+        timings = {m: p.timing for m in members if (p := progress.get(m)) and p.timing is not None}
+        if not members or len(timings) < len(members):
             return
         self._step = max(each.global_step for each in progress.values())
         self._links |= {m: p.links for m, p in progress.items() if p.links}
@@ -96,8 +96,8 @@ class SpeedMonitor:
             self._windows, self._slow, self._links = [], {}, {}
             new = self._row(Totals())
             self._began = {member: self._newest.get(member, new) for member in members}
-        self._timing = found
-        self._newest = {member: self._row(each) for member, each in found.items()}
+        self._timing = timings
+        self._newest = {member: self._row(each) for member, each in timings.items()}
         window = self._open_window()
         if window.seconds < _WINDOW_S or not window.has_steps:
             return

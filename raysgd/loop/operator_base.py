@@ -278,13 +278,13 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
         )
 
 
-def listed(given: Any) -> list[Any]:
+def listed(registered: Any) -> list[Any]:
     """Return registered objects as a new list."""
-    return list(given) if isinstance(given, list | tuple) else [given]
+    return list(registered) if isinstance(registered, list | tuple) else [registered]
 
 
-def shaped_like(given: Any, members: list[Any]) -> Any:
-    """Return `members` in the shape of `given`: a single one, a list, or a tuple."""
-    if isinstance(given, tuple):
+def shaped_like(registered: Any, members: list[Any]) -> Any:
+    """Return `members` in the shape of `registered`: a single one, a list, or a tuple."""
+    if isinstance(registered, tuple):
         return tuple(members)
-    return members if isinstance(given, list) else members[0]
+    return members if isinstance(registered, list) else members[0]

@@ -91,23 +91,23 @@ class Options(ABC):
                 f"{self.trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0. To "
                 "reserve almost no CPU, pass 0.001."
             )
-        found = checked_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
-        for name, amount in found.items():
+        resources = checked_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
+        for name, amount in resources.items():
             if not is_number(amount) or not amount > 0:
                 raise ValueError(
                     f"{self.trainer}(resources_per_worker={{{name!r}: {amount!r}}}): must be "
                     "above 0."
                 )
-        if "CPU" in found:
+        if "CPU" in resources:
             raise ValueError(
                 f"{self.trainer}(resources_per_worker=...) has 'CPU'. Use num_cpus_per_worker."
             )
-        if self.use_local and self.num_workers == 1 and (amount := found.get("GPU", 1)) != 1:
+        if self.use_local and self.num_workers == 1 and (amount := resources.get("GPU", 1)) != 1:
             raise ValueError(
                 f"{self.trainer}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): the "
                 "worker in this process uses one GPU. Remove GPU or use_local."
             )
-        return found
+        return resources
 
     # ---- for subclasses
 
@@ -127,8 +127,8 @@ class Options(ABC):
     def __getstate__(self) -> dict[str, Any]:
         """Pack the operator and its config, because only `setup` may import TensorFlow."""
         state = dict(vars(self))
-        given = state.pop("training_operator_cls"), state.pop("config")
-        return {**state, "packed": pack(given, shares_tensors=False)}
+        contents = state.pop("training_operator_cls"), state.pop("config")
+        return {**state, "packed": pack(contents, shares_tensors=False)}
 
     def unpacked(self) -> tuple[Any, dict[str, Any]]:
         """Return the operator's class and the config. Each call on a worker returns new objects."""
@@ -136,8 +136,8 @@ class Options(ABC):
         if packed is None:
             return self.training_operator_cls, self.config
         # Large arrays stay in Ray's shared memory, which is read-only.
-        found: tuple[Any, dict[str, Any]] = packed.value(own=not packed.is_large)
-        return found
+        contents: tuple[Any, dict[str, Any]] = packed.value(own=not packed.is_large)
+        return contents
 
     # ---- derived values
 

@@ -54,18 +54,18 @@ class OperatorRunner(Runner, ABC):
         options = self._options
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
-            operator_cls, given = options.unpacked()
+            operator_cls, raw_config = options.unpacked()
         size = options.num_workers if keeps else context.world_size
         size = options.num_shards or size  # number of parts of the global batch
-        config = worker_config(given, size, copies=context.in_driver)
-        sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": given.get(BATCH_SIZE)}
+        config = worker_config(raw_config, size, copies=context.in_driver)
+        sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": raw_config.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
     def _set_config_batch(self, context: WorkerContext) -> int | None:
-        given = self._train_state.settings.global_batch
-        if given is None:
+        global_batch = self._train_state.settings.global_batch
+        if global_batch is None:
             return None
-        size = self.operator.config[BATCH_SIZE] = given // (
+        size = self.operator.config[BATCH_SIZE] = global_batch // (
             self._options.num_shards or context.world_size
         )
         return size

@@ -22,7 +22,7 @@ class DataSources(ABC):
     def __init__(self, settings: Settings, seed: int) -> None:
         self._settings, self._seed = settings, seed
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
-        self.given: list[Any] = []
+        self.registered_loaders: list[Any] = []
         """The registered loaders, as user code passed them."""
         self.trains_on = "train"
 
@@ -31,7 +31,7 @@ class DataSources(ABC):
         """Return the source for a loader, or for a `Dataset` that was passed to a call."""
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
-        self.given += [train_loader, validation_loader]
+        self.registered_loaders += [train_loader, validation_loader]
         loaders = {"train": train_loader, "validation": validation_loader}
         for name, loader in loaders.items():
             if loader is not None:

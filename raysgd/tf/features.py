@@ -123,14 +123,14 @@ class Averages(StepFeature):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        held = []
+        saved_values = []
         for optimizer, variables in self._state.trained():
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             if getattr(inner, "use_ema", False) and int(inner.iterations) > 0:
-                held += [(v, tf.identity(v.value)) for v in variables]
+                saved_values += [(v, tf.identity(v.value)) for v in variables]
                 optimizer.finalize_variable_values(variables)
         try:
             yield
         finally:
-            for variable, value in held:
+            for variable, value in saved_values:
                 variable.assign(value)

@@ -56,14 +56,14 @@ def without_means(criterion: Any) -> list[str]:
 class BatchMetrics:
     """Computes the metrics of each batch, with the names that Keras gives them.
 
-    `given` are metrics in any form that ``compile()`` takes, or None for those of the compiled
+    `metrics` are metrics in any form that ``compile()`` takes, or None for those of the compiled
     `model`.
     """
 
-    def __init__(self, model: Any, given: Any = None) -> None:
-        if given is not None:
-            given = given if isinstance(given, list | tuple | dict) else [given]
-            model = _compiled(model, metrics=given)
+    def __init__(self, model: Any, metrics: Any = None) -> None:
+        if metrics is not None:
+            metrics = metrics if isinstance(metrics, list | tuple | dict) else [metrics]
+            model = _compiled(model, metrics=metrics)
         self._compiled_metrics = model._compile_metrics
         self._names: list[str] = []
         self._checked: set[str] = set()

@@ -37,15 +37,15 @@ class Batch(NamedTuple):
         target = self.target
         if drawn and isinstance(target, torch.Tensor) and target.shape[:1] == (drawn,):
             return drawn, True  # saves time
-        held = (self.arguments, self.keywords) if target is None else target
-        tensors, lengths = list(_tensors_in(held)), self.lengths
-        rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(held))
+        content = (self.arguments, self.keywords) if target is None else target
+        tensors, lengths = list(_tensors_in(content)), self.lengths
+        rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(content))
         if drawn is None:
             inputs = _tensors_in([self.arguments, self.keywords])
             first = next((len(t) for t in inputs if t.dim()), rows)
             return rows, len(lengths) < 2 or (isinstance(target, torch.Tensor) and first == rows)
         is_list = any(
-            isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, held)
+            isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, content)
         )
         widths = {t.shape[1] if t.dim() > 1 else 0 for t in _tensors_in(list(self))}
         is_known = len(lengths) != 1 or is_list or widths == {drawn}  # or dimension 0 is the time
@@ -227,8 +227,8 @@ def scores_in(output: Any) -> Any:
 def _part(output: Any, name: str) -> Any:
     if isinstance(output, torch.Tensor):
         return None
-    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    return found if isinstance(found, torch.Tensor) else None
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:

@@ -58,11 +58,11 @@ def lowest(values: torch.Tensor) -> torch.Tensor:
 
 def total(value: float, device: torch.device) -> float:
     hvd = _horovod()
-    held = torch.tensor([value], dtype=torch.float64, device=device)
+    tensor = torch.tensor([value], dtype=torch.float64, device=device)
     if hvd is not None:
-        return float(hvd.allgather(held, name="raysgd.total").sum())
-    dist.all_reduce(held)
-    return float(held.item())
+        return float(hvd.allgather(tensor, name="raysgd.total").sum())
+    dist.all_reduce(tensor)
+    return float(tensor.item())
 
 
 def broadcast(tensor: torch.Tensor, source: int) -> None:
@@ -91,10 +91,10 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
     A gradient that other ranks lack counts as 0 there.
     """
     kinds = [0 if p.grad is None else 1 + p.grad.is_sparse for p in parameters]
-    found = torch.tensor(kinds, dtype=torch.int64, device=parameters[0].device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    max_kinds = torch.tensor(kinds, dtype=torch.int64, device=parameters[0].device)
+    dist.all_reduce(max_kinds, op=dist.ReduceOp.MAX)
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for number, (parameter, kind) in enumerate(zip(parameters, found.tolist(), strict=True)):
+    for number, (parameter, kind) in enumerate(zip(parameters, max_kinds.tolist(), strict=True)):
         if kind and parameter.grad is None:
             zeros = torch.zeros_like(parameter)
             parameter.grad = zeros if kind == 1 else zeros.to_sparse()
@@ -224,5 +224,5 @@ def fingerprint(state: Any) -> bytes:
             pickler.dump(map_leaves(state, summary))
         except Exception:  # probably a reference cycle: a scheduler that holds its own method
             return os.urandom(32)
-        pickler.dump([int(digest_of(held, device)) for device, held in tensors.items()])
+        pickler.dump([int(digest_of(members, device)) for device, members in tensors.items()])
         return hashlib.sha256(file.getvalue()).digest()

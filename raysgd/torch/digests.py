@@ -41,7 +41,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
     Combine small tensors, because each operation on a GPU takes microseconds.
     """
     pieces: list[torch.Tensor] = []
-    held = 0
+    total = 0
     for tensor in filter(has_bits, tensors):
         content = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         content = content.contiguous().view(torch.uint8)
@@ -51,13 +51,13 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
             yield from content[:whole].view(torch.int64).split(size // 8)
             content = content[whole:]
         for piece in [content] if num_bytes <= size else content.split(size):
-            if held + piece.numel() > size:
-                yield _joined(pieces, held)
-                pieces, held = [], 0
+            if total + piece.numel() > size:
+                yield _joined(pieces, total)
+                pieces, total = [], 0
             pieces.append(piece)
-            held += piece.numel()
+            total += piece.numel()
     if pieces:
-        yield _joined(pieces, held)
+        yield _joined(pieces, total)
 
 
 def has_bits(tensor: torch.Tensor) -> bool:

@@ -389,10 +389,10 @@ def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
         size, drop_last = batches.batch_size, batches.drop_last
         loader = changed(loader, sampler=batches.sampler, batch_size=size, drop_last=drop_last)
     if _is_distributed(loader):
-        given: Any = loader.sampler
-        sampler = copy.copy(given)
-        DistributedSampler.__init__(sampler, given.dataset, 1, 0, given.shuffle, given.seed)
-        loader = changed(loader, sampler=sampler)
+        sampler: Any = loader.sampler
+        undivided = copy.copy(sampler)
+        DistributedSampler.__init__(undivided, sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
+        loader = changed(loader, sampler=undivided)
     return loader
 
 

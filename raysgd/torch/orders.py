@@ -38,13 +38,13 @@ class HugeOrder:
     def _at(self, place: int) -> int:
         if self._replaces:  # random numbers, which repeat
             return hash((place, *self._keys)) % self._size
-        found, mask = place, (1 << self._half) - 1
+        index, mask = place, (1 << self._half) - 1
         while True:
-            left, right = found >> self._half, found & mask
+            left, right = index >> self._half, index & mask
             for key in self._keys:
                 left, right = right, left ^ (hash((right, key)) & mask)
-            if (found := left << self._half | right) < self._size:
-                return found
+            if (index := left << self._half | right) < self._size:
+                return index
 
 
 Order = torch.Tensor | list[Any] | HugeOrder | Keys | None

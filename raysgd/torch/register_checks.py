@@ -46,9 +46,9 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
-def checked(name: str, given: Any, kind: type | None) -> list[Any]:
+def checked(name: str, argument: Any, kind: type | None) -> list[Any]:
     """Return the arguments as a list. Without a `kind`, each must have a method ``step``."""
-    members = listed(given)
+    members = listed(argument)
     for member in members:
         fits = isinstance(member, kind) if kind else hasattr(member, "step")
         if not fits:
@@ -58,8 +58,8 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
             )
         parts = member.modules() if isinstance(member, torch.nn.Module) else [member]
         if unusable := _INSTEAD.keys() & {type(part).__name__ for part in parts}:
-            found = unusable.pop()
-            raise TypeError(f"register({name}=...) cannot use a {found}. {_INSTEAD[found]}")
+            cls_name = unusable.pop()
+            raise TypeError(f"register({name}=...) cannot use a {cls_name}. {_INSTEAD[cls_name]}")
     if not members:
         raise ValueError(f"register({name}=...) is empty. Pass at least one.")
     return members
@@ -117,24 +117,24 @@ def checked_sharding_args(sharding: Any, arguments: Any) -> Mapping[str, Any]:
         raise ValueError(
             f'register(sharding={sharding!r}): sharding must be "optimizer", "full", or None.'
         )
-    given = checked_dict("register", "sharding_args", arguments)
+    sharding_args = checked_dict("register", "sharding_args", arguments)
     if sharding is None:
-        if given:
+        if sharding_args:
             raise ValueError(
-                f"register(sharding_args={given!r}) has no effect without sharding. Pass "
+                f"register(sharding_args={sharding_args!r}) has no effect without sharding. Pass "
                 'sharding="optimizer" or "full" too.'
             )
         return {}
     allowed = _SHARDING_ARGS[sharding]
-    if unknown := sorted(str(name) for name in given if name not in allowed):
+    if unknown := sorted(str(name) for name in sharding_args if name not in allowed):
         raise ValueError(
             f"register(sharding_args=...) has {unknown}. With sharding={sharding!r} it takes only "
             f"{', '.join(map(repr, allowed))}."
         )
-    given = {name: value for name, value in given.items() if value is not None}
-    if "copies" in given:
-        check_int("register(sharding_args=...)", "copies", given["copies"], 0)
-    return given
+    sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
+    if "copies" in sharding_args:
+        check_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
+    return sharding_args
 
 
 def check_sharding(
@@ -246,18 +246,18 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
     known = {*map(id, registered), *map(id, operator.config.values()), *_parameters_of(models)}
     for each in registered:  # an optimizer may contain another
         known.update(map(id, getattr(each, "__dict__", {}).values()))
-    found = [
-        f"{place} ({type(held).__name__})"
-        for place, held in held_by(operator)
-        if id(held) not in known and _looks_trained(held, known)
+    unregistered = [
+        f"{place} ({type(value).__name__})"
+        for place, value in attributes_of(operator)
+        if id(value) not in known and _looks_trained(value, known)
     ]
-    if found:
+    if unregistered:
         logger.warning(
             "%s.setup did not register %s. Workers do not synchronize unregistered objects, and "
             "checkpoints do not contain them. Pass modules and optimizers to self.register(...). "
             "If a module is not trained, call requires_grad_(False) on it.",
             type(operator).__name__,
-            ", ".join(found),
+            ", ".join(unregistered),
         )
 
 
@@ -265,19 +265,19 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
     """Warn about DataLoaders in attributes that every worker reads whole."""
     known = {id(operator), id(operator._train_state), *map(id, registered)}
     known.update(map(id, operator.config.values()))
-    found = [place for place, held in held_by(operator) if _has_loader(held, set(known))]
-    if found:
+    loaders = [place for place, value in attributes_of(operator) if _has_loader(value, set(known))]
+    if loaders:
         logger.warning(
             "Every worker reads all of %s, because raysgd partitions only the loaders of "
             "register_data. To split another loader, give it the sampler DistributedSampler("
             "data, self.world_size, self.world_rank) in on_world_change(self).",
-            ", ".join(found),
+            ", ".join(loaders),
         )
 
 
-def _has_loader(held: Any, seen: set[int]) -> bool:
+def _has_loader(value: Any, seen: set[int]) -> bool:
     """Return whether an object is, or refers to, a DataLoader or its iterator."""
-    parts = [held]
+    parts = [value]
     while parts and len(seen) < _MOST_REFERENCES:
         part = parts.pop()
         is_large = isinstance(part, list | tuple | set | dict) and len(part) > _MOST_ITEMS
@@ -298,7 +298,7 @@ def is_metric(module: torch.nn.Module) -> bool:
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
 
-def held_by(operator: Any) -> Iterator[tuple[str, Any]]:
+def attributes_of(operator: Any) -> Iterator[tuple[str, Any]]:
     """Iterate over the attributes of an operator, with names.
 
     Instead of a small container or an object of user code, yield its items or attributes.
@@ -308,16 +308,16 @@ def held_by(operator: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping | list | tuple):
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
             if len(value) <= _MOST_ITEMS:
-                members = ((f"[{key!r}]", held) for key, held in items)
+                members = ((f"[{key!r}]", member) for key, member in items)
         elif hasattr(value, "__dict__") and is_of_user(value) and name != "_train_state":
-            members = ((f".{key}", held) for key, held in vars(value).items())
-        yield from ((f"self.{name}{key}", held) for key, held in members)
+            members = ((f".{key}", member) for key, member in vars(value).items())
+        yield from ((f"self.{name}{key}", member) for key, member in members)
 
 
-def _looks_trained(held: Any, registered: Collection[int]) -> bool:
-    if isinstance(held, torch.nn.Parameter):
-        return held.requires_grad
-    if not isinstance(held, torch.nn.Module) or isinstance(held, AveragedModel):
-        return isinstance(held, torch.optim.Optimizer)
-    trained = {id(p) for p in held.parameters() if p.requires_grad}
-    return not is_metric(held) and not trained <= set(registered)
+def _looks_trained(value: Any, registered: Collection[int]) -> bool:
+    if isinstance(value, torch.nn.Parameter):
+        return value.requires_grad
+    if not isinstance(value, torch.nn.Module) or isinstance(value, AveragedModel):
+        return isinstance(value, torch.optim.Optimizer)
+    trained = {id(p) for p in value.parameters() if p.requires_grad}
+    return not is_metric(value) and not trained <= set(registered)

@@ -127,7 +127,7 @@ def build_operator(
     if settings.context.world_rank == 0:
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
-            warn_of_other_loaders(operator, state.data.given)
+            warn_of_other_loaders(operator, state.data.registered_loaders)
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()

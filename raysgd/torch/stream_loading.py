@@ -137,10 +137,10 @@ class StreamSource(PartitionedSource):
             return {}
         if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
             return self._saved if self._saved.get("at") == [epoch, offset] else {}
-        found = {"at": [epoch, offset], "digest": self._buffer.digest_at(offset)}
+        position = {"at": [epoch, offset], "digest": self._buffer.digest_at(offset)}
         if mark := self._buffer.mark_before(offset):
-            found["mark"] = mark
-        return found | file_stamps(self._dataset)
+            position["mark"] = mark
+        return position | file_stamps(self._dataset)
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         check_files(self._dataset, position)

@@ -74,8 +74,9 @@ class Chunks(IterableDataset[Chunk]):
             if can_jump(self.dataset):
                 ended = len(samples) < self._size
                 state = _END if ended else copy.deepcopy(self.dataset.state_dict())
-            found = [digest(sample) for sample in samples]
-            yield Chunk(process, number, samples if info is None else _pack(samples), found, state)
+            digests = [digest(sample) for sample in samples]
+            content = samples if info is None else _pack(samples)
+            yield Chunk(process, number, content, digests, state)
 
     def _begin(self, state: Any) -> Iterator[Any]:
         iterator = iter(self.dataset)

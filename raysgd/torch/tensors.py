@@ -47,8 +47,8 @@ def copy_leaf(leaf: Any, on_host: bool = False) -> Any:
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """Return a CPU copy that can be pickled, without a temporary copy on the model's device."""
     kept = _tensors_in([vars(module) for module in model.modules()], set())
-    held = itertools.chain(model.parameters(), model.buffers(), kept)
-    memo = {id(tensor): _twin(tensor) for tensor in held}
+    tensors = itertools.chain(model.parameters(), model.buffers(), kept)
+    memo = {id(tensor): _twin(tensor) for tensor in tensors}
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -62,13 +62,13 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors_in(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     """Iterate over tensors in containers. Forward passes may keep tensors with their graph."""
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, dict | list | tuple) and id(held) not in seen:
-        seen.add(id(held))
-        for each in held.values() if isinstance(held, dict) else held:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple) and id(tree) not in seen:
+        seen.add(id(tree))
+        for each in tree.values() if isinstance(tree, dict) else tree:
             yield from _tensors_in(each, seen)
 
 
@@ -102,73 +102,73 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(own["params"], saved["params"], strict=True):
             if parameter in optimizer.state and key in state["state"]:
-                held = optimizer.state[parameter]
-                optimizer.state[parameter] = _in_dtypes_of(state["state"][key], held)
+                loaded = optimizer.state[parameter]
+                optimizer.state[parameter] = _in_dtypes_of(state["state"][key], loaded)
 
 
-def _in_dtypes_of(saved: Any, held: Any) -> Any:
+def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
     """Return the loaded value, with tensors in the dtypes of the saved value."""
-    if isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
-        return held if held.dtype == saved.dtype else saved.to(held.device, copy=True)
-    if isinstance(held, dict) and isinstance(saved, Mapping):
-        for key in held.keys() & saved.keys():
-            held[key] = _in_dtypes_of(saved[key], held[key])
-    elif type(held) in (list, tuple) and isinstance(saved, list | tuple):
-        return type(held)(map(_in_dtypes_of, saved, held))
-    return held
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = _in_dtypes_of(saved[key], loaded[key])
+    elif type(loaded) in (list, tuple) and isinstance(saved, list | tuple):
+        return type(loaded)(map(_in_dtypes_of, saved, loaded))
+    return loaded
 
 
 class Places:
-    """Finds tensors of `own` state whose memory can receive the content of a given state."""
+    """Finds tensors of `own` state whose memory can receive the content of another state."""
 
     def __init__(self, addresses: set[int]) -> None:
         self._addresses = addresses
-        self._own: dict[int, torch.Tensor] = {}  # by the address of the given tensor
+        self._own: dict[int, torch.Tensor] = {}  # by the address of the other tensor
 
     @property
-    def found(self) -> dict[int, Any]:
+    def memory(self) -> dict[int, Any]:
         return {at: own.reshape(-1).view(torch.uint8).numpy() for at, own in self._own.items()}
 
-    def adopt(self, given: Any, own: Any) -> Any:
-        """Return `given` with own tensors in place of the equal ones at the addresses."""
-        if isinstance(given, dict) and isinstance(own, Mapping):
-            adopted = copy.copy(given)
-            adopted |= {key: self.adopt(given[key], own[key]) for key in given if key in own}
+    def adopt(self, state: Any, own: Any) -> Any:
+        """Return `state` with own tensors in place of the equal ones at the addresses."""
+        if isinstance(state, dict) and isinstance(own, Mapping):
+            adopted = copy.copy(state)
+            adopted |= {key: self.adopt(state[key], own[key]) for key in state if key in own}
             return adopted
-        if isinstance(given, list) and isinstance(own, list) and len(given) == len(own):
-            return list(map(self.adopt, given, own))
-        if not isinstance(given, torch.Tensor) or given.data_ptr() not in self._addresses:
-            return given
-        return self._own.setdefault(given.data_ptr(), own) if _is_equal(given, own) else given
+        if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
+            return list(map(self.adopt, state, own))
+        if not isinstance(state, torch.Tensor) or state.data_ptr() not in self._addresses:
+            return state
+        return self._own.setdefault(state.data_ptr(), own) if _is_equal(state, own) else state
 
 
-def _is_equal(given: torch.Tensor, own: Any) -> bool:
+def _is_equal(tensor: torch.Tensor, own: Any) -> bool:
     return (
         isinstance(own, torch.Tensor)
         and own.layout is torch.strided
         and own.is_contiguous()
-        and (own.shape, own.dtype, own.device) == (given.shape, given.dtype, given.device)
+        and (own.shape, own.dtype, own.device) == (tensor.shape, tensor.dtype, tensor.device)
     )
 
 
 # ---- checks before anything changes
 
 
-def state_problem(held: Any, state: Mapping[str, Any]) -> str:
+def state_problem(registered: Any, state: Mapping[str, Any]) -> str:
     """Return why an object cannot load a state. Return "" if no reason is known.
 
     Optimizers and schedulers of PyTorch load a wrong state, and fail in the next step.
     """
-    if isinstance(held, torch.nn.Module):
-        own = tuple(f"{name}." if name else "" for name, m in held.named_modules() if _converts(m))
-        states = (held.state_dict(), state)
+    if isinstance(registered, torch.nn.Module):
+        own = tuple(name and f"{name}." for name, m in registered.named_modules() if _converts(m))
+        states = (registered.state_dict(), state)
         return model_problem(*({k: s[k] for k in s if not k.startswith(own)} for s in states))
-    if isinstance(held, torch.optim.Optimizer):
+    if isinstance(registered, torch.optim.Optimizer):
         try:
-            return _optimizer_problem(held, state)
+            return _optimizer_problem(registered, state)
         except (AttributeError, KeyError, TypeError):
             return "it is not the state of an optimizer"
-    return _scheduler_problem(held, state)
+    return _scheduler_problem(registered, state)
 
 
 def _converts(module: torch.nn.Module) -> bool:
@@ -177,12 +177,12 @@ def _converts(module: torch.nn.Module) -> bool:
     return not is_plain or bool(module._load_state_dict_pre_hooks)
 
 
-def model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+def model_problem(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Return why named tensors cannot be loaded, or an empty string."""
-    missing, unknown = held.keys() - state.keys(), state.keys() - held.keys()
+    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     if missing or unknown:
         return _differing("it", missing, unknown)
-    for key, value in held.items():
+    for key, value in own.items():
         if not isinstance(value, torch.Tensor):
             continue
         if not is_like(state[key], value):
@@ -192,26 +192,26 @@ def model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     return ""
 
 
-def is_like(given: Any, value: torch.Tensor) -> bool:
-    """Return whether `given` is a tensor that can be copied to `value` if their shapes agree."""
+def is_like(saved: Any, value: torch.Tensor) -> bool:
+    """Return whether `saved` is a tensor that can be copied to `value` if their shapes agree."""
     return (
-        isinstance(given, torch.Tensor)
-        and given.layout == value.layout
-        and not given.is_meta
-        and not given.is_quantized
+        isinstance(saved, torch.Tensor)
+        and saved.layout == value.layout
+        and not saved.is_meta
+        and not saved.is_quantized
     )
 
 
-def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
     groups, _ = state["param_groups"], state["state"].items()
     sizes = [len(group["params"]) for group in groups]
-    expected = [len(group["params"]) for group in held.param_groups]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
     if sizes != expected:
         return f"its groups have {sizes} parameters, not {expected}"
     # Releases of PyTorch add and remove flags.
-    defaults = getattr(held, "defaults", {}).items()
+    defaults = getattr(optimizer, "defaults", {}).items()
     options = {name for name, value in defaults if not isinstance(value, bool | None)}
-    for own, group in zip(held.param_groups, groups, strict=True):
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
         # Accept missing options if no option is unknown, because wrappers such as Lookahead fill in
         # their options.
         missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
@@ -222,34 +222,34 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     return ""
 
 
-def _scheduler_problem(held: Any, state: Any) -> str:
-    if type(held).__module__ != lr_scheduler.__name__:
+def _scheduler_problem(scheduler: Any, state: Any) -> str:
+    if type(scheduler).__module__ != lr_scheduler.__name__:
         return ""
     if not isinstance(state, Mapping):
         return f"it is a {type(state).__name__}, not a dict"
-    if problem := _number_problem(vars(held), state):
+    if problem := _number_problem(vars(scheduler), state):
         return problem
-    inner, saved = getattr(held, "_schedulers", []), state.get("_schedulers", [])
+    inner, saved = getattr(scheduler, "_schedulers", []), state.get("_schedulers", [])
     if not isinstance(saved, list | tuple) or len(saved) != len(inner):
         return f"it does not have {len(inner)} inner schedulers"
     return next(filter(None, map(_scheduler_problem, inner, saved)), "")
 
 
-def _number_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+def _number_problem(registered: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Return which number or list of numbers does not fit, or an empty string."""
-    for name in sorted(held.keys() & state.keys()):
-        own, given = held[name], state[name]
-        if not _fits(own, given):
-            return f"its {name!r} is {given!r}, but the registered {name!r} is {own!r}"
+    for name in sorted(registered.keys() & state.keys()):
+        own, saved = registered[name], state[name]
+        if not _fits(own, saved):
+            return f"its {name!r} is {saved!r}, but the registered {name!r} is {own!r}"
     return ""
 
 
-def _fits(own: Any, given: Any) -> bool:
+def _fits(own: Any, saved: Any) -> bool:
     if isinstance(own, Counter):  # the milestones of MultiStepLR
-        return isinstance(given, Mapping) and all(map(_is_number, given))
+        return isinstance(saved, Mapping) and all(map(_is_number, saved))
     if isinstance(own, list | tuple) and all(map(_is_number, own)):
-        return isinstance(given, list | tuple) and list(map(_is_number, given)) == [True] * len(own)
-    return _is_number(given) or not _is_number(own)
+        return isinstance(saved, list | tuple) and list(map(_is_number, saved)) == [True] * len(own)
+    return _is_number(saved) or not _is_number(own)
 
 
 def _is_number(value: Any) -> bool:
@@ -257,12 +257,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _differing(what: str, missing: set[Any], unknown: set[Any]) -> str:
-    found = [
+    differences = [
         f"{verb} {', '.join(sorted(map(str, keys))[:3])}"
         for verb, keys in (("lacks", missing), ("has unknown", unknown))
         if keys
     ]
-    return f"{what} {', and '.join(found)}"
+    return f"{what} {', and '.join(differences)}"
 
 
 # ---- helpers that PyTorch offers only under private names

@@ -157,7 +157,7 @@ class TorchTrainState(RegisteredState):
             return state, {}
         places, own = Places(addresses), self.training_state()
         adopted = {key: places.adopt(state[key], own[key]) for key in ("optimizers", "models")}
-        return state | adopted, places.found
+        return state | adopted, places.memory
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         shared: Mapping[str, Any] = state

@@ -160,9 +160,9 @@ class DataParallelTrainer:
     def _check_split(self) -> None:
         where = type(self).__name__
         defaults = checked_dict(where, "_dataset_config", self._dataset_config)
-        given = checked_dict(where, "dataset_config", self.dataset_config)
-        for name, choice in {**defaults, **given}.items():
-            is_known = name in (*self.datasets, "*") or name not in given or not self.datasets
+        choices = checked_dict(where, "dataset_config", self.dataset_config)
+        for name, choice in {**defaults, **choices}.items():
+            is_known = name in (*self.datasets, "*") or name not in choices or not self.datasets
             if getattr(choice, "split", choice) not in (None, True, False) or not is_known:
                 raise ValueError(
                     f"{where}(dataset_config={{{name!r}: {choice!r}}}): must be True or False for "

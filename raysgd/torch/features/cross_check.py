@@ -40,14 +40,14 @@ def cross_check(
 
     Return a description of a difference and the ranks of the minority, or "" and [].
     """
-    held = {p: p.grad for optimizer in state.optimizers for p in parameters_of(optimizer)}
-    held |= {p: p.grad for model in state.models for p in model.parameters()}
-    for parameter in held:
+    gradients = {p: p.grad for optimizer in state.optimizers for p in parameters_of(optimizer)}
+    gradients |= {p: p.grad for model in state.models for p in model.parameters()}
+    for parameter in gradients:
         parameter.grad = None
     try:
         own = _digests(state, batch, source, compute)
     finally:
-        for parameter, gradient in held.items():
+        for parameter, gradient in gradients.items():
             parameter.grad = gradient
         state.timing.enter(OTHER)
     number = hash_of(own)
@@ -55,22 +55,22 @@ def cross_check(
         return "", []
     mine = own, kind_of(state.settings.device), state.context.node_ip
     size = state.context.world_size
-    given = [collectives.broadcast_object(mine, rank) for rank in range(size)]
-    kinds = sorted({kind for _, kind, _ in given})
+    reports = [collectives.broadcast_object(mine, rank) for rank in range(size)]
+    kinds = sorted({kind for _, kind, _ in reports})
     for kind in kinds:
-        ranks = [rank for rank in range(size) if given[rank][1] == kind]
-        if found := differing([given[rank][0] for rank in ranks]):
-            _, minority = majority_of(found, len(ranks))
+        ranks = [rank for rank in range(size) if reports[rank][1] == kind]
+        if differences := differing([reports[rank][0] for rank in ranks]):
+            _, minority = majority_of(differences, len(ranks))
             odd = [ranks[index] for index in minority]
-            hosts = ", ".join(f"{rank} on {given[rank][2]}" for rank in odd or ranks)
+            hosts = ", ".join(f"{rank} on {reports[rank][2]}" for rank in odd or ranks)
             return (
                 f"After step {state.global_step}, {named_workers(odd or ranks)} computed other "
                 f"gradients of the same batch than {'the majority' if odd else 'each other'}, in: "
-                f"{', '.join(list(found)[:5])}. Workers by host: {hosts}. Their devices are equal "
-                f"({kind}). Common causes: broken hardware; kernels that are not deterministic; "
-                "train_batch depends on the rank or on random numbers of its own. Find out by "
-                "torch.use_deterministic_algorithms(True). If a host is broken, load a checkpoint "
-                "and continue without this host."
+                f"{', '.join(list(differences)[:5])}. Workers by host: {hosts}. Their devices are "
+                f"equal ({kind}). Common causes: broken hardware; kernels that are not "
+                "deterministic; train_batch depends on the rank or on random numbers of its own. "
+                "Find out by torch.use_deterministic_algorithms(True). If a host is broken, load "
+                "a checkpoint and continue without this host."
             ), odd
     state.settings.warn_once(
         "crosscheck",
@@ -89,12 +89,12 @@ def _digests(
 ) -> dict[str, int | None]:
     """Return a digest of each gradient. All workers use equal batches, buffers, and seeds."""
 
-    def given() -> Any:
+    def inputs() -> Any:
         in_parts = state.segment.in_parts
         part, _ = state.micro_batching.split_batch(batch, MicroBatch(), in_parts)[0]
         return part, state.buffers.tensors()
 
-    batch, buffers = map_leaves(state.from_rank(given, source), _aligned)
+    batch, buffers = map_leaves(state.from_rank(inputs, source), _aligned)
     with contextlib.ExitStack() as stack:
         stack.enter_context(TorchGenerators().unchanged())
         for model in state.models:

@@ -34,19 +34,19 @@ def hash_of(values: Any) -> int:
     return int.from_bytes(content, "little", signed=True)
 
 
-def differing(given: list[dict[Key, Any]]) -> dict[Key, list[Any]]:
+def differing(contents: list[dict[Key, Any]]) -> dict[Key, list[Any]]:
     """Return the contents that differ, with their values by rank."""
-    found = {}
-    for key in dict.fromkeys(itertools.chain.from_iterable(given)):
-        values = [each.get(key, "absent") for each in given]
+    differences = {}
+    for key in dict.fromkeys(itertools.chain.from_iterable(contents)):
+        values = [each.get(key, "absent") for each in contents]
         if len({repr(value) for value in values if value is not None}) > 1:
-            found[key] = values
-    return found
+            differences[key] = values
+    return differences
 
 
-def majority_of(found: Mapping[Any, list[Any]], size: int) -> tuple[list[int], list[int]]:
+def majority_of(differences: Mapping[Any, list[Any]], size: int) -> tuple[list[int], list[int]]:
     """Return the ranks of the majority, and of the minority. Both are empty without a majority."""
-    of_rank = [repr([values[rank] for values in found.values()]) for rank in range(size)]
+    of_rank = [repr([values[rank] for values in differences.values()]) for rank in range(size)]
     common, count = Counter(of_rank).most_common(1)[0]
     if 2 * count <= size:
         return [], []
@@ -62,4 +62,6 @@ def shown(values: list[Any]) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, value in enumerate(values):
         ranks[repr(value)].append(rank)
-    return ", ".join(f"{value[:100]} on {named_workers(held)}" for value, held in ranks.items())
+    return ", ".join(
+        f"{value[:100]} on {named_workers(holders)}" for value, holders in ranks.items()
+    )

@@ -308,9 +308,9 @@ class EqualBitsReplication(Replication):
         padding = [0] * (width + len(self._state.buffers.copies) - len(flags))
         step = self._state.global_step
         sent = [step, kind, -step, -kind, *flags, *padding]
-        found = torch.tensor(sent, dtype=torch.int64, device=self._state.settings.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        newest, largest, oldest, smallest, *agreed = found.tolist()
+        maxima = torch.tensor(sent, dtype=torch.int64, device=self._state.settings.device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        newest, largest, oldest, smallest, *agreed = maxima.tolist()
         if (newest, largest) != (-oldest, -smallest):
             raise RuntimeError(_SKIPPED.format(self.needs_helper, -oldest))
         return agreed[: len(flags)]

@@ -167,12 +167,12 @@ class ReplicaGuard(StepFeature):
         """Send digests to the other workers. `_settle` reads the result."""
         self._settle()
         digests, is_complete = self._digests(in_step, is_new, num_parts)
-        found, event = collectives.lowest(torch.cat([digests, ~digests])), None
+        minima, event = collectives.lowest(torch.cat([digests, ~digests])), None
         if self._on_gpu:
-            found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, True)
+            minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)
             event = torch.cuda.Event()
             event.record()
-        self._pending = found, event, (in_step, is_new), is_complete
+        self._pending = minima, event, (in_step, is_new), is_complete
         self._compared_at = self._steps
         self._complete_at = self._steps if is_complete else self._complete_at
         self._next = self._steps + min(_LAG, self._every)
@@ -184,30 +184,30 @@ class ReplicaGuard(StepFeature):
         whether it has read everything.
         """
         options, counted, is_complete = [], [], True
-        held: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
+        groups: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
         for kind, name, value in self._contents.items(in_step, is_new):
             if isinstance(value, torch.Tensor):
                 if num_parts > 1 and value.numel() > _SMALL and value.is_contiguous():
                     size = max(_SMALL, value.numel() // num_parts)
                     value, is_complete = value.detach().view(-1)[:size], False
-                held[kind == "buffers", value.device].append(value)
+                groups[kind == "buffers", value.device].append(value)
             if kind == "options":
                 options.append((name, value))
             elif kind == "buffers" and value is not None:
                 counted.append(name)
-        found = torch.tensor([hash_of(options), hash_of(counted), 0, 0])
-        found = found.to(self._state.settings.device, non_blocking=True)
-        for (is_buffer, device), tensors in held.items():
-            found[2 + is_buffer] += digest_of(tensors, device).to(found.device, non_blocking=True)
-        return found, is_complete
+        digests = torch.tensor([hash_of(options), hash_of(counted), 0, 0])
+        digests = digests.to(self._state.settings.device, non_blocking=True)
+        for (is_buffer, device), tensors in groups.items():
+            digests[2 + is_buffer] += digest_of(tensors, device).to(digests, non_blocking=True)
+        return digests, is_complete
 
     def _settle(self, repairs: bool = True) -> None:
         """Read the result of a comparison. Report or repair a difference."""
         if self._pending is not None:
-            (found, event, flags, is_complete), self._pending = self._pending, None
+            (minima, event, flags, is_complete), self._pending = self._pending, None
             if event is not None:
                 event.synchronize()
-            lowest, of_inverse = found.view(2, -1)
+            lowest, of_inverse = minima.view(2, -1)
             options, counted, tensors, buffers = (lowest == ~of_inverse).tolist()
             # Forward passes may have changed other buffers on some workers.
             if not (options and tensors and (buffers or not counted)):
@@ -231,17 +231,17 @@ class ReplicaGuard(StepFeature):
             f"naming in what. They were equal after step {self._equal_at}. {_REMEDY}worker 0: "
             "trainer.load_state_dict(trainer.state_dict())."
         )
-        given = [
+        reports = [
             collectives.broadcast_object((own, kind), rank) for rank in range(context.world_size)
         ]
-        kinds = {kind for _, kind in given}
-        found = differing([contents for contents, _ in given])
+        kinds = {kind for _, kind in reports}
+        differences = differing([contents for contents, _ in reports])
         self._problem = ""
-        if not found:  # the replicas differed for a moment
+        if not differences:  # the replicas differed for a moment
             return
-        majority, minority = majority_of(found, context.world_size)
-        message = self._message(found, minority)
-        if len(kinds) > 1 and not any(kind == "options" for kind, _ in found):
+        majority, minority = majority_of(differences, context.world_size)
+        message = self._message(differences, minority)
+        if len(kinds) > 1 and not any(kind == "options" for kind, _ in differences):
             state.settings.warn_once(
                 "devices",
                 "%s The workers compute on different devices or with different numbers of threads "
@@ -262,17 +262,17 @@ class ReplicaGuard(StepFeature):
     def _repair(self, leader: int, follows: bool, flags: tuple[bool, bool]) -> None:
         self._state.copy_training_state(leader, follows)
         self._is_due = False  # as on the workers that loaded nothing
-        given = self._state.from_rank(self._state.flags, leader)
+        leader_flags = self._state.from_rank(self._state.flags, leader)
         if follows:
-            self._state.set_flags(given)
+            self._state.set_flags(leader_flags)
         self._compare(*flags)
         self._settle(repairs=False)
 
-    def _message(self, found: Mapping[tuple[str, str], Any], minority: list[int]) -> str:
+    def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:
         who = f"{named_workers(minority)} and the majority" if minority else "the workers"
-        options = {name: values for (kind, name), values in found.items() if kind == "options"}
+        options = {name: value for (kind, name), value in differences.items() if kind == "options"}
         names = [f"{name} ({shown(values)})" for name, values in options.items()]
-        names += [name for _, name in found if name not in options]
+        names += [name for _, name in differences if name not in options]
         text = "; ".join(names[:_MOST_SHOWN])
         if len(names) > _MOST_SHOWN:
             text += f"; and {len(names) - _MOST_SHOWN} more"

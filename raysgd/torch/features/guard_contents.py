@@ -80,10 +80,10 @@ class ReplicaContents:
         self._adopted = self._structure()
 
     def _structure(self) -> list[Any]:
-        found: list[Any] = [_sizes_of(optimizer) for optimizer in self._state.optimizers]
-        found += map(id, itertools.chain.from_iterable(self._children))
-        found += map(_dtype, self._parameters)
-        return found
+        structure: list[Any] = [_sizes_of(optimizer) for optimizer in self._state.optimizers]
+        structure += map(id, itertools.chain.from_iterable(self._children))
+        structure += map(_dtype, self._parameters)
+        return structure
 
     def check_step(self) -> None:
         """Call `check_added` if modules of this process or dtypes have changed since the last call.
@@ -127,13 +127,13 @@ class ReplicaContents:
 
     def equal_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have not changed since all workers had the same."""
-        found = {}
+        buffers = {}
         for index, place, buffer in self._all_buffers():
             counts = not (self.has_run and any(p.requires_grad for _, p in self._named[index]))
-            held, version = self._buffers.get(place, (None, 0))
-            if counts and held is buffer and version_of(buffer) == version:
-                found[place] = buffer
-        return found
+            recorded, version = self._buffers.get(place, (None, 0))
+            if counts and recorded is buffer and version_of(buffer) == version:
+                buffers[place] = buffer
+        return buffers
 
     def note_buffers(self, places: Container[str] | None = None) -> None:
         """Record all buffers, or those of `places`, because all workers have the same now."""
@@ -178,8 +178,8 @@ class ReplicaContents:
             yield from _items(f"schedulers[{index}]", scheduler.state_dict())
         yield from _items("scaler", state.optimization.precision.scales_of())
         yield from _items("averages", state.averaging.averages)
-        for name, held in ("models", state.models), ("criteria", state.criteria):
-            for index, module in enumerate(held if is_new else ()):
+        for name, modules in ("models", state.models), ("criteria", state.criteria):
+            for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
                     yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))
 
@@ -200,8 +200,8 @@ def _of_optimizer(
             which = next(number)
             if not (is_divided or parameter in known):
                 yield "tensors", f"parameter {which} of {place}", parameter
-            if not is_divided and (held := optimizer.state.get(parameter)):
-                yield from _items(f"{place}.state[{which}]", held)
+            if not is_divided and (state := optimizer.state.get(parameter)):
+                yield from _items(f"{place}.state[{which}]", state)
 
 
 def _items(place: str, value: Any) -> Iterator[Content]:

@@ -40,11 +40,11 @@ class Rollback(StepFeature):
             for module in model.modules()
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm
         }
-        held = (parameter for model in models for parameter in model.parameters())
+        model_parameters = (parameter for model in models for parameter in model.parameters())
         stepped = itertools.chain.from_iterable(map(parameters_of, optimizers))
         self._parameters = [
             parameter
-            for parameter in dict.fromkeys([*held, *stepped])
+            for parameter in dict.fromkeys([*model_parameters, *stepped])
             if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
         ]
         self._versions: list[int] | None = None
@@ -212,10 +212,10 @@ class _Copies:
     def take(self, tensors: Sequence[Any]) -> list[Any]:
         kinds = [None if tensor is None else _kind_of(tensor) for tensor in tensors]
         if kinds != self._kinds:
-            given = itertools.zip_longest(tensors, kinds, self._kinds, self.values)
+            rows = itertools.zip_longest(tensors, kinds, self._kinds, self.values)
             self.values = [
                 None if tensor is None else copy if kind == before else torch.empty_like(tensor)
-                for tensor, kind, before, copy in itertools.islice(given, len(tensors))
+                for tensor, kind, before, copy in itertools.islice(rows, len(tensors))
             ]
             self._kinds, self._groups = kinds, defaultdict(list)
             for index, kind in enumerate(kinds):

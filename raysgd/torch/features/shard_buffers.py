@@ -39,8 +39,8 @@ class ShardBuffers:
         return self._versions != self._newest_versions()
 
     def _newest_versions(self) -> list[Any]:
-        found = self._state.buffers.tensors()
-        return [None if b is None else (b.data_ptr(), version_of(b)) for b in found]
+        buffers = self._state.buffers.tensors()
+        return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
 
     def keep(self) -> None:
         """Store the buffers that the shard has changed."""
@@ -54,11 +54,11 @@ class ShardBuffers:
 
     def changes(self) -> list[int]:
         """Return for each buffer how to merge it, as numbers of which the largest counts."""
-        found = []
+        changes = []
         for index, before in enumerate(self._state.buffers.copies):
             kept = [each[index] for each in self._kept.values()]
-            found.append(max((_change(before, after) for after in kept), default=0))
-        return found
+            changes.append(max((_change(before, after) for after in kept), default=0))
+        return changes
 
     def merge(self, changes: Sequence[int], partition: EpochPartition) -> None:
         """Set floats to their old values and the mean of the changes, others as in shard 0."""
@@ -80,10 +80,10 @@ class ShardBuffers:
             for i, piece in zip(others, pieces, strict=True):
                 merged[i] = piece.view(before[i].shape).to(before[i].dtype)
         if objects:
-            found = [first[i] for i in objects]
+            contents = [first[i] for i in objects]
             if is_distributed:
-                found = self._state.from_rank(lambda: found, 0)
-            for i, value in zip(objects, found, strict=True):
+                contents = self._state.from_rank(lambda: contents, 0)
+            for i, value in zip(objects, contents, strict=True):
                 merged[i] = value
         self.clear()
         self._state.buffers.write(merged)

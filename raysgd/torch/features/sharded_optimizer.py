@@ -81,7 +81,7 @@ class ShardedOptimizer(ShardedFeature):
         self.optimizer = optimizer
         self._train_state = state
         everything: list[Any] = parameters_of(optimizer)
-        self._num_given = len(everything)
+        self._num_parameters = len(everything)
         numbers = {parameter: number for number, parameter in enumerate(everything)}
         by_rows = parameters is not None
         if parameters is None:
@@ -115,7 +115,7 @@ class ShardedOptimizer(ShardedFeature):
 
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        _check_step(optimizer, self._num_given, args[1:], kwargs)
+        _check_step(optimizer, self._num_parameters, args[1:], kwargs)
         self._meet()
         layout = self._layout
         self._buffers = {
@@ -329,8 +329,8 @@ class ShardedOptimizer(ShardedFeature):
             if sent:
                 make = functools.partial(self._messages, sent, version)
                 wanted = any(rank in each.to for each in sent)
-                found = collectives.broadcast_state(make, source, self._device, wanted)
-                messages += [m for each, m in zip(sent, found, strict=True) if rank in each.to]
+                broadcasts = collectives.broadcast_state(make, source, self._device, wanted)
+                messages += [m for each, m in zip(sent, broadcasts, strict=True) if rank in each.to]
             pieces += [Piece(*message) for message in messages]
         collectives.minimum(0, self._device)  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}

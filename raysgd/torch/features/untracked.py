@@ -8,7 +8,7 @@ import torch
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.train_state import TrainState
-from raysgd.torch.register_checks import held_by, is_metric
+from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.tensors import version_of
 
 
@@ -45,13 +45,13 @@ class Untracked(StepFeature):
 
     def _versions(self) -> dict[str, Any]:
         """Return what identifies the content of each unregistered tensor, by its name."""
-        found: dict[str, torch.Tensor] = {}
-        for place, held in held_by(self._operator):
-            if isinstance(held, torch.Tensor):
-                found[place] = held
-            elif isinstance(held, torch.nn.Module) and not is_metric(held):
-                named = (*held.named_parameters(place), *held.named_buffers(place))
-                found.update(named)
+        tensors: dict[str, torch.Tensor] = {}
+        for place, value in attributes_of(self._operator):
+            if isinstance(value, torch.Tensor):
+                tensors[place] = value
+            elif isinstance(value, torch.nn.Module) and not is_metric(value):
+                named = (*value.named_parameters(place), *value.named_buffers(place))
+                tensors.update(named)
         registered = {
             id(tensor)
             for model in self._state.models
@@ -59,6 +59,6 @@ class Untracked(StepFeature):
         }
         return {
             name: (id(tensor), version_of(tensor), tensor)  # another may reuse the ID of a lost one
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
             if id(tensor) not in registered and not tensor.is_inference()
         }

@@ -101,21 +101,21 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 data.setup("fit")
             module.prepare_data()
             module.setup("fit")
-            found = dict(self._loaders)
+            loaders = dict(self._loaders)
         owner = module if data is None else data
         names = {"train_loader": "train_dataloader", "validation_loader": "val_dataloader"}
         for name, method in names.items():
-            if name not in found and _overrides(owner, method):
-                found[name] = getattr(owner, method)()
+            if name not in loaders and _overrides(owner, method):
+                loaders[name] = getattr(owner, method)()
         if not _overrides(module, "validation_step"):
-            found.pop("validation_loader", None)
-        return found
+            loaders.pop("validation_loader", None)
+        return loaders
 
     def _configured(self) -> tuple[list[Any], list[Any]]:
         """Return the module's optimizers and schedulers."""
         module, name = self.module, type(self.module).__name__
         parser = _import_beside(module, "core.optimizer")
-        optimizers, given, _ = parser._configure_optimizers(module.configure_optimizers())
+        optimizers, configs, _ = parser._configure_optimizers(module.configure_optimizers())
         if not module.automatic_optimization or len(optimizers) != 1:
             raise RuntimeError(
                 f"from_ptl({name}): the module must have one optimizer, and "
@@ -124,7 +124,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             )
         frequency = self.scheduler_step_freq
         schedulers = []
-        for each in given:
+        for each in configs:
             options = each if isinstance(each, dict) else {"scheduler": each}
             interval, every = options.get("interval"), options.get("frequency", 1)
             if frequency != "manual" and options.get("monitor") is not None:
@@ -231,9 +231,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
         if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
             return step(*arguments)
 
-        def forward(*given: Any) -> Any:
+        def forward(*inputs: Any) -> Any:
             del module.forward  # the step must call the module's own method
-            return step(*given)
+            return step(*inputs)
 
         module.forward = forward
         try:
@@ -249,11 +249,11 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
     def _num_samples(self, batch: Any) -> int:
         """Return the batch size that the step has logged, or else the one that Lightning finds."""
-        given = self._surroundings.batch_size
-        if given is not None:
-            return given
-        found: int = _import_beside(self.module, "utilities.data").extract_batch_size(batch)
-        return found
+        logged_size = self._surroundings.batch_size
+        if logged_size is not None:
+            return logged_size
+        size: int = _import_beside(self.module, "utilities.data").extract_batch_size(batch)
+        return size
 
     # ---- validation
 
@@ -336,8 +336,8 @@ class _Surroundings:
         if self.world_size == 1:
             return tensor
         functional = importlib.import_module("torch.distributed.nn.functional")
-        found = torch.stack(functional.all_gather(tensor.contiguous(), group))
-        return found if sync_grads else found.detach()
+        stacked = torch.stack(functional.all_gather(tensor.contiguous(), group))
+        return stacked if sync_grads else stacked.detach()
 
     @property
     def max_epochs(self) -> int:
@@ -422,14 +422,14 @@ def lightning_operator(
             f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "
             'of Lightning 2, not an instance. To install it: pip install "raysgd[lightning]".'
         )
-    given = {
+    attributes = {
         "_module_cls": module_cls,
         "_loaders": {name: loader for name, loader in loaders.items() if loader is not None},
         "_datamodule": datamodule,
     }
     own = type("LightningOperator", (LightningMethods, root), {})
     bases = (own,) if issubclass(own, base) else (base, own)
-    return type("CustomLightningOperator", bases, given)
+    return type("CustomLightningOperator", bases, attributes)
 
 
 def _base_of(kind: type[Any]) -> Any:
@@ -460,21 +460,21 @@ def _check_hooks(module: Any) -> None:
         )
 
 
-def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
+def _make(cls: Any, config: dict[str, Any], unused: set[str]) -> Any:
     """Create a module with the config, or with the keys that its constructor takes.
 
-    Remove these keys from `unused`. If `given` is an object and not a class, return it.
+    Remove these keys from `unused`. If `cls` is an object and not a class, return it.
     """
-    if not isinstance(given, type):
-        return given
-    parameters = inspect.signature(given).parameters
+    if not isinstance(cls, type):
+        return cls
+    parameters = inspect.signature(cls).parameters
     takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
     if "config" in parameters:
         unused.clear()
-        return given(config=config)
-    if takes_any and given.__init__ is not _base_of(given).__init__:  # type: ignore[misc]
+        return cls(config=config)
+    if takes_any and cls.__init__ is not _base_of(cls).__init__:  # type: ignore[misc]
         arguments = config
     else:
         arguments = {name: value for name, value in config.items() if name in parameters}
     unused.difference_update(arguments)
-    return given(**arguments)
+    return cls(**arguments)

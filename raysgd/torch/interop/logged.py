@@ -56,10 +56,10 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": 
 
 
 def numbers_in(logged: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for name, value in logged.items():
         if isinstance(value, MergeableMetric):
-            found.update(computed(name, value))
+            metrics.update(computed(name, value))
         else:
-            found[name] = value.item() if isinstance(value, torch.Tensor) else value
-    return found
+            metrics[name] = value.item() if isinstance(value, torch.Tensor) else value
+    return metrics

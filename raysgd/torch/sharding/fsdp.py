@@ -143,7 +143,7 @@ class ShardedModels:
         """Return whether a block shares a parameter with modules outside of it."""
         within = set(block.modules())
         places = (self._places[self._index[id(parameter)]] for parameter in block.parameters())
-        return any(module not in within for held in places for module, _ in held)
+        return any(module not in within for owners in places for module, _ in owners)
 
     def shard(self) -> None:
         """Shard the models over the current group. The rows are uninitialized."""
@@ -183,14 +183,14 @@ class ShardedModels:
 
     def local(self, number: int) -> torch.Tensor:
         """Return this rank's rows of a parameter as a flat tensor."""
-        held: Any = self.parameters[number]
-        rows: torch.Tensor = held.detach().to_local()
+        parameter: Any = self.parameters[number]
+        rows: torch.Tensor = parameter.detach().to_local()
         return rows.view(-1)
 
     def gradient(self, number: int) -> torch.Tensor | None:
         """Return the gradient of the tensor from `local`."""
-        held: Any = self.parameters[number].grad
-        return None if held is None else held.detach().to_local().view(-1)
+        gradient: Any = self.parameters[number].grad
+        return None if gradient is None else gradient.detach().to_local().view(-1)
 
     def reset(self) -> None:
         """Discard the state of a failed forward or backward pass."""

@@ -47,7 +47,7 @@ def transfers(
     shards: Sequence[Shard],
     copies: int,
     lowest: int,
-    held: Sequence[Iterable[tuple[int, int, int, int]]],
+    pieces_by_rank: Sequence[Iterable[tuple[int, int, int, int]]],
 ) -> list[Transfer] | None:
     """Plan the transfers that give each rank its shard, and copies of the shards before it.
 
@@ -55,7 +55,7 @@ def transfers(
         shards: the shard of each rank. The shards together contain all elements.
         copies: the number of other ranks that hold each shard.
         lowest: version of the parameters. State of an older version is unusable.
-        held: for each rank, the parts of parameters that it has: index, start, end, and version.
+        pieces_by_rank: for each rank, its parts of parameters: index, start, end, and version.
 
     Returns:
         The transfers, in the same order on all ranks; None if some elements are lost on all ranks.
@@ -65,11 +65,11 @@ def transfers(
     """
     size = len(shards)
     parts = [(which, *part) for shard in shards for which, part in shard.items()]
-    parts += [(which, start, stop) for each in held for which, start, stop, _ in each]
+    parts += [(which, start, stop) for each in pieces_by_rank for which, start, stop, _ in each]
     cuts = sorted({(which, bound) for which, *bounds in parts for bound in bounds})
     place = {cut: number for number, cut in enumerate(cuts)}
     versions: list[dict[int, int]] = [{} for _ in cuts]  # by rank, for each range between two cuts
-    for rank, of_rank in enumerate(held):
+    for rank, of_rank in enumerate(pieces_by_rank):
         for which, start, stop, version in of_rank:
             for number in range(place[which, start], place[which, stop]):
                 # A rank may hold a range twice, because it also imported a replica.
@@ -132,7 +132,7 @@ class Layout:
 
     def shard(self, number: int, size: int) -> Shard:
         """Return a shard in a group of `size` ranks."""
-        found, before = {}, 0
+        shard, before = {}, 0
         chunk = -(-self._total // (size * _ALIGNMENT)) * _ALIGNMENT
         for index, shape in enumerate(self._shapes):
             length = shape.numel()
@@ -144,8 +144,8 @@ class Layout:
             end = min((number + 1) * chunk - before, length)
             before += length
             if start < end:
-                found[index] = start, end
-        return found
+                shard[index] = start, end
+        return shard
 
     def lay_out(self) -> None:
         """Compute the shards for the current group."""
@@ -269,10 +269,10 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
-    found: dict[Any, dict[str, Any]] = {}
+    merged: dict[Any, dict[str, Any]] = {}
     missing: dict[Any, int] = {}
     for number, start, stop, shape, values in parts:
-        of_parameter = found.setdefault(number, {})
+        of_parameter = merged.setdefault(number, {})
         missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
         for name, value in values.items():
             if not is_sharded(value):
@@ -283,4 +283,4 @@ def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
             flat(of_parameter[name])[start:stop].copy_(value)
     if any(missing.values()):
         raise CheckpointError("Cannot merge the workers' shards: they have gaps or overlap.")
-    return found
+    return merged

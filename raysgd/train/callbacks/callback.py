@@ -96,14 +96,14 @@ class CallbackHandler:
         with contextlib.ExitStack() as started:
             for callback in self._callbacks:
                 started.push(functools.partial(_finish, callback))
-                given: dict[str, Any] = {"logdir": str(logdir)}
+                arguments: dict[str, Any] = {"logdir": str(logdir)}
                 parameters = inspect.signature(callback.start_training).parameters.values()
                 # Callbacks for Ray 1.9 take no config.
                 if any(
                     each.name == "config" or each.kind == each.VAR_KEYWORD for each in parameters
                 ):
-                    given["config"] = config
-                callback.start_training(**given)
+                    arguments["config"] = config
+                callback.start_training(**arguments)
             yield
 
     def handle(self, results: list[dict[str, Any]]) -> None:
