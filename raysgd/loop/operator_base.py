@@ -125,9 +125,11 @@ class OperatorBase:
 
     # ---- for subclasses
 
-    def _new_meters(self) -> AverageMeterCollection:
-        self._train_state.meters = AverageMeterCollection()
-        return self._train_state.meters
+    def _new_meters(self, evaluates: bool = False) -> AverageMeterCollection:
+        meters, state = AverageMeterCollection(), self._train_state
+        if state.segment is None or not evaluates:  # `train_epoch` may call ``validate``
+            state.meters = meters
+        return meters
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch_idx, batch in enumerate(iterator):
@@ -178,9 +180,9 @@ class OperatorBase:
 
     def _metrics(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Return all metrics of an epoch, also if its loop stopped before the iterator."""
-        segment: StepIterator | None = self._train_state.segment
-        if segment is not None:
-            segment.finish()
+        if self._train_state.transaction.counts():
+            self._train_state.segment.finish()
+        meters.count_held()  # of a group that another call of ``train_epoch`` continues
         return meters.summary()
 
     def _check_single(self) -> None:

@@ -173,13 +173,13 @@ class TrainState(SavedState):
             feature.before_commit(tx)
         tx.commit()
         self.global_step += num_steps
-        if self.meters is not None:
-            self.meters.count_held()
         try:
             for feature in self.features_with("commit"):
                 feature.commit(tx)
         finally:
             tx.reset()
+            if self.meters is not None:
+                self.meters.count_held()
 
     def roll_back(self) -> None:
         for feature in self.features:

@@ -104,7 +104,7 @@ class TrainingOperator(OperatorBase):
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`, whose length can differ between workers."""
-        meters = self._new_meters()
+        meters = self._new_meters(evaluates=True)
         for batch_idx, batch in enumerate(val_iterator):
             batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
             metrics = _plain(self.validate_batch(batch, batch_info))

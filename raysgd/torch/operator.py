@@ -206,9 +206,9 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         have different numbers of batches, so do not call collectives in this method.
         """
         state = self._train_state
-        before = state.meters, [(module, module.training) for module in state.modules()]
+        before = [(module, module.training) for module in state.modules()]
         self.train_mode(False)
-        meters = self._new_meters()
+        meters = self._new_meters(evaluates=True)
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 epoch = state.epoch
@@ -216,7 +216,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         if state.segment is not None:  # within an epoch of training
-            state.meters, state.modes = before
+            state.modes = before
             state.resume_modes()
         return meters.summary()
 

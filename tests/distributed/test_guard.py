@@ -61,7 +61,7 @@ def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster,
         with pytest.raises(ReplicasDifferError, match="the workers differ in: models"):
             trainer.get_model()
         for _ in range(2):
-            with pytest.raises(ReplicasDifferError, match="the workers differ in: models"):
+            with pytest.raises(ReplicasDifferError, match="the workers differ"):
                 trainer.train(num_steps=2)
         trainer.load(path)
         trainer.train(num_steps=2)

@@ -34,6 +34,10 @@ _LAG = 2
 _SMALL = 2**13
 """Number of elements up to which a comparison between calls reads all of a tensor."""
 _MOST_SHOWN = 5
+_REMEDY = (
+    "Load a checkpoint from before the difference: trainer.load(path). Or continue with the state "
+    "of "
+)
 
 
 class ReplicaGuard(StepFeature):
@@ -221,11 +225,18 @@ class ReplicaGuard(StepFeature):
             is_tensor = isinstance(value, torch.Tensor)
             own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
         context, kind = state.context, kind_of(state.settings.device)
+        # A failure may interrupt the exchange, and then send this worker's state to the others.
+        self._problem = (
+            f"After step {state.global_step}, the workers differ, and a failure kept this one from "
+            f"naming in what. They were equal after step {self._equal_at}. {_REMEDY}worker 0: "
+            "trainer.load_state_dict(trainer.state_dict())."
+        )
         reports = [
             collectives.broadcast_object((own, kind), rank) for rank in range(context.world_size)
         ]
         kinds = {kind for _, kind in reports}
         differences = differing([contents for contents, _ in reports])
+        self._problem = ""
         if not differences:  # the replicas differed for a moment
             return
         majority, minority = majority_of(differences, context.world_size)
@@ -269,7 +280,6 @@ class ReplicaGuard(StepFeature):
             f"After step {self._state.global_step}, {who} differ in: {text}. They were equal "
             f"after step {self._equal_at}. Common causes: code that changes them on one worker "
             "only, such as an option or random numbers with another seed; a damaged copy; broken "
-            "memory. Load a checkpoint from before the difference: trainer.load(path). Or continue "
-            f"with the state of {'the majority' if minority else 'worker 0'}: "
+            f"memory. {_REMEDY}{'the majority' if minority else 'worker 0'}: "
             "trainer.load_state_dict(trainer.state_dict())."
         )

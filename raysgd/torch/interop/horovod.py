@@ -71,10 +71,8 @@ class HorovodExchange:
         self, optimizer: Any, models: list[torch.nn.Module], arguments: dict[str, Any]
     ) -> None:
         self._optimizer, self._models, self._arguments = optimizer, models, arguments
-        self._done = False
         self._distributed: Any = None
         self.rebuild()
-        optimizer.register_step_post_hook(lambda *_: setattr(self, "_done", False))
 
     def rebuild(self) -> None:
         """Create the DistributedOptimizer for the current group."""
@@ -95,7 +93,6 @@ class HorovodExchange:
         self._distributed = hvd.DistributedOptimizer(
             self._optimizer, named_parameters=named, **self._arguments
         )
-        self._done = False
 
     def expect(self, passes: int) -> None:
         """Start the allreduce in the last of `passes` backward passes."""
@@ -104,16 +101,14 @@ class HorovodExchange:
             self._distributed.set_backward_passes_per_step(passes)
 
     def synchronize(self) -> None:
-        """Wait for the averaged gradients, once per step."""
-        if not self._done:
-            phase = step_timing.enter(step_timing.WAIT)
-            self._distributed.synchronize()
-            step_timing.resume(phase)
-            self._done = True
+        """Wait for the averaged gradients."""
+        phase = step_timing.enter(step_timing.WAIT)
+        self._distributed.synchronize()
+        step_timing.resume(phase)
 
     def abandon(self) -> None:
         """Discard the pending allreduce of a discarded step."""
-        distributed, self._done = self._distributed, False
+        distributed = self._distributed
         distributed._handles.clear()
         for parameter in distributed._allreduce_delay:
             distributed._allreduce_delay[parameter] = distributed.backward_passes_per_step

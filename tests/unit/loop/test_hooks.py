@@ -211,6 +211,29 @@ def test_a_loop_that_stops_early_has_the_metrics_of_all_its_steps(spied):
     assert trainer.get_local_operator().metrics["num_samples"] == 16
 
 
+class Passes(Recorder):
+    """Trains an epoch in two calls of the default loop. Validates within its last step."""
+
+    def train_epoch(self, iterator, info):
+        def rest():
+            yield from itertools.islice(iterator, 2)
+            self.validate(self.validation_loader)
+
+        parts = (itertools.islice(iterator, 3), rest())
+        self.passes = [super(Passes, self).train_epoch(part, info) for part in parts]
+        return {}
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
+def test_calls_of_the_default_loop_share_a_segment(make_trainer, accumulation_steps):
+    trainer = make_trainer(Passes)
+    operator = trainer.get_local_operator()
+    operator._train_state.accumulation_steps = accumulation_steps
+    trainer.train()
+    assert [each["batch_count"] for each in operator.passes] == [3, 2]
+    assert trainer.global_step == 5
+
+
 # ---- metrics of a call that has not ended
 
 

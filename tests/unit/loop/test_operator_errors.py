@@ -32,6 +32,14 @@ def test_result_of_train_batch_that_is_no_dict_of_metrics(make_trainer, returned
         trainer.train()
 
 
+def test_training_continues_after_a_metric_without_a_mean(make_trainer):
+    trainer = make_trainer(Returning, {"returned": {"grades": [1, 2]}})
+    with pytest.raises(TypeError, match=r"'grades' is .* cannot be averaged"):
+        trainer.train()
+    trainer.get_local_operator().config["returned"] = {}
+    assert trainer.train()["batch_count"] == 4
+
+
 @pytest.mark.parametrize("num_samples", [0, 0.5, 8])
 def test_train_batch_may_return_any_number_of_samples(make_trainer, num_samples):
     trainer = make_trainer(Returning, {"returned": {"num_samples": num_samples}})

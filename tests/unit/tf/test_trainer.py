@@ -1,5 +1,6 @@
 """TFTrainer with its only worker in this process, and the arguments that it refuses."""
 
+import itertools
 import pickle
 
 import numpy as np
@@ -130,6 +131,28 @@ def test_fit_refuses_to_count_epochs_of_endless_data_of_creator_functions():
         pytest.raises(ValueError, match=r"repeats without end.* fit\(max_steps="),
     ):
         trainer.fit(1, verbose=False)
+
+
+class ValidatesFirst(Digits):
+    """Validates within an epoch. Then the epoch fails."""
+
+    def train_epoch(self, iterator, info):
+        def batches():
+            yield from itertools.islice(iterator, 3)
+            self.validate(self.validation_loader)
+            raise ValueError("after the validation")
+
+        return super().train_epoch(batches(), info)
+
+
+def test_metrics_of_a_validation_are_not_those_of_its_epoch():
+    config = {"num_samples": 160}
+    with TFTrainer(training_operator_cls=ValidatesFirst, config=config, use_local=True) as trainer:
+        with pytest.raises(ValueError, match="after the validation"):
+            trainer.train()
+        metrics = trainer.get_local_operator()._train_state.meters.summary()
+    assert metrics["num_samples"] == 96
+    assert "val_loss" not in metrics
 
 
 class Batches(keras.utils.PyDataset):

@@ -1,8 +1,10 @@
 """Replicas that differ, and legitimate operators whose replicas stay equal, on three workers."""
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,6 +18,8 @@ from raysgd.loop.requests import (
     TrainRequest,
     ValidateRequest,
 )
+from raysgd.loop.signal import StepInterruptedError
+from raysgd.torch import collectives
 from raysgd.torch.collectives import fingerprint
 from raysgd.torch.ddp import plain
 from raysgd.torch.options import TorchOptions
@@ -33,7 +37,7 @@ class Case:
 
     change: str = ""
     when: str = "between calls"
-    """Or "in a step", "in setup", "in a join"."""
+    """Or "in a step", "in setup", "in a join", "before a loss"."""
     ranks: tuple[int, ...] = (ODD,)
     guard: Any = "check"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -428,6 +432,21 @@ class Trains(TrainingOperator):
         return {"val_loss": (self.model(x) - y).square().mean().item(), "num_samples": len(x)}
 
 
+@contextlib.contextmanager
+def interrupted():
+    """Interrupt the report of a difference."""
+
+    def interrupt(*_):
+        raise StepInterruptedError
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.suppress(StepInterruptedError),
+    ):
+        patch.setattr(collectives, "broadcast_object", interrupt)
+        yield
+
+
 def run(case, rank):
     """Return the error, the committed steps, the repair, and a parameter."""
     options = TorchOptions(
@@ -453,13 +472,19 @@ def run(case, rank):
         runner.handle(TrainRequest(call=0, until_step=2, until_epoch=99))
         if case.when == "between calls":
             runner.handle(ApplyOperatorRequest(function=Trains.maybe_change))
+        elif case.when == "before a loss":
+            runner.handle(ApplyOperatorRequest(function=Trains.maybe_change))
+            with interrupted():  # the driver has the error of another worker
+                runner.handle(RngStateRequest())
+            runner.rejoin(context, 0)
         elif case.when == "in a join":
             runner.rejoin(context, 0)
-        if case.when != "in a join":
+        if case.when not in ("in a join", "before a loss"):
             runner.handle(ValidateRequest(call=1))
-        runner.handle(TrainRequest(call=2, until_step=6, until_epoch=99))
-        runner.handle(TrainRequest(call=3, until_step=10, until_epoch=99))
-        runner.handle(RngStateRequest())
+        if case.when != "before a loss" or rank == 0:  # rank 0 raises before it waits for others
+            runner.handle(TrainRequest(call=2, until_step=6, until_epoch=99))
+            runner.handle(TrainRequest(call=3, until_step=10, until_epoch=99))
+            runner.handle(RngStateRequest())
     except (ReplicasDifferError, RuntimeError) as found:
         problem, error = str(found), found
     result = {

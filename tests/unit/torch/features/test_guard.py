@@ -96,6 +96,13 @@ def test_difference_that_a_short_call_leaves_is_an_error_before_the_state_leaves
         assert result["step"] == step
 
 
+def test_difference_that_no_worker_could_name_is_an_error_after_a_loss(workers):
+    """Otherwise, the worker that differs would take the state of the others without a word."""
+    leader, *_ = workers(Case("flips_parameter", "before a loss"))
+    assert "the workers differ" in leader["problem"]
+    assert leader["step"] == 2
+
+
 @pytest.mark.parametrize(
     ("case", "named", "step"),
     [

@@ -33,6 +33,33 @@ def test_graph_of_a_failed_step_exchanges_nothing(monkeypatch):
     run_ranks(HELD, 1)
 
 
+SKIPPED = """
+import horovod.torch as hvd
+import torch
+from raysgd.torch.interop.horovod import HorovodExchange
+
+hvd.init()
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exchange = HorovodExchange(optimizer, [model], {"backward_passes_per_step": 1})
+scaler = torch.amp.GradScaler("cpu")
+for factor in (1.0, float("inf"), 1.0, 1.0):
+    scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+    exchange.synchronize()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+hvd.shutdown()
+print("good")
+"""
+
+
+def test_gradients_are_averaged_after_an_overflow(monkeypatch):
+    import_horovod("horovod.torch")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    run_ranks(SKIPPED, 1)
+
+
 TYPES = """
 import types, horovod.torch as hvd, pytest, torch
 from raysgd.torch.interop.horovod import HorovodGradients
