@@ -43,7 +43,7 @@ class CallProgress:
         self.results, self.state.shared = [], []
 
     def add(self, start: int, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of a segment that `train` has finished."""
+        """Add the metrics of a segment that has ended, also by an error."""
         (self.state.shared if self._is_shared else self.results).append((start, metrics))
 
     @property

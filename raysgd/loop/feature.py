@@ -70,7 +70,7 @@ class StepFeature:
         """Keep the changes of an update. Its steps count even if this raises."""
 
     def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
-        """Handle the end of a committed step. All ranks call this together.
+        """Handle the end of a committed update. All ranks call this together.
 
         Within the context ``compute(batch)``, the models have the gradients of a batch.
         """

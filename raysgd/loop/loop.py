@@ -18,6 +18,7 @@ The life of an update. The hooks of features get its state ``tx``, an
             tx.commit()                       # COMMITTED: the steps count
             feature.commit(tx)
             tx.reset()                        # CLOSED
+            feature.after_step(compute)
 
     if train_epoch raises:
         if tx.counts(raised=True):

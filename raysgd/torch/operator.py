@@ -8,7 +8,7 @@ A worker runs, for each ``trainer.train()``::
                 forward and loss, under self.autocast()
                 self.backward(loss)                 # gradients of the mean over all workers
                 self.optimizer_step(optimizer)      # updates in the last batch of a group
-            schedulers step, if scheduler_step_freq == "batch" and an update was made
+            schedulers step, if scheduler_step_freq == "batch" and the group of batches is over
         schedulers step, if scheduler_step_freq == "epoch" and the epoch is over
 
 For each ``trainer.validate()``, it runs ``operator.validate`` with ``operator.validate_batch``.
@@ -83,7 +83,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         info)``.
 
         Args:
-            iterator: This worker's batches. It ends after `num_steps` batches.
+            iterator: This worker's batches, or parts of them. It ends after `num_steps` batches.
             info: The `info` of ``trainer.train``, and the keys of ``raysgd.torch.constants``.
             num_steps: Requested number of batches. None for a whole epoch.
             epoch_idx: Number of completed epochs.
