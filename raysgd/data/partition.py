@@ -46,7 +46,7 @@ class EpochPartition:
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of samples that a worker processes at a time."""
+        """Maximum number of samples that a worker with an even share processes at a time."""
         return -(-self.stride // (self.full_size or self.world_size))
 
     def end(self, offset: int) -> int:
@@ -151,9 +151,16 @@ class MicroBatch:
     """What a worker trains at a time: a batch of its loader, or a part of a batch."""
 
     samples: float | None = None  # without repeated samples; None: unknown
-    weight: float = 1  # of its metrics: a fraction of the worker's batch; 0 for repeated samples
+    weight: float = 1
+    """Of its metrics, and of a loss of unknown samples: a fraction of the worker's batch, or the
+    number of samples with equal bits. 0 for repeated samples."""
     step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last part of the worker's batch
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether another worker has the same samples, so that these do not count."""
+        return self.weight == 0
 
     def split(self, number: int, rows: int, repeats: int = 0) -> list[MicroBatch]:
         """Return the `number` parts of this batch, which has `rows` samples.
@@ -175,20 +182,20 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """A worker's micro-batches until the next update."""
+    """A worker's batches until the next update."""
 
-    micro_batches: tuple[MicroBatch, ...] = (MicroBatch(),)
+    batches: tuple[MicroBatch, ...] = (MicroBatch(),)  # of the source; each may be split again
     total: int | None = None  # samples of all workers; None: unknown
     is_large: bool = False  # has an unsplit batch of more than `max_rows` samples
 
     @property
     def num_steps(self) -> int:
-        return self.micro_batches[-1].step_index + 1
+        return self.batches[-1].step_index + 1
 
     @property
     def samples(self) -> float:
         """Samples of this worker, without repeated ones."""
-        return sum(each.samples or 0 for each in self.micro_batches)
+        return sum(each.samples or 0 for each in self.batches)
 
 
 def part_of(

@@ -39,6 +39,9 @@ class Place(Protocol):
     plan: UpdatePlan
     num_planned: int  # micro-batches of the update
 
+    @property
+    def is_only(self) -> bool: ...
+
 
 class LossWeights:
     """Gives each loss of an update its weight: add up sums, and divide once.
@@ -107,15 +110,14 @@ class LossWeights:
         tx = self._tx
         if tx.index < 0:
             self.reset()
-        is_repeated, self.has_loss = not tx.micro_batch.weight, True
+        is_repeated, self.has_loss = tx.micro_batch.is_repeated, True
         if count.is_sum:
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
         if self._awaits_first_loss:
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
-            is_only = tx.index <= 0 and tx.is_last
-            planned = 0.0 if is_only else self._planned(num_workers, add_up)
+            planned = 0.0 if tx.is_only else self._planned(num_workers, add_up)
             self._total = self._exact(num_workers, add_up) if tx.is_last else planned
             if self.has_earlier_losses and self._total:
                 is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding

@@ -171,7 +171,7 @@ class OperatorBase:
         tx = self._train_state.transaction
         micro_batch = tx.micro_batch
         metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.weight)
-        if not micro_batch.weight:  # the samples are repeated
+        if micro_batch.is_repeated:
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)

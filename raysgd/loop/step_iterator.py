@@ -28,8 +28,8 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `go_on` returns 0 if any rank has no batch, and is None if all have one. `on_commit` is called
-    after each commit, and `after_step` too, unless the loop has raised.
+    `go_on` returns 0 if any rank has no batch, and may compare the samples of ranks. `on_commit` is
+    called after each commit, and `after_step` too, unless the loop has raised.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class StepIterator:
     @property
     def num_joined(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
-        is_whole = self._tx.micro_batch.weight != 0 and self._train_state.micro_batching.split == 1
+        is_split = self._train_state.micro_batching.split > 1
+        is_whole = not (self._tx.micro_batch.is_repeated or is_split)
         return self._source.num_joined if is_whole else None
 
     @property
@@ -181,7 +182,7 @@ class StepIterator:
         elif ending == "return" and tx.is_open:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
-                f"groups of {len(tx.plan.micro_batches)} batches from the iterator."
+                f"groups of {len(tx.plan.batches)} batches from the iterator."
             )
         return []
 
@@ -194,7 +195,7 @@ class StepIterator:
             num_steps = size if left is None else min(size, left)
             plan = self._source.plan(train_state.offset, num_steps, self.in_parts)
             self._tx.begin_plan(plan)
-        planned = self._tx.plan.micro_batches
+        planned = self._tx.plan.batches
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:
             # The loader may end before its claimed length.

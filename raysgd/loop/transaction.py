@@ -21,7 +21,7 @@ class WarmedUp(BaseException):
 
 
 class Phase(enum.Enum):
-    """Where an update is. After an error it is undone, and `CLOSED`."""
+    """Where an update is. `UpdateTransaction.counts` decides what follows an error."""
 
     CLOSED = enum.auto()  # no update is in progress
     OPEN = enum.auto()  # it has batches
@@ -42,7 +42,7 @@ class UpdateTransaction:
     def __init__(self) -> None:
         self.optimizers: Sequence[Any] = ()
         self.is_warm_up = False  # the update ends before an optimizer updates
-        self.is_partial = False  # a discarded update left changes that no feature could restore
+        self.is_partial = False  # an update or a load left changes that no feature could restore
         self.weights = self.new_weights(self)
         self._most_steps: Counter[int] = Counter()
         self.reset()
@@ -75,13 +75,13 @@ class UpdateTransaction:
 
     def begin_plan(self, plan: UpdatePlan) -> None:
         """Set the micro-batches of the update, before the first one begins."""
-        self.plan, self.num_planned = plan, len(plan.micro_batches)
+        self.plan, self.num_planned = plan, len(plan.batches)
         self.is_split = self.num_planned > plan.num_steps
 
     def split(self, num_parts: int) -> None:
         """Record that each planned micro-batch is trained in `num_parts` parts."""
         if num_parts > 1:
-            self.is_split, self.num_planned = True, len(self.plan.micro_batches) * num_parts
+            self.is_split, self.num_planned = True, len(self.plan.batches) * num_parts
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""

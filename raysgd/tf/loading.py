@@ -263,7 +263,7 @@ class DatasetSource(PartitionedSource):
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         step = EpochPartition(0, max_rows, size, rank, shares=shares)
         self._plan = step.plan((sum(sizes),), in_parts and self.keeps_step)
-        own, number = self._own_part(group), len(self._plan.micro_batches)
+        own, number = self._own_part(group), len(self._plan.batches)
         if number == 1:
             yield own
             return

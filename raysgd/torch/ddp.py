@@ -75,9 +75,9 @@ class ReplicatedModel(DistributedDataParallel):
     """ID of the backward pass in progress."""
     _before: Sequence[Any] = ()
     """Versions of the gradients before that pass."""
-    _trained_this_step = False
+    _trained_this_update = False
     """Whether a backward pass of this step has computed gradients."""
-    _trained_last_step = False
+    _trained_last_update = False
     """The same for the previous step."""
     _first_pass = -1
     """ID of the first backward pass of the newest step with one."""
@@ -142,8 +142,8 @@ class ReplicatedModel(DistributedDataParallel):
         before, number, self._running_pass = self._before, self._running_pass, -1
         if list(map(gradient_of, self._reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
-        if not self._trained_this_step:
-            self._trained_this_step, self._first_pass = True, number
+        if not self._trained_this_update:
+            self._trained_this_update, self._first_pass = True, number
         if self._awaits_pass:
             pairs = zip(self._reduced, before, strict=True)
             self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
@@ -280,7 +280,10 @@ def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
     """Prepare for the next step."""
     for model in models:
         if isinstance(model, ReplicatedModel):
-            model._trained_last_step, model._trained_this_step = model._trained_this_step, False
+            model._trained_last_update, model._trained_this_update = (
+                model._trained_this_update,
+                False,
+            )
             model._awaits_pass, model._averaged = False, {}
 
 
@@ -294,9 +297,9 @@ def check_skipped(models: Sequence[torch.nn.Module], has_optimizer_steps: bool) 
     replicas = [model for model in models if isinstance(model, ReplicatedModel)]
     replicas.sort(key=lambda model: model._first_pass)
     skipped = [
-        model for model in replicas if model._trained_last_step and not model._trained_this_step
+        model for model in replicas if model._trained_last_update and not model._trained_this_update
     ]
-    if not has_optimizer_steps and not any(model._trained_this_step for model in replicas):
+    if not has_optimizer_steps and not any(model._trained_this_update for model in replicas):
         skipped = replicas[:1]
     parameters = [parameter for model in skipped for parameter in model.parameters()]
     if any(parameter.grad is not None for parameter in parameters):
@@ -394,7 +397,7 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
         model.__setstate__(kept)  # sets up a wrapper as after unpickling
     finally:
         _require_gradients(model.module, before)
-    vars(model).pop("_trained_last_step", None)  # the same on a replacement worker
+    vars(model).pop("_trained_last_update", None)  # the same on a replacement worker
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.

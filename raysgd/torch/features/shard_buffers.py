@@ -95,7 +95,7 @@ class ShardBuffers:
         before: list[Any] = self._state.buffers.copies
         plan, owned, tree = self._state.transaction.plan, partition.owned, TreeSum()
         for position, shard in enumerate(owned):
-            samples = sum(m.samples or 0 for m in plan.micro_batches[position :: len(owned)])
+            samples = sum(m.samples or 0 for m in plan.batches[position :: len(owned)])
             after: list[Any] = self._kept.get(shard, before)
             share = samples / (plan.total or 1)
             tree.add(0, shard, [(after[i] - before[i]) * share for i in places])

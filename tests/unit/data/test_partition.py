@@ -219,7 +219,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     ]
     weights = Counter()
     for rank, plan in enumerate(plans):
-        start, planned = 0, iter(plan.micro_batches)
+        start, planned = 0, iter(plan.batches)
         for size in sizes:
             for low, high in shards[size][rank].batches(in_parts=in_parts):
                 micro_batch = next(planned)
@@ -236,13 +236,13 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     assert weights == pytest.approx(expected, rel=1e-12)
     assert sum(plan.samples for plan in plans) == sum(sizes) == plans[0].total
     # forward passes can contain collectives, so all workers run the same number
-    assert len({tuple(each.step_index for each in plan.micro_batches) for plan in plans}) == 1
+    assert len({tuple(each.step_index for each in plan.batches) for plan in plans}) == 1
     for plan in plans:
-        is_end = [each.ends_step for each in plan.micro_batches]
-        steps = [each.step_index for each in plan.micro_batches]
+        is_end = [each.ends_step for each in plan.batches]
+        steps = [each.step_index for each in plan.batches]
         assert is_end == [now != later for now, later in itertools.pairwise([*steps, None])]
         weights_of_steps = Counter()
-        for each in plan.micro_batches:
+        for each in plan.batches:
             assert bool(each.weight) == bool(each.samples)  # metrics ignore repeated samples
             weights_of_steps[each.step_index] += each.weight
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}

@@ -66,7 +66,7 @@ def read(source, offset, num_steps, group, in_parts=False):
         if (batch := next(batches, None)) is None:
             break
         plan = source.plan(offset, group, in_parts)
-        for index, micro_batch in enumerate(plan.micro_batches):
+        for index, micro_batch in enumerate(plan.batches):
             if index:
                 batch = next(batches)
             found.append((numbers_of(batch), micro_batch, plan))
@@ -105,7 +105,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         batches, at = known.batches(0, start, None, in_parts), start
         while left := known.steps_left(at):
             plan = known.plan(at, min(group, left), in_parts)
-            expected += [(numbers_of(next(batches)), each, plan) for each in plan.micro_batches]
+            expected += [(numbers_of(next(batches)), each, plan) for each in plan.batches]
             at = known.offset_after(at, min(group, left))
         assert found == expected
         assert end == at or drop_last
