@@ -177,7 +177,8 @@ class SpeedMonitor:
         if not rows.size or not (window := _Window(0, rows)).has_steps:
             return {}
         names = [*(f"{name}_s" for name in PHASES), "samples_per_s"]
-        rates = rows[:, _SAMPLES] / rows[:, :_STEPS].sum(axis=1)
+        seconds = rows[:, :_STEPS].sum(axis=1)
+        rates = rows[:, _SAMPLES] / np.where(seconds, seconds, 1.0)  # 0 without measurements
         return dict(zip(names, [*window.per_step.T.tolist(), rates.tolist()], strict=True))
 
     # ---- changes
