@@ -296,6 +296,32 @@ def test_metrics_of_any_size_are_exchanged():
     run_ranks(LONG, 2)
 
 
+STOPS = """
+import itertools
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
+from tests.unit.torch.bits import CASES, Trains, make_runner
+
+class Stops(Trains):
+    def train_epoch(self, iterator, info):
+        partition = self._train_state.data.source("train").partition
+        two_steps = itertools.islice(iterator, 2 * len(partition.owned))
+        metrics = super().train_epoch(two_steps, info)
+        assert metrics["num_samples"] == 2 * partition.stride, metrics
+        return metrics
+
+join()
+runner = make_runner(CASES["perceptron"], 2, operator_cls=Stops)
+runner.setup(WorkerContext(world_rank=rank, world_size=2, distributed=True))
+runner.handle(TrainRequest(call=0, until_epoch=1))
+print("good")
+"""
+
+
+def test_a_loop_that_stops_early_has_the_metrics_of_all_workers():
+    run_ranks(STOPS, 2)
+
+
 class Fails(Trains):
     def train_batch(self, batch, batch_info):
         if self.global_step == 2:
