@@ -16,7 +16,7 @@ from raysgd.tf.train_state import KerasTrainState
 
 
 def add_features(state: KerasTrainState) -> None:
-    """Create the features of updates, in the order in which an update calls each hook."""
+    """Create the features of updates, in the order of their hooks."""
     state.optimization = KerasOptimization(state)
     state.features = [
         KerasReplication(state),

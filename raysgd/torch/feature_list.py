@@ -21,7 +21,7 @@ def features_of(
     replication: StepFeature | None,
     norms: GradientNorms,
 ) -> Iterator[StepFeature]:
-    """Yield the features in the order in which an update calls each hook. `receive` reverses it.
+    """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
     To add a feature, add a line. `TorchTrainState` creates those that work before ``register``.
     """

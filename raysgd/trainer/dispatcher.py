@@ -82,7 +82,7 @@ class Dispatcher:
     log_every: int | None = None
     _shown: dict[str, Any] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Numbers of calls, by which workers recognize a repeated call."""
+    """The numbers of calls. Workers recognize a repeated call by its number."""
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
 

@@ -174,7 +174,7 @@ def test_a_file_can_be_loaded_after_the_snapshot_of_lost_workers_is_damaged(
 
 
 class Bulky(SlowLedger):
-    """A ledger with a large state, most of which does not train and is empty after `setup`."""
+    """A ledger with a large state. Most of it is not trained, and is empty after `setup`."""
 
     def setup(self, config):
         super().setup(config)

@@ -66,7 +66,7 @@ class EqualBitsTransaction(UpdateTransaction):
 
     new_weights = EqualBitsWeights
     weights: EqualBitsWeights
-    is_updated = False  # before the commit, in which the workers exchange metrics
+    is_updated = False  # the workers exchange metrics in the commit, and the steps count then
     has_several_optimizer_steps = True  # a worker can be lost between an update and that exchange
 
 

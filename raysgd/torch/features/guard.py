@@ -225,10 +225,10 @@ class ReplicaGuard(StepFeature):
             is_tensor = isinstance(value, torch.Tensor)
             own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
         context, kind = state.context, kind_of(state.settings.device)
-        # A failure may interrupt the exchange, and then send this worker's state to the others.
+        # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
-            f"After step {state.global_step}, the workers differ, and a failure kept this one from "
-            f"naming in what. They were equal after step {self._equal_at}. {_REMEDY}worker 0: "
+            f"After step {state.global_step}, the workers differ. A failure interrupted the report "
+            f"of the differences. They were equal after step {self._equal_at}. {_REMEDY}worker 0: "
             "trainer.load_state_dict(trainer.state_dict())."
         )
         reports = [

@@ -96,8 +96,8 @@ def test_difference_that_a_short_call_leaves_is_an_error_before_the_state_leaves
         assert result["step"] == step
 
 
-def test_difference_that_no_worker_could_name_is_an_error_after_a_loss(workers):
-    """Otherwise, the worker that differs would take the state of the others without a word."""
+def test_difference_without_a_report_is_an_error_after_a_loss(workers):
+    """Otherwise, the worker that differs would silently take the state of the others."""
     leader, *_ = workers(Case("flips_parameter", "before a loss"))
     assert "the workers differ" in leader["problem"]
     assert leader["step"] == 2
