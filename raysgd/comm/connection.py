@@ -213,25 +213,30 @@ class Listener:
                 opened.close()
 
     async def _serve(self) -> None:
-        accepting = self._loop.create_task(self._accept())
+        self._listen()
         await self._closed.wait()
-        accepting.cancel()
+        self._loop.remove_reader(self._server)
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = await self._loop.sock_accept(self._server)
-            except ConnectionAbortedError:  # the peer has left
-                continue
-            except OSError:  # most likely out of file descriptors
-                self._dismiss_oldest()
-                await asyncio.sleep(_RETRY_S)
-                continue
-            self._strangers[connection] = None
-            self._connections[connection] = self._loop.create_task(self._talk(connection))
-            await asyncio.sleep(0)  # a task that has not begun would not close its connection
-            if len(self._strangers) > _MOST_STRANGERS:
-                self._dismiss_oldest()
+    def _listen(self) -> None:
+        # A cancelled `sock_accept` can lose an accepted connection, so a callback accepts.
+        if not self._closed.is_set():
+            self._loop.add_reader(self._server, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._server.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has left
+            return
+        except OSError:  # most likely out of file descriptors
+            self._dismiss_oldest()
+            self._loop.remove_reader(self._server)
+            self._loop.call_later(_RETRY_S, self._listen)
+            return
+        connection.setblocking(False)
+        self._strangers[connection] = None
+        self._connections[connection] = self._loop.create_task(self._talk(connection))
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._dismiss_oldest()
 
     def _dismiss_oldest(self) -> None:
         if self._strangers:

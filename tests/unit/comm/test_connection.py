@@ -155,6 +155,17 @@ def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
         assert len(listener._strangers) == 3
 
 
+def test_a_connection_that_comes_while_the_listener_closes_is_closed():
+    listener = Listener(HOST, "test")
+    address, go_on = listener.expect(echo), threading.Event()
+    listener._loop.call_soon_threadsafe(go_on.wait, WAIT_S)
+    with socket.create_connection(address[:2], WAIT_S) as late:
+        listener._loop.call_soon_threadsafe(listener._closed.set)
+        go_on.set()
+        listener.close()
+        assert closed_at_once(late)  # and nobody warns of an unclosed socket
+
+
 LISTENING = """
 import os, resource, sys
 from raysgd.comm.connection import Listener
