@@ -70,10 +70,11 @@ def build(dtype, **arguments):
     model = torch.nn.Linear(3, 2, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = types.SimpleNamespace(models=[model], optimizers=[optimizer], accumulation_steps=1)
-    HorovodGradients(state, arguments)
+    exchange = HorovodGradients(state, arguments)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         loss = model(torch.ones(1, 3, dtype=dtype)).sum()
     loss.backward()
+    exchange.average(optimizer)
     optimizer.step()
 
 with pytest.raises(TypeError, match='averages no bfloat16.*float32, or backend="gloo"'):
