@@ -5,11 +5,13 @@
 # Expected: Rows have the values of `json.loads`.
 # Seen: If all strings of a column look like a date or a time stamp, they become datetime objects. If
 #   one other string is there, all stay strings. Integers above 2**63, such as hashes of documents,
-#   become floats, so that different identifiers are equal.
+#   become floats, so that different identifiers are equal. `features` converts these wrong values.
 # Output:
 #   json: ["2020-01-01", "2021-05-06"]; datasets: [datetime(2020-01-01), datetime(2021-05-06)]
 #   json: ["2020-01-01", "unknown"]; datasets: ["2020-01-01", "unknown"]
 #   json: [9223372036854775809, 9223372036854775810]; datasets: [9.223372036854776e+18, 9.223372036854776e+18]
+#   with features: ["2020-01-01 00:00:00", "2021-05-06 00:00:00"]
+#   with features: [9223372036854775808, 9223372036854775808]
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -49,8 +51,21 @@ for number, column in enumerate(columns):
     values = [shown(row["value"]) for row in rows]
     print("json: {}; datasets: [{}]".format(json.dumps(column), ", ".join(values)))
     seen.append(values)
+for number, kind in ((0, "string"), (2, "uint64")):
+    features = datasets.Features(value=datasets.Value(kind))
+    path = f"{number}.jsonl"
+    rows = datasets.load_dataset("json", data_files=path, split="train", features=features)
+    values = [shown(row["value"]) for row in rows]
+    print("with features: [{}]".format(", ".join(values)))
+    seen.append(values)
 dates = ["datetime(2020-01-01)", "datetime(2021-05-06)"]
-if seen != [dates, ["\"2020-01-01\"", "\"unknown\""], ["9.223372036854776e+18"] * 2]:
+if seen != [
+    dates,
+    ["\"2020-01-01\"", "\"unknown\""],
+    ["9.223372036854776e+18"] * 2,
+    ["\"2020-01-01 00:00:00\"", "\"2021-05-06 00:00:00\""],
+    ["9223372036854775808"] * 2,
+]:
     sys.exit("The behavior has changed.")
 PYTHON
 timeout 120 venv/bin/python check.py
