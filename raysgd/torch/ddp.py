@@ -186,9 +186,6 @@ def wrapped(
         parameter.requires_grad for parameter in model.parameters()
     ):
         return model  # DistributedDataParallel rejects a model without trainable parameters
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_conj() or tensor.is_neg():  # gloo reads the memory, which lacks them
-            tensor.data = tensor.data.resolve_conj().resolve_neg()
     ddp_arguments = {"device_ids": None if device.index is None else [device.index], **arguments}
     replica = ReplicatedModel(model, **ddp_arguments)
     # A criterion may run several times in a step, and a broadcast would modify its buffers.
