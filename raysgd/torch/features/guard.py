@@ -220,6 +220,7 @@ class ReplicaGuard(StepFeature):
 
     def _handle(self, flags: tuple[bool, bool], repairs: bool) -> None:
         state = self._state
+        self._equal_at = min(self._equal_at, state.global_step)  # a loaded state may be older
         own: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.items(*flags):
             is_tensor = isinstance(value, torch.Tensor)
@@ -251,7 +252,8 @@ class ReplicaGuard(StepFeature):
             )
         elif self._repairs and repairs and majority and not state.sharded_features:
             self._repair(majority[0], context.world_rank in minority, flags)
-            self.repaired = state.global_step, tuple(minority), message
+            what, _, _ = message.partition(f" {_REMEDY}")
+            self.repaired = state.global_step, tuple(minority), what
         else:
             self._problem = message
             # The next generation then starts from the state of the majority.
