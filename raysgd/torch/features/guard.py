@@ -236,11 +236,11 @@ class ReplicaGuard(StepFeature):
             f"of the differences. They were equal after step {self._equal_at}. {_REMEDY}worker 0: "
             "trainer.load_state_dict(trainer.state_dict())."
         )
-        reports = [
-            collectives.broadcast_object((own, kind), rank) for rank in range(context.world_size)
-        ]
-        kinds = {kind for _, kind in reports}
-        differences = differing([contents for contents, _ in reports])
+        mine = own, kind, self._equal_at
+        reports = [collectives.broadcast_object(mine, r) for r in range(context.world_size)]
+        kinds = {kind for _, kind, _ in reports}
+        self._equal_at = max(step for _, _, step in reports)  # a new worker has compared nothing
+        differences = differing([contents for contents, _, _ in reports])
         self._problem = ""
         if not differences:  # the replicas differed for a moment
             return
