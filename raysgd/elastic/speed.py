@@ -90,7 +90,7 @@ _OF_ALL = {
     "copy": "{share} step copies batches to the device{all}{since}: use "
     "DataLoader(pin_memory=True), or send smaller dtypes.",
     "other": "{share} step is code outside of forward, backward, and optimizer{all}{since}: "
-    "print, log, and call .item() less often.",
+    "print, log, and call .item() less often, or look at the loss.",
     "wait": "{share} step waits for gradients{since}, {why}: look at the network, or use larger "
     "batches or gradient_accumulation_steps.",
 }

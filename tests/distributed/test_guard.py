@@ -55,6 +55,7 @@ def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster,
         event = trainer.events[-1]
         assert (event.kind, event.ranks, event.step) == ("repaired", (0,), 2)
         assert "worker 0 and the majority differ in: models[0]" in event.cause
+        assert "Load a checkpoint" not in event.cause
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
 
         trainer.apply_all_operators(lambda operator: adds_noise(operator, (0, 1, 2)))
@@ -63,6 +64,10 @@ def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster,
         for _ in range(2):
             with pytest.raises(ReplicasDifferError, match="the workers differ"):
                 trainer.train(num_steps=2)
+        trainer.load(path)
+        trainer.apply_all_operators(lambda operator: adds_noise(operator, (0, 1, 2)))
+        with pytest.raises(ReplicasDifferError, match="equal after step 2"):
+            trainer.train(num_steps=2)
         trainer.load(path)
         trainer.train(num_steps=2)
         assert trainer.global_step == 4

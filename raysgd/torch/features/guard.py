@@ -38,6 +38,10 @@ _REMEDY = (
     "Load a checkpoint from before the difference: trainer.load(path). Or continue with the state "
     "of "
 )
+_NOT_IN_STATE = (
+    "States do not contain options of modules and losses: first set them on all workers by "
+    "trainer.apply_all_operators, and return them from state_dict of the operator for new workers. "
+)
 
 
 class ReplicaGuard(StepFeature):
@@ -220,6 +224,7 @@ class ReplicaGuard(StepFeature):
 
     def _handle(self, flags: tuple[bool, bool], repairs: bool) -> None:
         state = self._state
+        self._equal_at = min(self._equal_at, state.global_step)  # a loaded state may be older
         own: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.items(*flags):
             is_tensor = isinstance(value, torch.Tensor)
@@ -231,11 +236,11 @@ class ReplicaGuard(StepFeature):
             f"of the differences. They were equal after step {self._equal_at}. {_REMEDY}worker 0: "
             "trainer.load_state_dict(trainer.state_dict())."
         )
-        reports = [
-            collectives.broadcast_object((own, kind), rank) for rank in range(context.world_size)
-        ]
-        kinds = {kind for _, kind in reports}
-        differences = differing([contents for contents, _ in reports])
+        mine = own, kind, self._equal_at
+        reports = [collectives.broadcast_object(mine, r) for r in range(context.world_size)]
+        kinds = {kind for _, kind, _ in reports}
+        self._equal_at = max(step for _, _, step in reports)  # a new worker has compared nothing
+        differences = differing([contents for contents, _, _ in reports])
         self._problem = ""
         if not differences:  # the replicas differed for a moment
             return
@@ -251,7 +256,8 @@ class ReplicaGuard(StepFeature):
             )
         elif self._repairs and repairs and majority and not state.sharded_features:
             self._repair(majority[0], context.world_rank in minority, flags)
-            self.repaired = state.global_step, tuple(minority), message
+            what = message.partition(f" {_REMEDY}")[0]
+            self.repaired = state.global_step, tuple(minority), what
         else:
             self._problem = message
             # The next generation then starts from the state of the majority.
@@ -274,12 +280,15 @@ class ReplicaGuard(StepFeature):
         names = [f"{name} ({shown(values)})" for name, values in options.items()]
         names += [name for _, name in differences if name not in options]
         text = "; ".join(names[:_MOST_SHOWN])
+        of_modules = any(n.startswith("models") for n in options)
+        of_modules |= any(n.startswith("criteria") for _, n in differences)
         if len(names) > _MOST_SHOWN:
             text += f"; and {len(names) - _MOST_SHOWN} more"
         return (
             f"After step {self._state.global_step}, {who} differ in: {text}. They were equal "
             f"after step {self._equal_at}. Common causes: code that changes them on one worker "
             "only, such as an option or random numbers with another seed; a damaged copy; broken "
-            f"memory. {_REMEDY}{'the majority' if minority else 'worker 0'}: "
+            f"memory. {_NOT_IN_STATE if of_modules else ''}{_REMEDY}"
+            f"{'the majority' if minority else 'worker 0'}: "
             "trainer.load_state_dict(trainer.state_dict())."
         )

@@ -80,6 +80,11 @@ def test_advice_names_the_loader():
     assert "all workers" not in sentence(speeds(row))
 
 
+def test_advice_for_other_code_names_the_loss():
+    """A loss within `train_batch` is outside of the model."""
+    assert "look at the loss" in sentence(speeds({**HEALTHY, "other": 80}))
+
+
 @pytest.mark.parametrize(
     ("slow", "said"),
     [

@@ -22,6 +22,7 @@ from raysgd.loop.signal import StepInterruptedError
 from raysgd.torch import collectives
 from raysgd.torch.collectives import fingerprint
 from raysgd.torch.ddp import plain
+from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
@@ -480,6 +481,9 @@ def run(case, rank):
                 runner.handle(RngStateRequest())
             runner.rejoin(context, 0)
         elif case.when == "in a join":
+            for feature in runner.operator._train_state.features:
+                if rank in case.ranks and isinstance(feature, ReplicaGuard):
+                    feature._equal_at = 0  # as in a new process
             runner.rejoin(context, 0)
         if case.when not in ("in a join", "before a loss"):
             runner.handle(ValidateRequest(call=1))

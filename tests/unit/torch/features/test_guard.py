@@ -125,6 +125,7 @@ def test_worker_that_joins_with_a_difference_is_an_error(workers, case, named, s
     for result in workers(case):
         assert named in result["problem"]
         assert "They were equal after step 0" not in result["problem"]
+        assert ("States do not contain options" in result["problem"]) == (step == 3)
         assert result["step"] == step
 
 
