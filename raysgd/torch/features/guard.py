@@ -263,6 +263,7 @@ class ReplicaGuard(StepFeature):
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
                 state.transaction.is_partial = True
+            state.minimum(0)  # until all know it: the driver interrupts others if one raises
             raise ReplicasDifferError(message, ranks=minority)
 
     def _repair(self, leader: int, follows: bool, flags: tuple[bool, bool]) -> None:

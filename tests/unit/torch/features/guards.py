@@ -38,7 +38,7 @@ class Case:
 
     change: str = ""
     when: str = "between calls"
-    """Or "in a step", "in setup", "in a join", "before a loss"."""
+    """Or "in a step", "in setup", "in a join", "before a loss", "with a late report"."""
     ranks: tuple[int, ...] = (ODD,)
     guard: Any = "check"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -450,6 +450,37 @@ def interrupted():
         yield
 
 
+@contextlib.contextmanager
+def late_report(rank):
+    """Let `ODD` get the last report when the others end theirs. It fails if they have raised."""
+    store = dist.distributed_c10d._get_default_store()
+    broadcast, handle = collectives.broadcast_object, ReplicaGuard._handle
+
+    def late_broadcast(thing, source):
+        result = broadcast(thing, source)
+        if source == NUM_WORKERS - 1:
+            store.wait(["ended"])
+            assert not store.check(["raised"])
+        return result
+
+    def watched_handle(guard, *arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            minimum = collectives.minimum
+            patch.setattr(collectives, "minimum", lambda *a: store.set("ended", "") or minimum(*a))
+            try:
+                handle(guard, *arguments)
+            finally:
+                store.set("raised", "")
+                store.set("ended", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == ODD:
+            patch.setattr(collectives, "broadcast_object", late_broadcast)
+        else:
+            patch.setattr(ReplicaGuard, "_handle", watched_handle)
+        yield
+
+
 def run(case, rank):
     """Return the error, the committed steps, the repair, and a parameter."""
     options = TorchOptions(
@@ -475,6 +506,10 @@ def run(case, rank):
         runner.handle(TrainRequest(call=0, until_step=2, until_epoch=99))
         if case.when == "between calls":
             runner.handle(ApplyOperatorRequest(function=Trains.maybe_change))
+        elif case.when == "with a late report":
+            runner.handle(ApplyOperatorRequest(function=Trains.maybe_change))
+            with late_report(rank):
+                runner.handle(TrainRequest(call=1, until_step=6, until_epoch=99))
         elif case.when == "before a loss":
             runner.handle(ApplyOperatorRequest(function=Trains.maybe_change))
             with interrupted():  # the driver has the error of another worker

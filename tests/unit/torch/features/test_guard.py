@@ -196,6 +196,12 @@ def test_minority_takes_the_state_of_the_majority(workers):
     assert all(torch.equal(first["weight"], each["weight"]) for each in others)
 
 
+def test_no_worker_raises_before_all_know_the_difference(workers):
+    """Otherwise, a worker that is interrupted could give the damaged state to the others."""
+    for result in workers(Case("adds_noise", "with a late report")):
+        assert f"worker {ODD} and the majority differ" in result["problem"]
+
+
 def test_repair_needs_a_majority(workers):
     case = Case("adds_noise", "in a step", (0, 1, 2), guard="repair")
     for result in workers(case):
