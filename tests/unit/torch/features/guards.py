@@ -128,6 +128,17 @@ class Large(Net):
         return super().forward(x + self.large.sum())
 
 
+class Sparse(Net):
+    """Has a sparse buffer with more elements than a comparison after a short call reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("links", torch.eye(100).to_sparse_csr())
+
+    def forward(self, x):
+        return super().forward(x * (self.links @ torch.ones(100, 1))[:3, 0])
+
+
 class Broken(Net):
     """Computes with an error of one unit in the last place on one worker."""
 
@@ -379,7 +390,8 @@ class Trains(TrainingOperator):
     def setup(self, config):
         self.case = case = config["case"]
         torch.manual_seed(0)
-        model, self.teacher = globals()[case.model](), Net()
+        model = globals()[case.model]()
+        self.teacher = Sparse() if case.model == "Sparse" else Net()
         self.teacher.register_buffer("table", torch.arange(4.0))
         if case.step != "adversarial":
             self.teacher.requires_grad_(False)

@@ -187,6 +187,12 @@ def test_legitimate_operators_train_without_an_error(workers, case):
         assert result["problem"] == ""
 
 
+def test_sparse_buffers_reach_workers_that_join(workers):
+    unsynced = {"ddp_args": {"broadcast_buffers": False}}
+    for result in workers(Case("tags", "in a join", (0, 1, 2), model="Sparse", register=unsynced)):
+        assert result["problem"] == ""
+
+
 def test_minority_takes_the_state_of_the_majority(workers):
     case = Case("adds_noise", "in a step", guard=Guard(every=1, on_difference="repair"))
     first, *others = workers(case)
