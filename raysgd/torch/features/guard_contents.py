@@ -67,6 +67,8 @@ class ReplicaContents:
         modules = [module for model in state.models for module in model.modules()]
         views = [(m._modules.values(), m._parameters.values()) for m in modules]
         self._children = list(itertools.chain.from_iterable(views))
+        # Only objects that exist have unique ids.
+        self._members = list(itertools.chain.from_iterable(self._children))
         self._named = [list(ddp.plain(model).named_parameters()) for model in state.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
         self.renormalized = {  # Each forward pass may change the rows of its batch.

@@ -277,6 +277,12 @@ def replaces_head(t):
     t.model.head = torch.nn.Linear(5, 1)
 
 
+def deletes_head(t):
+    """Replace the head by a module that may have the address of the old one."""
+    del t.model.module.head
+    t.model.head = torch.nn.Linear(5, 1)
+
+
 def adds_module(t):
     t.model.body.append(torch.nn.Linear(5, 5))
 

@@ -132,6 +132,7 @@ def test_worker_that_joins_with_a_difference_is_an_error(workers, case, named, s
     ("case", "named"),
     [
         (Case("replaces_head", "in a step"), "its parameter head.weight is new"),
+        (Case("deletes_head", "in a step"), "its parameter head.weight is new"),
         pytest.param(
             Case("replaces_head", "in a step", register={"sharding": "full"}),
             "its parameter head.weight is new",
