@@ -78,6 +78,16 @@ class Caching(Net):
         return super().forward(x + 0.001 * self.total)
 
 
+class Monitored(Net):
+    """Has a hook that notes a number on a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.register_forward_hook(
+            lambda head, _, output: setattr(head, "norm", float(output.norm()))
+        )
+
+
 class Bounded(Net):
     """Renormalizes the rows of its embedding that a batch uses."""
 

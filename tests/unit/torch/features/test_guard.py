@@ -165,6 +165,7 @@ FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
         Case(step="overflows", settings=FLOAT16),
         Case(model="Caching"),
         Case(model="Caching", register={"ddp_args": {"broadcast_buffers": False}}),
+        Case(model="Monitored"),
         Case(model="Bounded"),
         Case(model="Normalized"),
         Case(model="Viewed"),
