@@ -59,11 +59,12 @@ def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     metadata = {"format": "pt"}
     for name, tensor in module.state_dict().items():
-        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        bits = tensor.is_conj(), tensor.is_neg()  # which the memory lacks
+        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *bits)
         if tensor.numel() and (first := names.setdefault(identity, name)) != name:
             metadata[name] = first  # tied
             continue
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         is_view = tensor.nbytes < tensor.untyped_storage().nbytes()
         tensors[name] = tensor.clone() if is_view else tensor  # they must not share memory
     return save(tensors, metadata)

@@ -32,7 +32,6 @@ _COLLECTIVES = (
     "alltoall",
     "alltoall_base",
     "barrier",
-    "broadcast",
     "gather",
     "reduce",
     "reduce_scatter",
@@ -147,6 +146,14 @@ class GlooGroup(ProcessGroup):
             )
         finally:
             step_timing.resume(phase)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Work:
+        sent, *options = args
+        if isinstance(sent, list):
+            # DistributedDataParallel passes conjugated tensors, which gloo refuses.
+            sent = [each.conj() if each.is_conj() else each for each in sent]
+        start = functools.partial(self._gloo.broadcast, sent, *options, **kwargs)
+        return _Operation(self._running, start, args[0])
 
     def allgather(self, *args: Any) -> Work:
         """Start an all-gather. Raise on all ranks if their sizes differ.

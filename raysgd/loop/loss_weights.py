@@ -76,7 +76,7 @@ class LossWeights:
         self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
         self.has_earlier_losses = False  # an earlier micro-batch of the update has one
         self.has_gap = False  # an earlier micro-batch of the update has none
-        self._awaits_first_loss = True  # the next loss is the first of the micro-batch
+        self._awaits_count = True  # the next loss sets the count of the micro-batch
         self._count = LossCount()  # of the newest loss
         self._items = self._num_items = self._total = 0.0
 
@@ -84,11 +84,11 @@ class LossWeights:
         """Begin a micro-batch."""
         self.has_earlier_losses = self.has_earlier_losses or self.has_loss
         self.has_gap = self._tx.index > 0 and (self.has_gap or not self.has_loss)
-        self.has_loss, self._awaits_first_loss = False, True
+        self.has_loss, self._awaits_count = False, True
 
     def end_optimizer_step(self) -> None:
         """Allow losses with another count after the update of an optimizer."""
-        self._awaits_first_loss = self._awaits_first_loss or not self.has_earlier_losses
+        self._awaits_count = self._awaits_count or not self.has_earlier_losses
 
     @property
     def uses_backward(self) -> bool:
@@ -114,7 +114,7 @@ class LossWeights:
         if count.is_sum:
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
-        if self._awaits_first_loss:
+        if self._awaits_count:
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
             planned = 0.0 if tx.is_only else self._planned(num_workers, add_up)
@@ -142,7 +142,7 @@ class LossWeights:
             items = self._tx.micro_batch.weight
         self._items = 0.0 if is_repeated else float(items)
         self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
-        self._awaits_first_loss = False
+        self._awaits_count = False
 
     def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._count.items is not None:

@@ -158,10 +158,11 @@ def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, source: i
 
 def _broadcast_large(tensor: torch.Tensor, device: torch.device, source: int) -> None:
     """Broadcast a tensor in parts, which arrive in its memory if it is contiguous."""
-    flat = tensor.contiguous().view(-1)
+    has_own_memory = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     for part in flat.split(_MESSAGE_BYTES // tensor.element_size()):
         broadcast(torch.empty_like(part, device=device) if part.is_meta else part, source)
-    if not tensor.is_contiguous() and rank() != source:
+    if not has_own_memory and rank() != source:
         tensor.copy_(flat.view_as(tensor))
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,74 +31,39 @@ from raysgd._internal import step_timing
 from raysgd.errors import ReplicasDifferError
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.tensors import parameters_of, version_of
-
-_METHODS_OF_THE_MODULE = (
-    "__bool__",
-    "__delitem__",
-    "__getitem__",
-    "__iter__",
-    "__len__",
-    "__setitem__",
-    "_apply",
-    "add_module",
-    "apply",
-    "load_state_dict",
-    "named_buffers",
-    "named_children",
-    "named_modules",
-    "named_parameters",
-    "register_buffer",
-    "register_load_state_dict_post_hook",
-    "register_load_state_dict_pre_hook",
-    "register_module",
-    "register_parameter",
-    "register_state_dict_post_hook",
-    "register_state_dict_pre_hook",
-    "state_dict",
-    "train",
-)
-"""Methods of a wrapper that call the module's methods, so that names have no prefix."""
+from raysgd.torch.wrapper import Wrapper
 
 
-class ReplicatedModel(DistributedDataParallel):
+class ReplicatedModel(Wrapper):
     """DistributedDataParallel that synchronizes only forward passes with gradients.
 
     Under ``no_grad``, a call goes to the module directly. DistributedDataParallel would broadcast
     the buffers then too, and block forever if workers validate different numbers of batches.
-
-    The wrapper has the attributes and items of the module, and names without a prefix ``module.``,
-    so that user code works as with one worker.
     """
 
+    _reduced: Sequence[torch.nn.Parameter] = ()
+    """The parameters whose gradients a backward pass averages."""
+    _others: Sequence[torch.nn.Parameter] = ()
+    """Parameters that were frozen at first."""
     _awaits_pass = False
     """Whether the next backward pass averages gradients, because a forward pass prepared it."""
-    _running_pass = -1
-    """ID of the backward pass in progress."""
-    _before: Sequence[Any] = ()
-    """Versions of the gradients before that pass."""
+    _is_in_backward = False
+    """Whether a backward pass is in progress."""
+    _averaged: Mapping[torch.nn.Parameter, Any] = MappingProxyType({})
+    """Averaged gradients, to detect changes until an optimizer steps."""
     _trained_this_update = False
-    """Whether a backward pass of this step has computed gradients."""
+    """Whether a backward pass of this update has computed gradients."""
     _trained_last_update = False
-    """The same for the previous step."""
+    """The same for the previous update."""
     _first_pass = -1
-    """ID of the first backward pass of the newest step with one."""
+    """Number of the first backward pass of the newest update with one, to order models."""
     _watches_parameters = False
     """Whether hooks of the parameters detect backward passes, and not only hooks of outputs."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        del self.training  # __getattr__ then returns the mode of the module
-        # The parameters whose gradients a backward pass averages, and the others.
         self._reduced = [p for p in self._module_parameters if p.requires_grad]
         self._others = [p for p in self._module_parameters if not p.requires_grad]
-        self._averaged: dict[torch.nn.Parameter, Any] = {}
-        """Averaged gradients, to detect changes until an optimizer steps."""
-        self._wrapped = True
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Add ``module.`` to the names if a model that contains this wrapper loads its state."""
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -106,7 +72,7 @@ class ReplicatedModel(DistributedDataParallel):
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         step_timing.resume(phase)
         if self.require_backward_grad_sync:
-            self._awaits_pass, self._running_pass = True, -1
+            self._awaits_pass, self._is_in_backward = True, False  # an earlier pass may have failed
             for tensor in _find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin_pass)
@@ -118,9 +84,9 @@ class ReplicatedModel(DistributedDataParallel):
 
     def _begin_pass(self, _: torch.Tensor) -> None:
         # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
-        if self._running_pass == -1 and self.require_backward_grad_sync:
-            self._running_pass = torch._C._current_graph_task_id()
-            self._before = list(map(gradient_of, self._reduced))
+        if not self._is_in_backward and self.require_backward_grad_sync:
+            self._is_in_backward, number = True, torch._C._current_graph_task_id()
+            before = list(map(gradient_of, self._reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
             queue = Variable._execution_engine.queue_callback
             phase = step_timing.enter(step_timing.BACKWARD, any_thread=True)
@@ -128,18 +94,19 @@ class ReplicatedModel(DistributedDataParallel):
             def complete() -> None:
                 # DistributedDataParallel now waits for the averages.
                 computing = step_timing.enter(step_timing.WAIT, any_thread=True)
-                queue(lambda: self._end_pass(computing if phase is None else phase))
+                step_phase = computing if phase is None else phase
+                queue(lambda: self._end_pass(number, before, step_phase))
 
             queue(complete)
 
-    def _end_pass(self, phase: int | None) -> None:
-        """Average what the backward pass that ends has not averaged.
+    def _end_pass(self, number: int, before: Sequence[Any], phase: int | None) -> None:
+        """Average what backward pass `number` has not averaged. `before`: earlier gradients.
 
         DistributedDataParallel averages only the first backward pass after a forward pass. The mean
         of averaged and local gradients is right too, because a mean is linear.
         """
         step_timing.resume(phase)
-        before, number, self._running_pass = self._before, self._running_pass, -1
+        self._is_in_backward = False
         if list(map(gradient_of, self._reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
         if not self._trained_this_update:
@@ -181,38 +148,31 @@ class ReplicatedModel(DistributedDataParallel):
             if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):
                 parameter.grad = None
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not set yet
-                raise
-            return getattr(self.module, name)
+    def _take_averaged(self, stepped: Mapping[torch.nn.Parameter, Any]) -> Mapping[Any, Any]:
+        """Return the averaged gradients, and forget those of the parameters that will change."""
+        if self._awaits_pass and not stepped.keys().isdisjoint(self._reduced):
+            self._complete(self._reduced)
+        averaged = self._averaged
+        self._averaged = {p: gradient for p, gradient in averaged.items() if p not in stepped}
+        return averaged
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = vars(self)
-        # The constructor sets attributes of the wrapper.
-        is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
-        is_part = isinstance(value, torch.nn.Module | torch.nn.Parameter)
-        if is_own or name == "module" or not (is_part or hasattr(self.module, name)):
-            super().__setattr__(name, value)
-        else:
-            setattr(self.module, name, value)
+    def _end_update(self) -> None:
+        self._trained_last_update, self._trained_this_update = self._trained_this_update, False
+        self._awaits_pass, self._averaged = False, {}
 
-
-def _of_module(name: str) -> Callable[..., Any]:
-    def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
-        if name == "__bool__":  # a module that has no length has no such method
-            return bool(plain(self))
-        result = getattr(self.module, name)(*args, **kwargs)
-        return self if result is self.module else result
-
-    method.__name__ = name
-    return method
-
-
-for _name in _METHODS_OF_THE_MODULE:
-    setattr(ReplicatedModel, _name, _of_module(_name))
+    def _complete_skipped(self) -> None:
+        """Join the averages of an update without a pass. Raise if other workers have gradients."""
+        if not self._awaits_pass:  # a forward pass without the module, as in PyTorch's Join
+            self._pre_forward()  # type: ignore[no-untyped-call]
+            self._post_forward(())  # type: ignore[no-untyped-call]
+        self._complete(self._reduced)
+        if any(parameter.grad is not None for parameter in self._reduced):
+            raise RuntimeError(
+                "train_batch made no backward pass for this batch on this worker, but did so on "
+                "other workers. All workers must train every model on every batch. For a batch "
+                "without a loss, call self.backward(loss, num_samples=0) with any loss of the "
+                "registered model. For others, pass their number of samples."
+            )
 
 
 def wrapped(
@@ -255,10 +215,7 @@ def average(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module])
     averaged: dict[torch.nn.Parameter, Any] = {}
     for model in models:
         if isinstance(model, ReplicatedModel):
-            if model._awaits_pass and not stepped.keys().isdisjoint(model._reduced):
-                model._complete(model._reduced)
-            averaged |= model._averaged
-            model._averaged = {p: g for p, g in averaged.items() if p not in stepped}
+            averaged |= model._take_averaged(stepped)
     if not any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
         return
     try:
@@ -276,23 +233,18 @@ def average(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module])
     )
 
 
-def forget_gradients(models: Sequence[torch.nn.Module]) -> None:
-    """Prepare for the next step."""
+def end_update(models: Sequence[torch.nn.Module]) -> None:
     for model in models:
         if isinstance(model, ReplicatedModel):
-            model._trained_last_update, model._trained_this_update = (
-                model._trained_this_update,
-                False,
-            )
-            model._awaits_pass, model._averaged = False, {}
+            model._end_update()
 
 
 def check_skipped(models: Sequence[torch.nn.Module], has_optimizer_steps: bool) -> None:
     """Raise an error if this worker has skipped a model that other workers have trained.
 
     Without it, the other workers would average their gradients with those of a later pass. A model
-    counts as skipped if it had a backward pass in the previous step. Without a pass and without
-    updates, the first one counts. Every rank must call this at the end of a step.
+    counts as skipped if it had a backward pass in the previous update. Without a pass and without
+    steps of optimizers, the first one counts. Every rank must call this at the end of an update.
     """
     replicas = [model for model in models if isinstance(model, ReplicatedModel)]
     replicas.sort(key=lambda model: model._first_pass)
@@ -305,17 +257,7 @@ def check_skipped(models: Sequence[torch.nn.Module], has_optimizer_steps: bool) 
     if any(parameter.grad is not None for parameter in parameters):
         return  # user code accumulates gradients
     for model in skipped:
-        if not model._awaits_pass:  # a forward pass without the module, as in PyTorch's Join
-            model._pre_forward()  # type: ignore[no-untyped-call]
-            model._post_forward(())  # type: ignore[no-untyped-call]
-        model._complete(model._reduced)
-        if any(parameter.grad is not None for parameter in model._reduced):
-            raise RuntimeError(
-                "train_batch made no backward pass for this batch on this worker, but did so on "
-                "other workers. All workers must train every model on every batch. For a batch "
-                "without a loss, call self.backward(loss, num_samples=0) with any loss of the "
-                "registered model. For others, pass their number of samples."
-            )
+        model._complete_skipped()
 
 
 def _may_hide_tensors(output: Any) -> bool:

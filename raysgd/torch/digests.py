@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from raysgd.comm.mesh import as_bytes
+
 _FACTOR = -7046029254386353131  # an odd number of 64 bits without a pattern
 _WORDS = {"cpu": 2**16, "cuda": 2**21}
 """Number of 64-bit words that are multiplied together: as many as the cache of a CPU holds."""
@@ -43,8 +45,7 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
     pieces: list[torch.Tensor] = []
     total = 0
     for tensor in filter(has_bits, tensors):
-        content = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-        content = content.contiguous().view(torch.uint8)
+        content = as_bytes(tensor)
         num_bytes = content.numel()
         if num_bytes >= size and content.storage_offset() % 8 == 0:
             whole, num_bytes = num_bytes // 8 * 8, num_bytes % 8

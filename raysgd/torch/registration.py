@@ -59,6 +59,7 @@ def register(
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
+    _separate_options(state.optimizers)
     options, precision = state.settings.options, state.optimization.precision
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
@@ -95,6 +96,20 @@ def register(
     if schedulers is not None:
         results.append(schedulers)
     return tuple(results)
+
+
+def _separate_options(optimizers: list[torch.optim.Optimizer]) -> None:
+    """Give each parameter group its own tensors as options.
+
+    PyTorch gives all groups the tensor that it gets as learning rate, so that a scheduler could not
+    give them different rates. The groups of a loaded state have their own tensors.
+    """
+    seen: set[int] = set()
+    for group in (group for each in optimizers for group in each.param_groups):
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor):
+                group[name] = value.clone() if id(value) in seen else value
+                seen.add(id(value))
 
 
 def _move_models(

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from raysgd._internal.versions import is_at_least
+from raysgd.comm.mesh import as_bytes
 from raysgd.data.stream import NumberedSamples
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
@@ -292,9 +293,8 @@ def digest(value: Any, before: int = 0, in_object: bool = False) -> int:
     if kind in _SCALARS:
         return zlib.crc32(repr(value).encode(), before)
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
         before = zlib.crc32(repr(value.shape).encode(), before)
-        return zlib.crc32(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"", before)
+        return zlib.crc32(as_bytes(value.cpu()).numpy().tobytes(), before)
     if isinstance(value, Mapping):
         for key, item in value.items():
             before = digest(item, digest(key, before), in_object)

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
 from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd.comm.mesh import as_bytes
 
 
 def to_cpu(tree: Any, shares: bool = False) -> Any:
@@ -127,7 +128,7 @@ class Places:
 
     @property
     def memory(self) -> dict[int, Any]:
-        return {at: own.reshape(-1).view(torch.uint8).numpy() for at, own in self._own.items()}
+        return {at: as_bytes(own).numpy() for at, own in self._own.items()}
 
     def adopt(self, state: Any, own: Any) -> Any:
         """Return `state` with own tensors in place of the equal ones at the addresses."""
@@ -147,6 +148,7 @@ def _is_equal(tensor: torch.Tensor, own: Any) -> bool:
         isinstance(own, torch.Tensor)
         and own.layout is torch.strided
         and own.is_contiguous()
+        and not (own.is_conj() or own.is_neg())
         and (own.shape, own.dtype, own.device) == (tensor.shape, tensor.dtype, tensor.device)
     )
 

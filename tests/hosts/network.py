@@ -130,16 +130,16 @@ class Hosts:
         for _ in range(START_TRIES):
             with log.open("w") as output:
                 started = self.spawn(host, command, stdout=output, stderr=output)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(START_S)
-                break
-            except subprocess.TimeoutExpired:  # happens sometimes, for an unknown reason
-                print(f"no node of Ray's on host {host} within {START_S} s:", log.read_text())
-                self._kill_all(host)
-                started.wait()
-                if not host:  # otherwise the next try believes that a head already runs
-                    (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
-        assert "Ray runtime started" in log.read_text(), log.read_text()
+            if "Ray runtime started" in (said := log.read_text()):
+                return
+            # Ray sometimes does not start, for an unknown reason, or because the machine is busy.
+            self._kill_all(host)
+            started.wait()
+            if not host:  # otherwise the next try believes that a head already runs
+                (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
+        raise AssertionError(f"no node of Ray's on host {host} in {START_TRIES} tries: {said}")
 
     def spawn(self, host, command, **options):
         """Start a process on a host."""

@@ -86,7 +86,7 @@ class Replication(GradientExchange):
         ddp.check_skipped(self._state.models, tx.has_optimizer_steps)
 
     def commit(self, tx: UpdateTransaction) -> None:
-        ddp.forget_gradients(self._state.models)
+        ddp.end_update(self._state.models)
         self._set_sync(True)
 
     roll_back = commit

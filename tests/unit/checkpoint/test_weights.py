@@ -61,6 +61,8 @@ def test_views_of_the_same_memory_are_written_apart(tmp_path):
     model = torch.nn.Module()
     memory = torch.arange(12.0).reshape(3, 4)
     views = {"rows": memory[:2], "columns": memory.T, "all": memory, "odd": memory[:, ::2]}
+    wave = torch.tensor([1 + 2j])
+    views |= {"wave": wave, "conjugate": wave.conj(), "negative": wave.conj().imag}
     for name, view in views.items():
         model.register_buffer(name, view)
     tensors = load_file(save_model(model, tmp_path / "views.safetensors"))

@@ -81,6 +81,12 @@ def test_tensors_need_not_be_contiguous_and_may_need_gradients(pair):
     assert [tensor.tolist() for tensor in tensors] == [[[2.0] * 4] * 6] * 2
 
 
+def test_lazily_negated_tensors_are_reduced(pair):
+    tensors = [torch.tensor([1 + 2j]).conj().imag, torch.ones(1)]
+    reduced(pair, tensors)
+    assert [tensor.tolist() for tensor in tensors] == [[-1.0]] * 2
+
+
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.parametrize("operation", [dist.ReduceOp.MIN, dist.ReduceOp.MAX])

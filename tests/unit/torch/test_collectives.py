@@ -128,6 +128,9 @@ def test_broadcast_overwrites_tensors_in_place(link, monkeypatch, message_bytes)
             torch.tensor(int(value)),
             torch.nn.Parameter(torch.full((5,), value)),
             strided,
+            torch.full((1, 3), value)[:, 0],
+            torch.full((3,), complex(0, value)).conj(),
+            torch.full((3,), complex(0, value)).conj().imag,
             torch.empty(0),
         ]
 
@@ -177,6 +180,14 @@ def test_fingerprint_covers_names_shapes_types_and_numbers(other):
     state = {"w": torch.zeros(4), "lr": 0.1}
     assert fingerprint(state) == fingerprint(copy.deepcopy(state))
     assert fingerprint(state) != fingerprint(other)
+
+
+def test_fingerprint_is_that_of_the_values():
+    whole = torch.tensor([[1 + 2j, 3 - 4j]])
+    views = [whole.conj(), whole.conj().imag, torch.rand(1, 3)[:, 0]]
+    for view in views:
+        assert fingerprint(view) == fingerprint(view.clone().contiguous())
+    assert fingerprint(whole.conj()) != fingerprint(whole)
 
 
 STRIDED = """

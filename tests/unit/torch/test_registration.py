@@ -72,6 +72,18 @@ def test_trained_criterion_is_also_a_model():
     assert train_state.models == train_state.given_models == [model, criterion]
 
 
+def test_groups_that_share_a_learning_rate_follow_their_schedulers():
+    model = linear()
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.5))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1.0, lambda n: 1 / (1 + n)])
+    state = make_registration(scheduler_step_freq="manual")
+    register(state, model, optimizer, schedulers=schedule)
+    optimizer.step()
+    schedule.step()
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
+
+
 def test_class_as_criterion_is_an_error():
     with pytest.raises(TypeError, match="must be a function, or an object such as"):
         register(make_registration(), criterion=torch.nn.CrossEntropyLoss)

@@ -119,12 +119,14 @@ class Viewed(Net):
         super().__init__()
         numbers = torch.arange(6.0).view(2, 3).to(torch.complex64)
         self.factor = torch.nn.Parameter(numbers[0])
-        self.register_buffer("conjugate", numbers[0].conj())
+        # DistributedDataParallel sends the only tensor of a type without a copy.
+        self.register_buffer("conjugate", numbers[0].to(torch.complex128).conj())
         self.register_buffer("imaginary", numbers[1].conj().imag)
         self.register_buffer("column", numbers.real[:, 1])
+        self.register_buffer("element", numbers.real[1:, 1])
 
     def forward(self, x):
-        return super().forward(x + (self.factor * self.conjugate).real + self.imaginary)
+        return super().forward(x + (self.factor * self.conjugate).real.float() + self.imaginary)
 
 
 class Large(Net):
