@@ -71,6 +71,15 @@ class StepTiming:
             self.enter(_OUTSIDE)
             _active = before
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing in the context."""
+        before = self.enter(_OUTSIDE)
+        try:
+            yield
+        finally:
+            self._since, self.phase = perf_counter(), before
+
     @property
     def totals(self) -> Totals:
         return Totals(tuple(self._seconds), self.num_steps, self.num_samples, self.loader_workers)

@@ -183,7 +183,7 @@ def broadcast_state(
     tensors: list[tuple[torch.device, torch.Tensor]] = []
 
     def take(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
             return leaf
         tensors.append((leaf.device, leaf))
         return _Slot(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")

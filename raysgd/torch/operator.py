@@ -209,7 +209,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         before = [(module, module.training) for module in state.modules()]
         self.train_mode(False)
         meters = self._new_meters(evaluates=True)
-        with torch.no_grad():
+        with torch.no_grad(), state.timing.paused():
             for batch_idx, batch in enumerate(val_iterator):
                 epoch = state.epoch
                 batch_info = self._batch_info(info, batch_idx, epoch, val_iterator)

@@ -111,6 +111,7 @@ class RegisteredState(TrainState):
         return collectives.total(value, self.settings.device)
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
+        buffers = [buffer for buffer in buffers if buffer.layout is torch.strided]
         if buffers:
             self.minimum(0)  # an error if another worker still averages gradients
             collectives.broadcast_tensors(buffers, source=0)

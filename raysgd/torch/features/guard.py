@@ -13,7 +13,7 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
-from raysgd.torch.digests import digest_of
+from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.features.cross_check import cross_check
 from raysgd.torch.features.differences import (
     differing,
@@ -191,6 +191,8 @@ class ReplicaGuard(StepFeature):
         groups: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
         for kind, name, value in self._contents.items(in_step, is_new):
             if isinstance(value, torch.Tensor):
+                if not has_bits(value):
+                    continue
                 if num_parts > 1 and value.numel() > _SMALL and value.is_contiguous():
                     size = max(_SMALL, value.numel() // num_parts)
                     value, is_complete = value.detach().view(-1)[:size], False

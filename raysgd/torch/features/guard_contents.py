@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import numbers
 import operator
@@ -67,6 +68,8 @@ class ReplicaContents:
         modules = [module for model in state.models for module in model.modules()]
         views = [(m._modules.values(), m._parameters.values()) for m in modules]
         self._children = list(itertools.chain.from_iterable(views))
+        # Only objects that exist have unique ids.
+        self._members = list(itertools.chain.from_iterable(self._children))
         self._named = [list(ddp.plain(model).named_parameters()) for model in state.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
         self.renormalized = {  # Each forward pass may change the rows of its batch.
@@ -224,9 +227,14 @@ def _hyperparameters(place: str, model: torch.nn.Module) -> Iterator[Content]:
     """Iterate over options of PyTorch's own modules, such as the rate of a dropout."""
     for name, module in model.named_modules(prefix=place):
         if type(module).__module__.startswith("torch.nn.modules."):
-            for key, value in vars(module).items():
-                is_option = isinstance(value, int | float | str | tuple) and key[0] != "_"
-                if is_option and key != "training":
+            for key in _arguments_of(type(module)):
+                if isinstance(value := vars(module).get(key), int | float | str | tuple):
                     yield "options", f"{name}.{key}", value
         if type(module).__module__ == "torch.nn.modules.loss":  # such as the weights of classes
             yield from _items(name, module._buffers)
+
+
+def _arguments_of(kind: type[torch.nn.Module]) -> list[str]:
+    """Return the arguments of a class of modules. Hooks of users may note values under others."""
+    own = (vars(each).get("__init__") for each in kind.__mro__)
+    return [name for init in own if init for name in inspect.signature(init).parameters]

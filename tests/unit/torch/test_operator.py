@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions
@@ -167,6 +168,27 @@ def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
     after = operator.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert torch.is_grad_enabled()
+
+
+def test_validation_within_an_epoch_takes_no_time_of_a_step(make_trainer, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(step_timing, "perf_counter", lambda: now[0])
+
+    class Validating(Classifier):
+        def train_epoch(self, iterator, *arguments, **named):
+            result = super().train_epoch(iterator, *arguments, **named)
+            self.validate(self.validation_loader)
+            now[0] += 1
+            return result
+
+        def validate_batch(self, batch, batch_info):
+            now[0] += 100
+            return super().validate_batch(batch, batch_info)
+
+    trainer = make_trainer(Validating)
+    trainer.train()
+    timing = trainer.get_local_operator()._train_state.timing
+    assert sum(timing.totals.seconds) == timing.totals.seconds[step_timing.OTHER] == 1
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4))

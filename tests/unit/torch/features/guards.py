@@ -79,6 +79,16 @@ class Caching(Net):
         return super().forward(x + 0.001 * self.total)
 
 
+class Monitored(Net):
+    """Has a hook that notes a number on a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.register_forward_hook(
+            lambda head, _, output: setattr(head, "norm", float(output.norm()))
+        )
+
+
 class Bounded(Net):
     """Renormalizes the rows of its embedding that a batch uses."""
 
@@ -129,6 +139,17 @@ class Large(Net):
 
     def forward(self, x):
         return super().forward(x + self.large.sum())
+
+
+class Sparse(Net):
+    """Has a sparse buffer with more elements than a comparison after a short call reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("links", torch.eye(100).to_sparse_csr())
+
+    def forward(self, x):
+        return super().forward(x * (self.links @ torch.ones(100, 1))[:3, 0])
 
 
 class Broken(Net):
@@ -269,6 +290,12 @@ def replaces_head(t):
     t.model.head = torch.nn.Linear(5, 1)
 
 
+def deletes_head(t):
+    """Replace the head by a module that may have the address of the old one."""
+    del t.model.module.head
+    t.model.head = torch.nn.Linear(5, 1)
+
+
 def adds_module(t):
     t.model.body.append(torch.nn.Linear(5, 5))
 
@@ -382,7 +409,8 @@ class Trains(TrainingOperator):
     def setup(self, config):
         self.case = case = config["case"]
         torch.manual_seed(0)
-        model, self.teacher = globals()[case.model](), Net()
+        model = globals()[case.model]()
+        self.teacher = Sparse() if case.model == "Sparse" else Net()
         self.teacher.register_buffer("table", torch.arange(4.0))
         if case.step != "adversarial":
             self.teacher.requires_grad_(False)

@@ -133,6 +133,7 @@ def test_worker_that_joins_with_a_difference_is_an_error(workers, case, named, s
     ("case", "named"),
     [
         (Case("replaces_head", "in a step"), "its parameter head.weight is new"),
+        (Case("deletes_head", "in a step"), "its parameter head.weight is new"),
         pytest.param(
             Case("replaces_head", "in a step", register={"sharding": "full"}),
             "its parameter head.weight is new",
@@ -165,6 +166,7 @@ FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
         Case(step="overflows", settings=FLOAT16),
         Case(model="Caching"),
         Case(model="Caching", register={"ddp_args": {"broadcast_buffers": False}}),
+        Case(model="Monitored"),
         Case(model="Bounded"),
         Case(model="Normalized"),
         Case(model="Viewed"),
@@ -185,6 +187,12 @@ FLOAT16 = {"use_fp16": True, "amp_dtype": torch.float16}
 )
 def test_legitimate_operators_train_without_an_error(workers, case):
     for result in workers(replace(case, guard=Guard(every=1))):
+        assert result["problem"] == ""
+
+
+def test_sparse_buffers_reach_workers_that_join(workers):
+    unsynced = {"ddp_args": {"broadcast_buffers": False}}
+    for result in workers(Case("tags", "in a join", (0, 1, 2), model="Sparse", register=unsynced)):
         assert result["problem"] == ""
 
 
