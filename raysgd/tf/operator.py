@@ -105,10 +105,11 @@ class TrainingOperator(OperatorBase):
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`, whose length can differ between workers."""
         meters = self._new_meters(evaluates=True)
-        for batch_idx, batch in enumerate(val_iterator):
-            batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-            metrics = _plain(self.validate_batch(batch, batch_info))
-            meters.update(*checked_metrics(self.validate_batch, metrics))
+        with self._train_state.timing.paused():
+            for batch_idx, batch in enumerate(val_iterator):
+                batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
+                metrics = _plain(self.validate_batch(batch, batch_info))
+                meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

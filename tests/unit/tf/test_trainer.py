@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from raysgd import TFTrainer
+from raysgd._internal import step_timing
 from raysgd.callbacks import EMA
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.tf import TrainingOperator
@@ -144,13 +145,19 @@ class ValidatesFirst(Digits):
 
         return super().train_epoch(batches(), info)
 
+    def validate_batch(self, batch, batch_info):
+        self.phase = self._train_state.timing.phase
+        return super().validate_batch(batch, batch_info)
 
-def test_metrics_of_a_validation_are_not_those_of_its_epoch():
+
+def test_validation_within_an_epoch_has_metrics_and_time_of_its_own():
     config = {"num_samples": 160}
     with TFTrainer(training_operator_cls=ValidatesFirst, config=config, use_local=True) as trainer:
         with pytest.raises(ValueError, match="after the validation"):
             trainer.train()
-        metrics = trainer.get_local_operator()._train_state.meters.summary()
+        operator = trainer.get_local_operator()
+        metrics = operator._train_state.meters.summary()
+    assert operator.phase == step_timing._OUTSIDE
     assert metrics["num_samples"] == 96
     assert "val_loss" not in metrics
 
