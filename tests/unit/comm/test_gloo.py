@@ -35,6 +35,13 @@ def test_group_is_a_gloo_group_for_pytorch(group):
     assert dist.get_backend(other) == "gloo"
 
 
+def test_models_may_have_a_conjugated_tensor(group):
+    model, wave = torch.nn.Linear(1, 1), torch.tensor([1 + 2j]).conj()
+    model.register_buffer("wave", wave)
+    torch.nn.parallel.DistributedDataParallel(model)
+    assert wave.tolist() == [1 - 2j]
+
+
 def test_collectives_do_what_they_do_in_gloo(group):
     ones = torch.ones(3)
     dist.all_reduce(ones)
