@@ -27,8 +27,8 @@ class Guard:
     """
 
     every: int = 500
-    """Steps between two complete comparisons. After a call with fewer steps, workers compare small
-    tensors, and a share of large tensors."""
+    """Steps between two complete comparisons. With gradient accumulation, this counts updates.
+    After a call with fewer steps, workers compare small tensors, and a share of large tensors."""
     on_difference: Literal["error", "repair"] = "error"
     """``"repair"``: a minority of the workers takes the state of the majority. Without a majority,
     and with sharding, a difference is an error."""
