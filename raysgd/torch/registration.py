@@ -58,8 +58,7 @@ def register(
     apex_args = checked_dict("register", "apex_args", apex_args)
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
     modules = checked("models", models, torch.nn.Module)
-    state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
-    _separate_options(state.optimizers)
+    state.optimizers = _separated(checked("optimizers", optimizers, torch.optim.Optimizer))
     options, precision = state.settings.options, state.optimization.precision
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
@@ -98,7 +97,7 @@ def register(
     return tuple(results)
 
 
-def _separate_options(optimizers: list[torch.optim.Optimizer]) -> None:
+def _separated(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Give each parameter group its own tensors as options.
 
     PyTorch gives all groups the tensor that it gets as learning rate, so that a scheduler could not
@@ -110,6 +109,7 @@ def _separate_options(optimizers: list[torch.optim.Optimizer]) -> None:
             if isinstance(value, torch.Tensor):
                 group[name] = value.clone() if id(value) in seen else value
                 seen.add(id(value))
+    return optimizers
 
 
 def _move_models(

@@ -139,7 +139,7 @@ class Hosts:
             started.wait()
             if not host:  # otherwise the next try believes that a head already runs
                 (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
-        raise AssertionError(f"no node of Ray's on host {host} in {START_TRIES} tries: {said}")
+        raise AssertionError(f"Ray did not start on host {host} in {START_TRIES} tries: {said}")
 
     def spawn(self, host, command, **options):
         """Start a process on a host."""

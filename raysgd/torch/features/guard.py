@@ -191,9 +191,8 @@ class ReplicaGuard(StepFeature):
         groups: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
         for kind, name, value in self._contents.items(in_step, is_new):
             if isinstance(value, torch.Tensor):
-                if not has_bits(value):
-                    continue
-                if num_parts > 1 and value.numel() > _SMALL and value.is_contiguous():
+                is_large = num_parts > 1 and value.numel() > _SMALL
+                if is_large and has_bits(value) and value.is_contiguous():
                     size = max(_SMALL, value.numel() // num_parts)
                     value, is_complete = value.detach().view(-1)[:size], False
                 groups[kind == "buffers", value.device].append(value)

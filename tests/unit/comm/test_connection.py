@@ -163,7 +163,7 @@ def test_a_connection_that_comes_while_the_listener_closes_is_closed():
         listener._loop.call_soon_threadsafe(listener._closed.set)
         go_on.set()
         listener.close()
-        assert closed_at_once(late)  # and nobody warns of an unclosed socket
+        assert closed_at_once(late)  # and Python does not warn of an unclosed socket
 
 
 LISTENING = """
