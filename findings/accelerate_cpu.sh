@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Accelerate: without cpu=True, two processes on CPUs form a group and train two models.
 #
-# Versions: accelerate 1.15.0, torch 2.13.0, on a machine without GPUs
+# Versions: accelerate 1.15.0, torch 2.15.0, on a machine without GPUs
 # Expected: The two processes of torchrun average their gradients, or Accelerator raises an error.
 # Seen: The process group has two members, but each Accelerator reports one process and wraps
 #   nothing. Both train a model of their own, and both are the main process.
@@ -14,7 +14,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 accelerate==1.15.0)
+packages=(torch==2.15.0 numpy==2.4.6 accelerate==1.15.0)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Accelerate: gather_for_metrics loses samples if a sampler selects a part of the data set.
 #
-# Versions: accelerate 1.15.0, torch 2.13.0 with gloo, on CPUs
+# Versions: accelerate 1.15.0, torch 2.15.0 with gloo, on CPUs
 # Expected: Two processes with batches of two gather the eight samples that the sampler selects. A
 #   torch.utils.data.Subset of the same samples does.
 # Seen: The last two samples are missing. Accelerate computes how many samples repeat from the
@@ -13,7 +13,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 accelerate==1.15.0)
+packages=(torch==2.15.0 numpy==2.4.6 accelerate==1.15.0)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

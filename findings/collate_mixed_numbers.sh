@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # torch.utils.data: the first number of a batch decides whether the others are rounded.
 #
-# Versions: torch 2.13.0, numpy 2.4.6
+# Versions: torch 2.15.0, numpy 2.4.6
 # Expected: A batch of an integer and a float is float64, as a batch of floats is.
 # Seen: It is float64 only if the float comes first. If the integer comes first, the batch is
 #   float32, and a time in seconds since 1970 is wrong by 32 s. JSON files have both kinds of number
@@ -13,7 +13,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

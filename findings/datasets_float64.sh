@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # datasets: float64 columns become float32 for PyTorch, and for NumPy if there are several rows.
 #
-# Versions: datasets 5.2.0, torch 2.13.0, numpy 2.4.6
+# Versions: datasets 5.2.0, torch 2.15.0, numpy 2.4.6
 # Expected: Formats keep the type of the column, as rows without a format do, because NumPy and
 #   PyTorch have float64.
 # Seen: Only one row with_format("numpy") is float64. Slices, batches, and with_format("torch") are
@@ -17,7 +17,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 datasets==5.2.0)
+packages=(torch==2.15.0 numpy==2.4.6 datasets==5.2.0)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

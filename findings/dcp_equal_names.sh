@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # torch.distributed.checkpoint: of equal names on two ranks, one value remains.
 #
-# Versions: torch 2.13.0 with gloo, on CPUs
+# Versions: torch 2.15.0 with gloo, on CPUs
 # Expected: Each rank gets its own values back, or saving refuses different values of one name.
 # Seen: All ranks get the tensor of rank 0 and the number of rank 1. One checkpoint mixes two ranks,
 #   without a warning.
@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

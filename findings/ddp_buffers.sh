@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DistributedDataParallel: the previous forward pass decides whether buffers are broadcast.
 #
-# Versions: torch 2.13.0 with gloo, on CPUs
+# Versions: torch 2.15.0 with gloo, on CPUs
 # Expected: With broadcast_buffers=True, each forward pass in training begins with the buffers of
 #   rank 0.
 # Seen: A forward pass under no_grad or no_sync turns off the broadcast of the next one. A training
@@ -14,7 +14,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

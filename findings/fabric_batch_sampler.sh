@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lightning Fabric: setup_dataloaders turns batches of a BatchSampler into single samples in order.
 #
-# Versions: lightning 2.6.6, torch 2.13.0, on CPUs
+# Versions: lightning 2.6.6, torch 2.15.0, on CPUs
 # Expected: Each of two processes gets half of the shuffled batches, with three samples each; or an
 #   error.
 # Seen: Each process gets batches of one sample, in the order of the data set. A subclass of
@@ -15,7 +15,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 lightning==2.6.6)
+packages=(torch==2.15.0 numpy==2.4.6 lightning==2.6.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # gloo: all_reduce with MAX or MIN loses NaN values.
 #
-# Versions: torch 2.13.0 with gloo, on CPUs
+# Versions: torch 2.15.0 with gloo, on CPUs
 # Expected: A NaN of any rank makes the element NaN on all ranks, as in torch.maximum.
 # Seen: A NaN of rank 1 is lost in a tensor of one element. Half of the NaN values are lost in
 #   larger tensors, whichever rank has them.
@@ -18,7 +18,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

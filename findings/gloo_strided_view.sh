@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # gloo: all_reduce and broadcast of a strided view write to other elements.
 #
-# Versions: torch 2.13.0 with gloo, on CPUs
+# Versions: torch 2.15.0 with gloo, on CPUs
 # Expected: The call changes the elements of the view, or refuses a tensor that is not contiguous.
 # Seen: The call changes as many elements as the view has, from the first one on in memory. The
 #   first column of a matrix as view changes the first row. There is no error and no warning.
@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Horovod: the mean of integers is rounded toward zero.
 #
-# Versions: horovod 0.28.1 with gloo, torch 2.13.0, on CPUs; needs a C++ compiler
+# Versions: horovod 0.28.1 with gloo, torch 2.13.0 built for CPUs; needs a C++ compiler
 # Expected: Allreduce, whose default is the mean, returns 1.5 for 1 and 2, or refuses integers.
 # Seen: It returns 1, and -1 for -1 and -2. Counts and sums of squares in integer tensors are wrong
 #   by up to one, without a warning.

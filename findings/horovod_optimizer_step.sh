@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Horovod: broadcast_optimizer_state changes the parameters.
 #
-# Versions: horovod 0.28.1 with gloo, torch 2.13.0, on CPUs; needs a C++ compiler
+# Versions: horovod 0.28.1 with gloo, torch 2.13.0 built for CPUs; needs a C++ compiler
 # Expected: The call copies the state of the optimizer of rank 0. Parameters keep their values.
 # Seen: For an optimizer without state, the call takes a step with gradients of zero, to create the
 #   state. Weight decay moves the parameters, and the step counts in the bias correction of Adam.

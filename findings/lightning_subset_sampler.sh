@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lightning: processes with a SubsetRandomSampler read some samples twice and others never.
 #
-# Versions: lightning 2.6.6, torch 2.13.0, on CPUs
+# Versions: lightning 2.6.6, torch 2.15.0, on CPUs
 # Expected: Two processes share the samples of an epoch, as they do with shuffle=True.
 # Seen: Each process draws an order with its own random numbers, and reads every second sample of
 #   it. Unless all processes have the same random state, the halves overlap. Fabric does the same.
@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 lightning==2.6.6)
+packages=(torch==2.15.0 numpy==2.4.6 lightning==2.6.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # NumPy and PyTorch: a learning rate from a NumPy array makes checkpoints unloadable.
 #
-# Versions: torch 2.13.0, numpy 2.4.6
+# Versions: torch 2.15.0, numpy 2.4.6
 # Expected: Torch.load reads what torch.save wrote, or the optimizer converts or refuses the number.
 # Seen: The optimizer keeps numpy.float64 in its groups. Training and saving succeed. The error
 #   comes when the run resumes, because torch.load allows no NumPy scalars by default.
@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # OneCycleLR: the learning rate rises again in the last of total_steps steps.
 #
-# Versions: torch 2.13.0
+# Versions: torch 2.15.0
 # Expected: After exactly total_steps calls of step(), the rate is the lowest one of the schedule.
 # Seen: The first rate counts as a step. Call 9 of 10 reaches the lowest rate, and call 10 returns
 #   to the rate before it. Whatever trains next uses a rate that is 12,000 times too high.
@@ -11,7 +11,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PyTorch: an optimizer that loads a state trains on the tensors of this state.
 #
-# Versions: torch 2.13.0
+# Versions: torch 2.15.0
 # Expected: load_state_dict copies, as that of a module does, so that a copy in memory can be loaded
 #   again, for example after each step that diverges.
 # Seen: The optimizer keeps the tensors of the state, and its next step changes them. The second load
@@ -13,7 +13,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

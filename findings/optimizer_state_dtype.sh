@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # torch.optim: loading turns the float32 state of Adafactor into bfloat16.
 #
-# Versions: torch 2.13.0, transformers 5.23.0
+# Versions: torch 2.15.0, transformers 5.24.0
 # Expected: Loading restores the state as it was saved, so a resumed training has the same state as
 #   one without a stop.
 # Seen: Adafactor keeps its averages in float32 if parameters are bfloat16. PyTorch casts them to
@@ -13,7 +13,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 transformers==5.23.0)
+packages=(torch==2.15.0 numpy==2.4.6 transformers==5.24.0)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PyTorch and cloudpickle: one element of a tensor is sent as the whole tensor.
 #
-# Versions: torch 2.13.0, cloudpickle 3.1.2, numpy 2.4.6
+# Versions: torch 2.15.0, cloudpickle 3.1.3, numpy 2.4.6
 # Expected: A view of one element needs about as many bytes as a tensor of one element. A NumPy view
 #   does.
 # Seen: The pickle has the whole memory of the tensor, 10,000 times as much. A worker that sends the
@@ -14,7 +14,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 cloudpickle==3.1.2)
+packages=(torch==2.15.0 numpy==2.4.6 cloudpickle==3.1.3)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

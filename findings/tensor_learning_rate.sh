@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PyTorch: with a tensor as learning rate, a scheduler gives all parameter groups the last rate.
 #
-# Versions: torch 2.13.0
+# Versions: torch 2.15.0
 # Expected: lr=torch.tensor(0.1) and lr=0.1 train in the same way.
 # Seen: All groups get the same tensor. A scheduler sets the rates in place, one after the other, so
 #   that all groups have the rate of the last one, and no error is raised.
@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6)
+packages=(torch==2.15.0 numpy==2.4.6)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # torchdata: a resumed StatefulDataLoader shuffles later epochs in another way.
 #
-# Versions: torchdata 0.11.0, torch 2.13.0
+# Versions: torchdata 0.11.0, torch 2.15.0
 # Expected: A loader with a seeded generator resumes as if it had not stopped: the rest of the epoch
 #   and the next epochs are the same.
 # Seen: The rest of the epoch is the same. The next epoch has another order, because state_dict() of
@@ -13,7 +13,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 torchdata==0.11.0)
+packages=(torch==2.15.0 numpy==2.4.6 torchdata==0.11.0)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # TorchMetrics: in a MetricCollection, a threshold counts or not, depending on the first batch.
 #
-# Versions: torchmetrics 1.9.0, torch 2.13.0
+# Versions: torchmetrics 1.9.0, torch 2.15.0
 # Expected: Each metric of a collection has the value that it has alone, in any order of batches.
 # Seen: After the first batch, the collection joins metrics whose states are equal, without a look at
 #   their arguments. The joined metrics then use the arguments of the first one. The same happens to
@@ -14,7 +14,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 torchmetrics==1.9.0)
+packages=(torch==2.15.0 numpy==2.4.6 torchmetrics==1.9.0)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # TorchMetrics: the metrics of logits depend on the batch size.
 #
-# Versions: torchmetrics 1.9.0, torch 2.13.0
+# Versions: torchmetrics 1.9.0, torch 2.15.0
 # Expected: All logits become probabilities, or none do, so batches give the result of all samples.
 # Seen: `update` applies the sigmoid only if a logit of its batch is below 0 or above 1. In a batch
 #   of small logits, 0.3 counts as a probability below the threshold. There is no warning.
@@ -14,7 +14,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-packages=(torch==2.13.0 numpy==2.4.6 torchmetrics==1.9.0)
+packages=(torch==2.15.0 numpy==2.4.6 torchmetrics==1.9.0)
 if command -v uv > /dev/null; then
     uv venv --quiet --python 3.11 venv
     timeout 1800 uv pip install --quiet --python venv "${packages[@]}"
