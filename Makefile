@@ -12,7 +12,7 @@ SELECTED = $(addprefix tests/unit/,_internal cluster comm torch train) \
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check docs bench dist clean
+.PHONY: help demo test vary soak check docs bench dist clean
 # Two parallel runs of pip would break the environment.
 .NOTPARALLEL:
 # Without bytecode files, each worker compiles its imports again, which takes seconds.
@@ -21,13 +21,16 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
 	@echo
-	@echo "Variables: ARGS (for demo, test, soak, bench), VERSIONS (for test: oldest, newest), PYTHON (3.11 to 3.13; $(PYTHON)), VENV ($(VENV))"
+	@echo "Variables: ARGS (for demo, test, vary, soak, bench), VERSIONS (for test: oldest, newest), PYTHON (3.11 to 3.13; $(PYTHON)), VENV ($(VENV))"
 
 demo: $(VENV)/.demo-stamp ## Train a model on handwritten digits with two workers
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.test-stamp ## Run the tests on all cores; ARGS="-k name" selects some
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 $(SELECTED) $(ARGS)
+
+vary: $(VENV)/.test-stamp ## Run tests in another environment; ARGS="2 tests/unit" selects both
+	$(BIN)/python -m tests.variations $(ARGS)
 
 soak: $(VENV)/.test-stamp ## Look for rare failures; ARGS="--minutes 120" says for how long
 	$(BIN)/python -m tests.soak $(ARGS)

@@ -89,6 +89,7 @@ def main():
             f"saved at step {manifest.global_step} by {manifest.world_size} workers with torch "
             f"{manifest.versions['torch']}, and twice more into a folder"
         )
+        print(f"by the command {manifest.provenance.get('command', 'unknown')}")
 
         newest = sorted((Path(folder) / "run").glob("*.ckpt"))[-1]
         damaged = bytearray(newest.read_bytes())

@@ -23,17 +23,6 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd.testing.chaos import Chaos, schedule
 from raysgd.utils import BATCH_SIZE
 
-TELLS = {
-    "started": "{workers} started",
-    "lost": "lost {workers}",
-    "resumed": "{workers} go on, {seconds:.2f} s after the loss was seen",
-    "grown": "{workers} joined; training stood still for {seconds:.2f} s",
-    "restarted": "{workers} started anew from the snapshot, in {seconds:.1f} s",
-    "newcomer_failed": "a replacement worker failed before it joined: {cause}",
-    "waiting": "too few workers ({cause}); waiting for {seconds:.1f} s",
-    "user_error": "the code of {workers} raised {cause}",
-}
-
 
 class Ids(Dataset):
     """Samples that are their own index."""
@@ -90,7 +79,7 @@ def fingerprint(operator):
     return digest.hexdigest()
 
 
-class Teller(threading.Thread):
+class EventPrinter(threading.Thread):
     """Prints the events of a trainer as they occur."""
 
     def __init__(self, trainer, started):
@@ -99,15 +88,13 @@ class Teller(threading.Thread):
         self.over = threading.Event()
 
     def run(self):
-        num_told, over = 0, False
+        num_printed, over = 0, False
         while not over:
             over = self.over.wait(0.05)  # one more pass after the end, for the last events
-            for event in self.trainer.events[num_told:]:
-                num_told += 1
-                cause = event.cause if len(event.cause) <= 60 else event.cause[:57] + "..."
-                text = TELLS[event.kind].format(
-                    workers=named(event.ranks), cause=cause, seconds=event.seconds
-                )
+            for event in self.trainer.events[num_printed:]:
+                num_printed += 1
+                ranks = ", ".join(map(str, event.ranks)) or "none"
+                text = f"{event.kind}: workers {ranks}, {event.seconds:.2f} s  {event.cause[:60]}"
                 print(f"{event.time - self.started:6.2f} s   step {event.step:4d}   {text}")
 
     def __enter__(self):
@@ -116,10 +103,6 @@ class Teller(threading.Thread):
     def __exit__(self, *error):
         self.over.set()
         self.join()
-
-
-def named(ranks):
-    return f"worker{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def main():
@@ -148,7 +131,7 @@ def main():
         config={"num_samples": num_samples, "step_s": 0.01, BATCH_SIZE: batch_size},
         num_workers=args.num_workers,
     ) as trainer:
-        with Teller(trainer, started), Chaos(trainer, kills) as chaos:
+        with EventPrinter(trainer, started), Chaos(trainer, kills) as chaos:
             for _ in range(num_epochs):
                 metrics = trainer.train(max_retries=num_kills)
                 print(

@@ -27,16 +27,15 @@ def train_loop(config):
     features = torch.tensor(data.data, dtype=torch.float32) * 20
     target = torch.tensor(data.target, dtype=torch.float32).reshape(-1, 1) / 100
     model = nn.Linear(features.shape[1], 1)
-    first = 0
+    loader = DataLoader(TensorDataset(features, target), batch_size=32, shuffle=True)
+    loader = prepare_data_loader(loader)
     if (checkpoint := train.get_checkpoint()) is not None:
         state = checkpoint.to_dict()
         model.load_state_dict(state["model"])
-        first = state["epoch"] + 1
+        loader.load_state_dict(state["loader"])
     prepared = prepare_model(model)
-    loader = DataLoader(TensorDataset(features, target), batch_size=32, shuffle=True)
-    loader = prepare_data_loader(loader)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=config["lr"])
-    for epoch in range(first, config["num_epochs"]):
+    for epoch in range(loader.state_dict()["epoch"], config["num_epochs"]):
         losses = []
         for x, y in loader:
             loss = nn.functional.mse_loss(prepared(x), y)
@@ -44,7 +43,7 @@ def train_loop(config):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        made = Checkpoint.from_dict({"epoch": epoch, "model": model.state_dict()})
+        made = Checkpoint.from_dict({"model": model.state_dict(), "loader": loader.state_dict()})
         train.report({"loss": sum(losses) / len(losses), "epoch": epoch}, checkpoint=made)
 
 

@@ -267,16 +267,14 @@ class SupervisedOperator(ConfiguredOperator):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         batch = self.to_device(batch)
-        with self.timers.record("fwd"), self.autocast():
+        with self.autocast():
             output, target = self.predict(batch)
             losses = self.losses(in_full_precision(output), target)
             counted = self._count_loss(batch, len(target))
             total = losses.sum()
             count = losses.numel() if counted.items is None else counted.items
-        with self.timers.record("grad"):
-            self.backward(total / (count or 1), num_samples=counted)
-        with self.timers.record("apply"):
-            self.optimizer_step(self.optimizer)
+        self.backward(total / (count or 1), num_samples=counted)
+        self.optimizer_step(self.optimizer)
         metrics = self.loss_metrics(total.detach(), count)
         return {NUM_SAMPLES: len(target), **_named("train", metrics)}
 

@@ -111,7 +111,7 @@ class GAN(ConfiguredOperator):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         real = self.real_samples(self.to_device(batch))
         smoothing, count = self.options["label_smoothing"], len(real)
-        with self.timers.record("fwd"), self.autocast():
+        with self.autocast():
             fake = self.generator(self.noise(count))
             on_real = in_full_precision(self.discriminator(real))
             loss_real = _loss(on_real, 1 - smoothing)
@@ -119,7 +119,7 @@ class GAN(ConfiguredOperator):
         # layer that changes its buffers needs its backward pass before the next forward pass.
         counted = self._count_loss(batch, count)
         self.backward(loss_real, num_samples=counted)
-        with self.timers.record("fwd"), self.autocast():
+        with self.autocast():
             on_fake = in_full_precision(self.discriminator(fake.detach()))
             loss_fake = _loss(on_fake, 0.0)
         self.backward(loss_fake, num_samples=counted)
@@ -127,7 +127,7 @@ class GAN(ConfiguredOperator):
 
         judge = self.unwrapped(self.discriminator)
         with _frozen(judge):
-            with self.timers.record("fwd"), self.autocast():
+            with self.autocast():
                 loss = _loss(in_full_precision(judge(fake)), 1.0)
             self.backward(loss, num_samples=counted)
         self.optimizer_step(self.generator_optimizer)

@@ -7,18 +7,20 @@ Importing raysgd imports neither torch nor Ray. Each name of raysgd loads on fir
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raysgd._internal.imports import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.elastic.config import ElasticConfig
     from raysgd.tf import TFTrainer
     from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
-    from raysgd.torch.options import EqualBits, Guard
+    from raysgd.torch.options import BadSteps, EqualBits, Guard
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BadSteps",
     "CreatorOperator",
     "ElasticConfig",
     "EqualBits",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BadSteps": "raysgd.torch.options",
     "CreatorOperator": "raysgd.torch",
     "ElasticConfig": "raysgd.elastic.config",
     "EqualBits": "raysgd.torch.options",
@@ -40,10 +43,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'raysgd' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = lazy_names(__name__, {name: f"{home}:{name}" for name, home in _HOMES.items()})
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,7 @@
     ├── WorkerTimeoutError           (TimeoutError)  workers did not answer in time
     ├── CollectiveError              (RuntimeError)  communication between workers failed
     ├── ReplicasDifferError          (RuntimeError)  workers that must be equal differ
+    ├── BadStepsError                (RuntimeError)  too many updates were not applied
     ├── InsufficientResourcesError   (RuntimeError, TimeoutError)  no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
     ├── CallbackError                (RuntimeError)  a callback of the trainer raised
@@ -18,9 +19,11 @@ An exception from user code on a worker reaches the caller unchanged. Its ``__ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
+    "BadStepsError",
     "CallbackError",
     "CheckpointError",
     "CollectiveError",
@@ -79,6 +82,20 @@ class ReplicasDifferError(RaySGDError, RuntimeError):
         self.ranks = tuple(ranks)
 
 
+class BadStepsError(RaySGDError, RuntimeError):
+    """A call had more bad updates than ``BadSteps(max_skipped=...)`` allows.
+
+    The state is that before the last one.
+
+    Attributes:
+        steps: The bad updates of the call, as in ``trainer.bad_steps``.
+    """
+
+    def __init__(self, message: str, steps: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.steps = [*steps]
+
+
 class InsufficientResourcesError(RaySGDError, TimeoutError, RuntimeError):
     """The cluster had no room for ``min_workers`` within the start timeout."""
 
@@ -103,12 +120,17 @@ class RemoteError(RaySGDError, RuntimeError):
 
 
 class RemoteTraceback(Exception):  # noqa: N818  a cause, never raised by itself
-    """The ``__cause__`` of an exception from a worker: its rank, node and traceback as text."""
+    """The ``__cause__`` of an exception from a worker: its rank, node and traceback as text.
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
+    Attributes:
+        text: The whole traceback. ``str`` returns only its last line of user code, or else the line
+            that raised, unless RAYSGD_TRACEBACK=full.
+    """
+
+    def __init__(self, text: str, shown: str = "") -> None:
+        super().__init__(text, shown)
+        self.text, self._shown = text, shown
 
     def __str__(self) -> str:
-        """Start the text on its own line, like a traceback."""
-        return f"\n{self.text}"
+        """Start the whole text on its own line, like a traceback."""
+        return self._shown or f"\n{self.text}"

@@ -8,12 +8,10 @@ idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from functools import reduce
 from statistics import mean
 from typing import Any, Self
@@ -36,6 +34,8 @@ NUM_SAMPLES = "num_samples"
 """Key of a batch's number of samples, which is the weight of its metrics."""
 BATCH_COUNT = "batch_count"
 """Key of the number of batches in a result."""
+_ONE = 2**1074
+"""The number 1 in units of the smallest float. Sums are exact whole numbers of these units."""
 
 
 def is_number(value: Any) -> bool:
@@ -43,17 +43,12 @@ def is_number(value: Any) -> bool:
     if hasattr(value, "__array__"):
         # NumPy has text arrays. PyTorch dtypes have no `kind` and are always numeric.
         return getattr(value.dtype, "kind", "f") in "biufc"
-    return isinstance(value, numbers.Number)
+    return isinstance(value, float | int | numbers.Number)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Fraction):
-        with contextlib.suppress(OverflowError):
-            return float(value)
-        return math.inf if value > 0 else -math.inf
     if hasattr(value, "detach"):
-        value = value.detach()
-        return value.item() if value.numel() == 1 else value.cpu().double()
+        return value.item() if value.numel() == 1 else value.detach().cpu().double()
     if hasattr(value, "__array__"):
         return value.item() if value.size == 1 else value.astype("float64")
     return value
@@ -61,25 +56,34 @@ def _plain(value: Any) -> Any:
 
 def _summable(value: Any) -> Any:
     """Convert `value` for float64 sums. Tensors on an accelerator stay there, to avoid waiting."""
-    if isinstance(value, Fraction):
-        return value
-    device = getattr(value, "device", None)
-    if hasattr(value, "detach") and getattr(device, "type", "cpu") not in ("cpu", "mps"):
+    if hasattr(value, "detach") and value.device.type not in ("cpu", "mps"):
         return value.detach().double()
     value = _plain(value)
-    return float(value) if isinstance(value, numbers.Real) else value
+    return float(value) if isinstance(value, float | numbers.Real) else value
 
 
 def _exact(value: Any) -> Any:
-    """Return a fraction for a float, so that the order of the terms does not change a sum."""
-    return Fraction(value) if isinstance(value, float) and math.isfinite(value) else value
+    """Return a float in units of `_ONE`, so that the order of the terms does not change a sum."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * (_ONE // denominator)
+
+
+def _rounded(total: Any) -> Any:
+    """Return an exact sum as the nearest float. Return other sums as they are."""
+    if not isinstance(total, int):
+        return total
+    try:
+        return total / _ONE
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
 
 
 def _added(left: Any, right: Any) -> Any:
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
+    if isinstance(left, int) and isinstance(right, int):
         return left + right
-    left, right = (_plain(each) if isinstance(each, Fraction) else each for each in (left, right))
-    return left + right
+    return _rounded(left) + _rounded(right)
 
 
 class AverageMeter:
@@ -98,7 +102,7 @@ class AverageMeter:
     def reset(self) -> None:
         """Discard all values."""
         self._last: Any = 0.0
-        self._total: Any = Fraction(0)
+        self._total: Any = 0
         self.count: float = 0
 
     def update(self, val: Any, n: float = 1) -> None:
@@ -116,12 +120,17 @@ class AverageMeter:
     @property
     def sum(self) -> Any:
         """Weighted sum."""
-        return _plain(self._total)
+        return _plain(_rounded(self._total))
 
     @property
     def avg(self) -> Any:
         """Weighted mean. NaN without samples."""
         return self.sum / self.count if self.count else float("nan")
+
+    def _mean(self) -> Sums:
+        mean = Sums(ratio, total=0, weight=self.count)
+        mean._sums["total"] = self._total
+        return mean
 
 
 class MergeableMetric(ABC):
@@ -167,20 +176,21 @@ class Sums(MergeableMetric):
     @property
     def sums(self) -> dict[str, Any]:
         """Sums by name: floats, or float64 on the CPU for arrays and tensors."""
-        return {name: _plain(value) for name, value in self._sums.items()}
+        return {name: _plain(_rounded(value)) for name, value in self._sums.items()}
 
     def merge(self, other: Self) -> Self:
         """Return a metric with the added sums of both metrics."""
         added = {name: _added(value, other._sums[name]) for name, value in self._sums.items()}
-        return type(self)(self.function, **added)
+        merged = object.__new__(type(self))
+        vars(merged).update(vars(self), _sums=added)
+        return merged
 
     def compute(self) -> Any:
         """Call the function with the sums, and return the result."""
         return self.function(**self.sums)
 
     def __getstate__(self) -> dict[str, Any]:
-        sums = {n: v if isinstance(v, Fraction) else _plain(v) for n, v in self._sums.items()}
-        return {"function": self.function, "_sums": sums}
+        return {"function": self.function, "_sums": map_leaves(self._sums, _plain)}
 
 
 def ratio(total: Any, weight: Any) -> Any:
@@ -273,6 +283,10 @@ class AverageMeterCollection:
         for each in pending:
             self.update(*each)
 
+    def discard_held(self) -> None:
+        """Discard the metrics of the stored updates. Their batches count."""
+        self._pending = [({}, 0, is_batch) for *_, is_batch in self._pending]
+
     @property
     def n(self) -> float:
         """Number of samples, under the name that older scripts use."""
@@ -291,20 +305,30 @@ class AverageMeterCollection:
         self.batch_count += is_batch
         n = _plain(n)
         self.num_samples += n
-        self._add({name: v for name, v in metrics.items() if name != NUM_SAMPLES}, n)
+        self._add(metrics, n)
 
     def _add(self, metrics: Mapping[str, Any], n: float, prefix: str = "") -> None:
         for key, value in metrics.items():
             name = f"{prefix}{key}" if prefix else key
-            if is_number(value) and name in self._mergeable:
-                value = _mean(value, n)
-            elif isinstance(value, MergeableMetric) and name in self._meters:
-                meter = self._meters.pop(name)
-                mean = Sums(ratio, total=meter._total, weight=meter.count)
-                self._mergeable[name] = mean, mean
-            if is_number(value):
-                self._meters.setdefault(name, AverageMeter()).update(value, n)
+            if name == NUM_SAMPLES:
+                continue
+            is_mean = is_number(value)
+            if is_mean and name in self._mergeable:
+                value, is_mean = _mean(value, n), False
+            if is_mean:
+                if name not in self._meters:
+                    self._meters[name] = AverageMeter()
+                try:
+                    self._meters[name].update(value, n)
+                except OverflowError as error:
+                    raise ValueError(
+                        f"The metric {name!r} is an int of {value.bit_length()} bits. It must be "
+                        "below 1.8e308, the largest float64."
+                    ) from error
             elif isinstance(value, MergeableMetric):
+                if name in self._meters:
+                    mean = self._meters.pop(name)._mean()
+                    self._mergeable[name] = mean, mean
                 earlier = self._mergeable.get(name)
                 self._mergeable[name] = (earlier[0].merge(value) if earlier else value), value
             elif isinstance(value, Mapping):
@@ -317,6 +341,16 @@ class AverageMeterCollection:
                 )
             else:
                 self._others[name] = value
+
+    def has_bad_loss(self) -> bool:
+        """Return whether a metric with ``loss`` in its name has a value that is not finite."""
+        totals = [meter._total for name, meter in self._meters.items() if "loss" in name]
+        for name, (merged, _) in self._mergeable.items():
+            if "loss" in name and isinstance(merged, Sums):
+                totals += merged._sums.values()
+        # Exact totals are finite.
+        rest = (_plain(each) for each in totals if not isinstance(each, int))
+        return not all(np.isfinite(each).all() for each in rest)
 
     def latest(self, most: int = 4) -> dict[str, float]:
         """Return the newest values of the first `most` metrics, without arrays."""
@@ -341,7 +375,7 @@ class AverageMeterCollection:
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         for name, meter in self._meters.items():
-            values.update(computed(name, Sums(ratio, total=meter._total, weight=meter.count)))
+            values.update(computed(name, meter._mean()))
             values.update(self._last(name))
         for name, (merged, _) in self._mergeable.items():
             values.update(computed(name, merged))

@@ -1,9 +1,10 @@
 """Public helpers: the batch-size key, meters, and timers."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from raysgd._internal.config import BATCH_SIZE
-from raysgd._internal.timers import TimerCollection
-from raysgd.compat.ray_sgd import override
-from raysgd.compat.timers import TimerStat
+from raysgd._internal.timers import TimerCollection, TimerStat
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
 
 __all__ = [
@@ -16,3 +17,15 @@ __all__ = [
     "TimerStat",
     "override",
 ]
+
+_Method = TypeVar("_Method", bound=Callable[..., object])
+
+
+def override(overridden: type) -> Callable[[_Method], _Method]:
+    """Mark a method that overrides a method of `overridden`, for older scripts."""
+
+    def marked(method: _Method) -> _Method:
+        getattr(overridden, method.__name__)
+        return method
+
+    return marked

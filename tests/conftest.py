@@ -46,8 +46,8 @@ RAY_DATAS_OWN = ("AutoscalingCoordinatorActor", "StatsActor")
 """Actors of Ray Data that live as long as the cluster and use no CPU."""
 
 
-SOON_S = 2.0
-"""Seconds within which the caller must see a failure, or the driver the death of a worker."""
+SOON_S = 30.0
+"""Seconds in which a failure must be seen: a busy machine needs less, and timeouts are longer."""
 
 
 def examples(number):
@@ -79,19 +79,12 @@ def assert_names(error, words):
     assert not missing, f"{missing} not in: {error}"
 
 
-def own_memory():
-    """Return the bytes that this process has allocated, in memory or in swap.
-
-    Pages of files, mainly libraries, do not count: the kernel evicts and reloads hundreds of
-    megabytes of them at any time.
-    """
-    with open("/proc/self/status") as status:
-        fields = dict(line.split(":", 1) for line in status)
-    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
-
-
 needs_horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"
+)
+needs_runtime_env = pytest.mark.skipif(
+    " " in sys.executable,
+    reason="Ray cannot start workers with a runtime_env if the path of Python has a space",
 )
 needs_tensorflow = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
@@ -218,10 +211,14 @@ def cluster():
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_DATA_PARQUET_FOOTER_NUM_ACTORS"] = "1"  # enough for small files; default 32
     ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+    node = ray._private.worker._global_node
+    processes = [info.process for infos in node.all_processes.values() for info in infos]
     # the log monitor polls all the time for output of workers that no test reads
-    ray._private.worker._global_node.kill_log_monitor(check_alive=False)
+    node.kill_log_monitor(check_alive=False)
     yield ray
     ray.shutdown()
+    for process in processes:  # Ray waits for a second only, and a busy machine needs more
+        process.wait(60)
 
 
 def alive_actors():
@@ -279,7 +276,6 @@ FIRST = (
     "test_tune.py",
     "test_tensorflow.py",
     "test_nodes.py",
-    "test_under_fire.py",
 )
 """Files of `distributed` to run early. They mostly wait, so other tests should run in parallel."""
 

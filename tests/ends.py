@@ -58,7 +58,7 @@ def check_that_shutdown_ends(call, trainer, source, is_time, num_cpus):
 
     with pytest.raises(RuntimeError, match=r"shut down|no workers"):
         source(call, shut_down, is_time)
-    assert time.monotonic() - began[0] < 2 * SOON_S  # a teardown may take five seconds
+    assert time.monotonic() - began[0] < SOON_S < LONG_S
     assert num_free() == expected
 
 

@@ -10,12 +10,11 @@ kills and joins train some of the models, and resume on other numbers of workers
 from __future__ import annotations
 
 import argparse
-import datetime
-import pickle
 import random
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -23,17 +22,17 @@ import torch
 
 from raysgd import ElasticConfig, EqualBits, TorchTrainer
 from raysgd.testing import chaos
-from raysgd.utils import BATCH_SIZE
-from tests.conftest import running_ranks
 from tests.unit.torch.bits import (
+    BFLOAT16,
     CASES,
-    Perceptron,
+    Case,
     Recurrent,
     Trains,
     Transformer,
     digest,
     merged,
 )
+from tests.unit.torch.cases import processes
 
 NUM_SHARDS = 8
 NUM_EPOCHS = 3
@@ -41,41 +40,25 @@ SIZES = (1, 2, 3, 5, 8)
 SHARES = {3: (1.0, 4.0, 2.0), 5: (3.0, 1.0, 1.0, 1.0, 2.0)}
 MODELS = {
     **{name: case for name, case in CASES.items() if name != "own loop"},
-    "recurrent, accumulated, SGD": {
-        "model": Recurrent,
-        "optimizer": "SGD",
-        "register": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1},
-    },
-    "recurrent, bfloat16": {"model": Recurrent, "precision": torch.bfloat16},
-    "transformer, bfloat16, clipped": {
-        "model": Transformer,
-        "precision": torch.bfloat16,
-        "register": {"max_grad_norm": 0.1},
-    },
-    "own loop, clipped": {
-        "model": Perceptron,
-        "own_loop": True,
-        "register": {"max_grad_norm": 0.1},
-    },
+    "recurrent, accumulated, SGD": Case(
+        Recurrent, "SGD", register={"gradient_accumulation_steps": 3, "max_grad_norm": 0.1}
+    ),
+    "recurrent, bfloat16": Case(Recurrent, settings=BFLOAT16),
+    "transformer, bfloat16, clipped": Case(
+        Transformer, settings=BFLOAT16, register={"max_grad_norm": 0.1}
+    ),
+    "own loop, clipped": Case(own_loop=True, register={"max_grad_norm": 0.1}),
 }
 KILLED = ("perceptron", "accumulation", "recurrent", "transformer, bfloat16, clipped")
-PLAY = """
-from tests.equal_bits import MODELS, NUM_EPOCHS, NUM_SHARDS
-from tests.unit.torch.bits import play
-
-store = dist.TCPStore("127.0.0.1", int(sys.argv[-1]))
-play(rank, int(sys.argv[2]), store, MODELS, num_shards=NUM_SHARDS, num_epochs=NUM_EPOCHS{})
-"""
 
 
 def hashes_of_ranks(size, shares=None):
     """Return the hash of each model on a number of workers, of state, metrics, and predictions."""
-    script = PLAY.format("" if shares is None else f", shares={shares}")
     found = {}
-    with running_ranks(script, size) as store:
-        store.set_timeout(datetime.timedelta(minutes=5))
-        for name in MODELS:
-            results = [pickle.loads(store.get(f"{name}/{size}/{rank}")) for rank in range(size)]
+    more = {"num_shards": NUM_SHARDS, "num_epochs": NUM_EPOCHS, "shares": shares}
+    with processes(size, timeout_s=300) as run:
+        for name, case in MODELS.items():
+            results = run(replace(case, num_workers=size, **more))
             states = {state for state, *_ in results}
             found[name] = digest([*sorted(states), merged(results)])[:12]
     return found
@@ -88,16 +71,15 @@ class Slow(Trains):
 
 
 def make_trainer(case, num_workers):
-    dtype = case.get("precision")
     return TorchTrainer(
         training_operator_cls=Slow,
-        config={"case": {**case, "num_samples": 24 * 20}, BATCH_SIZE: 24},
+        config=replace(case, num_samples=24 * 20).config(),
         num_workers=num_workers,
         use_gpu=False,
         exact=EqualBits(NUM_SHARDS),
         scheduler_step_freq="batch",
         elastic=ElasticConfig(resize_cooldown_s=0.0, initial_s=0.1),
-        **({} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}),
+        **case.settings,
     )
 
 

@@ -48,6 +48,8 @@ class Ledger(TrainingOperator):
         self.register_data(train_loader=self.make_loader(config))
 
     def make_loader(self, config):
+        # A process of the loader that outlives its worker looks for it this often.
+        torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 60.0
         return DataLoader(
             Ids(config["num_samples"]),
             batch_size=config.get(BATCH_SIZE, config.get("batch_size")),
@@ -67,14 +69,6 @@ def wait_if_short(operator, size):
     """Delay a step of a smaller group, so that replacements join long before the last step."""
     if operator.world_size < size:
         time.sleep(1.0)  # an epoch lasts longer than the start of a worker on a busy machine
-
-
-class PacedLedger(Ledger):
-    """A ledger whose steps take `step_s` seconds with any number of workers."""
-
-    def train_batch(self, batch, batch_info):
-        time.sleep(self.config["step_s"])
-        return super().train_batch(batch, batch_info)
 
 
 class SlowLedger(Ledger):

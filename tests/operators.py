@@ -134,7 +134,7 @@ def fingerprint(*parts):
     import hashlib
     import pickle
 
-    states = [_plain(getattr(part, "module", part).state_dict()) for part in parts]
+    states = [plain(getattr(part, "module", part).state_dict()) for part in parts]
     return hashlib.sha256(b"".join(pickle.dumps(state) for state in states)).hexdigest()
 
 
@@ -146,9 +146,9 @@ def _with_state(values):
             yield from _with_state(value)
 
 
-def _plain(tree):
+def plain(tree):
     if isinstance(tree, torch.Tensor):
         return tree.cpu().numpy().tobytes()
     if isinstance(tree, dict):
-        return {key: _plain(value) for key, value in tree.items()}
-    return [_plain(value) for value in tree] if isinstance(tree, list | tuple) else tree
+        return {key: plain(value) for key, value in tree.items()}
+    return [plain(value) for value in tree] if isinstance(tree, list | tuple) else tree

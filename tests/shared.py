@@ -33,8 +33,8 @@ class Shared:
 
     @property
     def kinds(self):
-        """The kinds of these events, except changes of speed, which a busy machine causes."""
-        return [event.kind for event in self.events if event.kind not in ("slow", "recovered")]
+        """The kinds of these events."""
+        return [event.kind for event in self.events]
 
 
 def make_whole(trainer):

@@ -3,6 +3,7 @@
     python examples/benchmarks/large_state.py
     python examples/benchmarks/large_state.py --megabytes 3000 --num-steps 4 --epochs 8
     python examples/benchmarks/large_state.py --num-workers 2 --save --kill
+    python examples/benchmarks/large_state.py --num-workers 2 --save --kill --frozen --sides epoch
 
 The state is a perceptron with AdamW. Each side runs in new processes, one side after the other.
 "auto", "none", and "epoch" are raysgd with these values of ``snapshot_every``. A side whose package
@@ -64,11 +65,17 @@ def used_mb():
 def make(args):
     """Return a model, its optimizer, and the data of all workers. Both states have this size."""
     torch.manual_seed(0)
-    num_layers = max(1, round(args["megabytes"] * 1e6 / (3 * 4 * WIDTH * WIDTH)))
+    copies = 1 if args["frozen"] else 3  # AdamW has two tensors of its own for each parameter
+    num_layers = max(1, round(args["megabytes"] * 1e6 / (copies * 4 * WIDTH * WIDTH)))
     layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)]
     model = torch.nn.Sequential(*layers)
     features = torch.randn(BATCH_SIZE * args["num_steps"] * args["num_workers"], WIDTH)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4), TensorDataset(features, features)
+    if args["frozen"]:  # an adapter of 0.1 MB behind a frozen base
+        model.requires_grad_(False)
+        adapter = torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Linear(8, WIDTH))
+        model.append(adapter)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-4), TensorDataset(features, features)
 
 
 def timed(function):
@@ -221,7 +228,7 @@ def raysgd(args):
         result["driver_mb"] = peak_mb()
         if args["save"]:
             with tempfile.TemporaryDirectory() as folder:
-                result |= save_and_load(trainer, f"{folder}/state")
+                result |= save_and_load(trainer, f"{folder}/state", args)
     if args["kill"] and args["num_workers"] > 1:
         result["kill of one"] = kill(args, [args["num_workers"] - 1])
     if args["kill"] and args["side"] == "epoch":
@@ -230,11 +237,11 @@ def raysgd(args):
     Path(args["json"]).write_text(json.dumps(result))
 
 
-def save_and_load(trainer, path):
+def save_and_load(trainer, path, args):
     """Return the seconds and the additional memory of each call."""
     result = {}
     for name, function in (
-        ("save", lambda: trainer.save(path)),
+        ("save", lambda: trainer.save(path, frozen=not args["frozen"])),
         ("load", lambda: trainer.load(path)),
         ("get_model", trainer.get_model),
     ):
@@ -338,6 +345,7 @@ def main():
     parser.add_argument("--rest-s", type=float, default=2.0, help="wait before memory is read")
     parser.add_argument("--save", action="store_true", help="also save and load")
     parser.add_argument("--kill", action="store_true", help="also kill workers")
+    parser.add_argument("--frozen", action="store_true", help="train only a small adapter")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--smoke-test", action="store_true", help="a small state, two epochs")
     parser.add_argument("--json", type=Path, help="write the result there")

@@ -17,6 +17,9 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_ADDRESS
 RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 port=${RAY_PORT:-6379}
 RAY_ADDRESS=$(python -c 'import ray; print(ray.util.get_node_ip_address())'):$port
+mkdir -p runs/digits
+# Only you can read the token, which slurm_worker.sh needs.
+(umask 077 && printf '%s=%s\n' RAY_ADDRESS "$RAY_ADDRESS" RAY_AUTH_TOKEN "$RAY_AUTH_TOKEN" > runs/digits/ray.env)
 
 nodes=()
 start_ray() { # the number of the node, and the arguments of ray start

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import logging
 import math
 import numbers
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_NOTHING = nullcontext()
 
 MOST_WORKERS = 10_000  # for more, Ray takes minutes to report that there is no room
 
@@ -29,6 +34,22 @@ def unknown_argument(where: str, name: str, known: Iterable[str]) -> TypeError:
     close = closest(name, known)
     hint = f" Did you mean {close!r}?" if close else ""
     return TypeError(f"{where}() got an unexpected keyword argument {name!r}.{hint}")
+
+
+def naming_typos(method: _F, context: AbstractContextManager[None] = _NOTHING) -> _F:
+    """Name the closest argument in the error of a call with an unknown one."""
+    known = inspect.signature(method).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in () if takes_any else kwargs.keys() - known.keys():
+            where = f"{type(args[0]).__name__}.{method.__name__}".removesuffix(".__init__")
+            raise unknown_argument(where, name, known)
+        with context:
+            return method(*args, **kwargs)
+
+    return cast(_F, call)
 
 
 def set_fields(options: Any, **values: Any) -> None:
@@ -122,11 +143,11 @@ def is_deferred(function: Any) -> bool:
     return any(kind(body) for kind in kinds for body in bodies)
 
 
-def check_hook(where: str, hook: Any) -> None:
-    if hook is not None and not callable(hook):
-        raise TypeError(f"{where}(initialization_hook={hook!r}): must be a function.")
-    if is_deferred(hook):
+def check_function(where: str, name: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"{where}({name}={function!r}): must be a function.")
+    if is_deferred(function):
         raise TypeError(
-            f"{where}(initialization_hook={hook!r}): must be a plain function, not a generator or "
-            "an async function. It can call asyncio.run()."
+            f"{where}({name}={function!r}): must be a plain function, not a generator or an async "
+            "function. It can call asyncio.run()."
         )

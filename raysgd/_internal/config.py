@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd._internal.arguments import as_int
 from raysgd._internal.nested import deep_copied
 
 BATCH_SIZE = "*batch_size"
@@ -26,34 +27,27 @@ def env_seconds(name: str, default: float) -> float:
     return value
 
 
-def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
-    size = config.get(BATCH_SIZE)
-    if size is None:
-        return
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
-    if size < num_workers:
-        raise ValueError(
-            f"config[BATCH_SIZE]={size} is smaller than num_workers={num_workers}. Each worker "
-            "needs at least one sample of a global batch."
-        )
-
-
-def rounded_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return `config` with the global batch size rounded down to a multiple of `world_size`.
+def rounded_batch(size: Any, num_parts: int, parts: str = "num_workers") -> int:
+    """Return a global batch size, rounded down to a multiple of the parts of a step.
 
     Warn if that changes the size.
     """
-    size = config.get(BATCH_SIZE)
-    if size is None or size % world_size == 0:
-        return dict(config)
-    share = size // world_size
-    warnings.warn(
-        f"config[BATCH_SIZE]={size} is not a multiple of {world_size} workers. The global "
-        f"batch is {share * world_size}, {share} per worker.",
-        stacklevel=5,  # the line that creates the trainer
-    )
-    return {**config, BATCH_SIZE: share * world_size}
+    size = as_int(size)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
+    if size < num_parts:
+        raise ValueError(
+            f"config[BATCH_SIZE]={size} is smaller than {parts}={num_parts}. Each needs at least "
+            "one sample of a global batch."
+        )
+    share = size // num_parts
+    if size % num_parts:
+        warnings.warn(
+            f"config[BATCH_SIZE]={size} is not a multiple of {parts}={num_parts}. The global "
+            f"batch is {share * num_parts}, {share} for each.",
+            stacklevel=5,  # the line that creates the trainer
+        )
+    return share * num_parts
 
 
 def worker_config(

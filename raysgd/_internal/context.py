@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from raysgd._internal.step_timing import Totals
 
@@ -39,29 +39,55 @@ class WorkerContext:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What a worker has of the training state."""
+
+    complete: bool = True
+    """Whether the worker has all of the state. Otherwise it has shards."""
+    condition: Literal["good", "damaged", "lost"] = "good"
+    """``damaged`` if an optimizer raised within a step; another worker may have a good state.
+    ``lost`` if all workers with some shard of the state were lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What a worker has measured since its last point, for ``fit(log_every=...)``."""
+
+    call: int  # number of the call
+    global_step: int
+    epoch: int  # as `OperatorTrainer.epoch`
+    metrics: Any  # packed, unless the worker is in the driver's process; None without metrics
+    timing: Totals
+    seconds: float  # of training
+    is_whole: bool = True  # whether the worker has reached the step of a log, and is not leaving
+
+
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """Progress of a worker. Another thread reads it while the worker is busy."""
 
     epoch: int = 0
     in_epoch: bool = False  # whether the worker has started another epoch
     global_step: int = 0
+    validation_offset: int = 0  # where the next ``validate`` begins
     num_batches: int = 0  # batches finished in the current call or epoch, whichever began last
     total_batches: int | None = None  # None if unknown
     num_samples: int = 0  # samples finished in the current call or epoch
+    epoch_samples: int = 0  # samples of an epoch of training, or 0 if unknown
     step_s: float = 0.0  # mean seconds per step, or 0 if unknown
     samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
     snapshot: int | None = None  # committed steps in the newest snapshot of this worker
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    is_sharded: bool = False  # whether each worker holds only a shard of the state
-    lacks_shards: bool = False  # whether every worker that held some shard of the state was lost
-    repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
-    partial: bool = False  # whether an optimizer raised within a step
+    points: Sequence[Point] = ()  # that the driver has not acknowledged
+    bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
+    holdings: Holdings = Holdings()  # what the worker has of the state
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
-    terminated: bool = False
+    terminated_s: float | None = None  # seconds since the process got SIGTERM
     timing: Totals | None = None  # seconds of training by phase
     links: Mapping[str, float] = field(default_factory=dict)  # bytes/s to the hosts of others
+    failed_at: str = ""  # the step and the batch in which the newest request failed, as text
     collective: int | None = None  # number of the collective that the worker waits for
 
 
@@ -101,9 +127,9 @@ class OutOfMemoryError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    `progress`, `request_stop`, `pause_at`, `snapshot`, and `snapshot_sent` run in *control* threads
-    while the worker is busy, so they must not wait. The other methods run one at a time in the
-    *work* thread.
+    `progress`, `release_points`, `request_stop`, `pause_at`, `snapshot`, and `snapshot_sent` run in
+    *control* threads while the worker is busy, so they must not wait. The other methods run one at
+    a time in the *work* thread.
     """
 
     def prepare(self, context: WorkerContext) -> None:
@@ -117,6 +143,10 @@ class Runner(Protocol):
 
     def progress(self) -> Progress:
         """Return the progress of the work."""
+
+    def release_points(self, step: int) -> None:
+        """Release the points up to a step, which the driver has."""
+        return None
 
     def request_stop(self, requested: bool) -> None:
         """Make the current work raise at its next step. False withdraws the request."""

@@ -26,8 +26,9 @@ def temporary_name(name: str) -> str:
 def replacing(target: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file in the same folder, with the mode of `target`.
 
-    When the file is complete and on disk, it replaces `target`.
+    When the file is complete and on disk, it replaces `target`, unless this is not a regular file.
     """
+    check_regular(target)
     temporary = target.with_name(temporary_name(target.name))
     try:
         with temporary.open("xb+") as file:
@@ -45,6 +46,12 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
         raise
 
 
+def check_regular(path: Path) -> None:
+    """Raise OSError if a path exists, but leads to a folder, a device, or a pipe."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file. Give the path of a file.")
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the folder to disk, so that a new name survives a power failure."""
     with contextlib.suppress(OSError):  # some file systems do not support it
@@ -55,6 +62,14 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def lock_of_node() -> contextlib.AbstractContextManager[Any]:
+def lock_of_node(name: str = "data") -> contextlib.AbstractContextManager[Any]:
     """Return a lock that prevents workers of one node from downloading to the same files."""
-    return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{os.getuid()}.lock")
+    path = Path(tempfile.gettempdir()) / f"raysgd-{name}-{os.getuid()}.lock"
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise RuntimeError(
+            f"Workers cannot lock their downloads: {error}. Delete the file, or set TMPDIR to a "
+            "folder of yours."
+        ) from error
+    return FileLock(path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -48,6 +49,20 @@ def refuse_triton() -> None:
     not load it first.
     """
     sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
+
+
+def lazy_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module. It imports each name from its home on first use.
+
+    A home is a module, or ``module:name``.
+    """
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return pkgutil.resolve_name(homes[name])
+
+    return __getattr__
 
 
 def import_extra(owner: str, module: str, extra: str) -> Any:

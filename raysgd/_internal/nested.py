@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd._internal.paths import without_secrets
 from raysgd.errors import CheckpointError
@@ -18,7 +19,8 @@ from raysgd.errors import CheckpointError
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
     """Return `tree` with `convert` applied to the leaves of its dicts, lists, and tuples.
 
-    Dicts keep their type and attributes, such as the version in the state dict of a module.
+    Dicts keep their type and attributes, such as the version in the state dict of a module. A
+    tensor that consists of others, such as a quantized one, is a container of them.
 
     >>> map_leaves({"a": [1, (2,)]}, lambda leaf: -leaf)
     {'a': [-1, (-2,)]}
@@ -30,7 +32,54 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
         return mapped
     if type(tree) in (list, tuple):
         return type(tree)(map_leaves(item, convert) for item in tree)
-    return convert(tree)
+    if hasattr(tree, "__tensor_flatten__") and not isinstance(tree, type):
+        names, context = tree.__tensor_flatten__()
+        inner = {name: getattr(tree, name) for name in names}
+        tree = _FlatTensor(type(tree), inner, (context, tree.size(), tree.stride()))
+    return tree.mapped(convert) if isinstance(tree, _FlatTensor) else convert(tree)
+
+
+class _FlatTensor(NamedTuple):
+    """The parts of a subclass of ``torch.Tensor``, see ``__tensor_flatten__`` of PyTorch."""
+
+    kind: Any
+    inner: dict[str, Any]
+    others: tuple[Any, ...]
+
+    def mapped(self, convert: Callable[[Any], Any]) -> Any:
+        """Return the tensor with converted parts. If these are no tensors, it stays flat."""
+        inner = map_leaves(self.inner, convert)
+        if all(hasattr(part, "detach") for part in inner.values()):
+            return self.kind.__tensor_unflatten__(inner, *self.others)
+        return self._replace(inner=inner)
+
+
+def described(value: Any) -> str:
+    """Return the types and shapes in a batch or an output, shortened.
+
+    >>> described({"names": ["a", "b"], "ages": (1.5, 2)})
+    '{names: [str, str], ages: (float, int)}'
+    """
+    with contextlib.suppress(Exception):  # also a nested tensor has no shape
+        dtype = str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
+        return f"{dtype}{list(value.shape)}"
+    if (named := named_values(value)) is not None:
+        inner = ", ".join(f"{name}: {described(each)}" for name, each in named.items())
+        kind = "" if type(value) is dict else type(value).__name__
+        return f"{kind}{{{inner:.300}}}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(described, value[:10])) + (", …" if len(value) > 10 else "")
+        return f"({inner:.300})" if isinstance(value, tuple) else f"[{inner:.300}]"
+    return type(value).__name__
+
+
+def named_values(value: Any) -> Mapping[str, Any] | None:
+    """Return the values of a dict or data class by name, and None for other values."""
+    if isinstance(value, Mapping):
+        return value
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
@@ -107,10 +156,12 @@ def unchanged(owner: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
             if len(part) <= _MANY:
                 parts += part.values() if isinstance(part, dict) else part
         elif _may_hold_totals(part):
-            parts.append(getattr(part, "__dict__", ()))
-            slots = {name: getattr(part, name) for name in _slots_of(part) if hasattr(part, name)}
-            parts += slots.values()
-            restore.append(partial(_set_attributes, part, slots))
+            with contextlib.suppress(Exception):  # __getattr__ of user code may raise any error
+                parts.append(getattr(part, "__dict__", ()))
+                names = [name for name in _slots_of(part) if hasattr(part, name)]
+                slots = {name: getattr(part, name) for name in names}
+                parts += slots.values()
+                restore.append(partial(_set_attributes, part, slots))
     try:
         yield
     finally:
@@ -167,7 +218,7 @@ def _set_attributes(part: Any, values: Mapping[str, Any]) -> None:
 
 def _may_hold_totals(part: Any) -> bool:
     """Return whether an object is a metric, or an object of user code."""
-    if hasattr(part, "named_parameters") and not isinstance(part, type):
+    if hasattr(type(part), "named_parameters"):
         return not any(True for _ in part.named_parameters())
     return is_of_user(part)
 

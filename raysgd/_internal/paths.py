@@ -17,6 +17,11 @@ _PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)\S{0,2000}@""")
 # A user name without a password can be a token.
 _USER = re.compile(r"""//[^/:@\s'"]+@""")
 _QUERY_IN_TEXT = re.compile(r"""\?[^\s'"=]{0,200}=[^\s'"]*""")
+_SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
+# Values of these names are secrets unless they are numbers, such as num_tokens.
+_MAYBE_SECRET = re.compile(
+    r"(?i:key|token)s?(?![a-z])|(?<![a-zA-Z])(?i:pass|pwd|pw|auth)(?![a-z])|(?i:authorization)"
+)
 
 
 def shown_url(url: str) -> str:
@@ -41,6 +46,11 @@ def without_secrets(text: str) -> str:
     """
     text = _PASSWORD_IN_TEXT.sub(rf"//\1:{HIDDEN}@", text)
     return _QUERY_IN_TEXT.sub(f"?{HIDDEN}", _USER.sub(f"//{HIDDEN}@", text))
+
+
+def is_secret(name: str, is_count: bool) -> bool:
+    """Return whether a value is secret, by its name, and whether it is a number or the like."""
+    return bool(_SECRET.search(name) or (not is_count and _MAYBE_SECRET.search(name)))
 
 
 def checked_path(argument: str, path: Any, advice: str = "Mount the storage.") -> Path:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PHASES = ("data", "copy", "forward", "backward", "wait", "optimizer", "save", "other")
 """Names of the phases of a step. ``wait`` is the wait for other workers within any phase."""
 DATA, COPY, FORWARD, BACKWARD, WAIT, OPTIMIZER, SAVE, OTHER = range(len(PHASES))
 _OUTSIDE = -1  # not within a call of ``train``
+_EVERY_S = 0.05
+"""Seconds between two steps with events of a GPU, because those of a step take about 50 µs."""
+_MOST_UNREAD = 64
 
 
 class Totals(NamedTuple):
@@ -24,13 +28,70 @@ class Totals(NamedTuple):
     loader_workers: int | None = None  # ``num_workers`` of the train loader, if it has any
 
 
+class DeviceTiming:
+    """Divides the time by how long a GPU takes from one event to the next, in some of the steps.
+
+    The GPU computes between two events, or waits for its host, for example for data. Only `other`
+    has the time of the host: code of the user that waits for the GPU, such as ``.item()``, blocks
+    the host. Nothing here waits for the GPU.
+    """
+
+    def __init__(self, new_event: Callable[[], Any]) -> None:
+        self._new_event = new_event
+        self.seconds = self._until = (0.0,) * len(PHASES)  # and the host's seconds that they cover
+        self._events: list[tuple[int, Any]] | None = None  # of the step in progress, if measured
+        self._measured_at = 0.0
+        self._unread: deque[tuple[list[tuple[int, Any]], tuple[float, ...]]] = deque(
+            maxlen=_MOST_UNREAD
+        )
+        """The events at which the phases of each step began, and the host's seconds at its end."""
+
+    def enter(self, phase: int, now: float, host_s: list[float]) -> None:
+        """Start a phase at the time `now`, when the host has taken `host_s` for each phase."""
+        if phase == _OUTSIDE:  # a call ends, maybe because the GPU failed
+            self._events = None
+        if phase == DATA:
+            if self._events is not None:
+                self._record(DATA)
+                self._unread.append((self._events, tuple(host_s)))
+                self._events = None
+            while self._unread and self._unread[0][0][-1][1].query():
+                self._divide(*self._unread.popleft())
+            if now - self._measured_at >= _EVERY_S:
+                self._measured_at, self._events = now, []
+        if self._events is not None:
+            self._record(phase)
+
+    def _record(self, phase: int) -> None:
+        assert self._events is not None
+        event = self._new_event()
+        event.record()
+        self._events.append((phase, event))
+
+    def _divide(self, events: list[tuple[int, Any]], until: tuple[float, ...]) -> None:
+        device_s = [0.0] * len(PHASES)
+        for (phase, event), (_, following) in itertools.pairwise(events):
+            device_s[phase] += event.elapsed_time(following) / 1000
+        host_s = [now - before for now, before in zip(until, self._until, strict=True)]
+        self._until = until
+        device_s[OTHER] = device_s[SAVE] = 0.0
+        rest_s = sum(host_s) - host_s[OTHER] - host_s[SAVE]
+        factor = rest_s / (sum(device_s) or 1.0)
+        divided = [before + factor * s for before, s in zip(self.seconds, device_s, strict=True)]
+        divided[OTHER] += host_s[OTHER]
+        divided[SAVE] += host_s[SAVE]
+        self.seconds = tuple(divided)  # in one step, because other threads read it
+
+
 class StepTiming:
     """A stopwatch that is always in one phase. It costs about 0.2 µs for each change of the phase.
 
-    Only the thread that trains changes the phase. Other threads may read the totals.
+    Only the thread that trains changes the phase. Other threads may read the totals. On a GPU,
+    `new_event` makes its events, because the host does not wait for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
+        self._device = None if new_event is None else DeviceTiming(new_event)
         self.phase = _OUTSIDE
         self.batch_phase = FORWARD
         """Phase of ``train_batch`` outside of the known parts."""
@@ -48,6 +109,8 @@ class StepTiming:
             now = perf_counter()
             self._seconds[before] += now - self._since
             self._since, self.phase = now, phase
+            if self._device is not None:
+                self._device.enter(phase, now, self._seconds)
         return before
 
     @contextlib.contextmanager
@@ -82,22 +145,12 @@ class StepTiming:
 
     @property
     def totals(self) -> Totals:
-        return Totals(tuple(self._seconds), self.num_steps, self.num_samples, self.loader_workers)
-
-
-class _Off(StepTiming):
-    """Measures nothing, to find out what measuring costs."""
-
-    def enter(self, phase: int) -> int:
-        return _OUTSIDE
+        seconds = tuple(self._seconds) if self._device is None else self._device.seconds
+        return Totals(seconds, self.num_steps, self.num_samples, self.loader_workers)
 
 
 _active: StepTiming | None = None
 """The timing of the call that runs in this process."""
-
-
-def new_timing(kind: type[StepTiming] = StepTiming) -> StepTiming:
-    return _Off() if os.environ.get("RAYSGD_STEP_TIMING") == "0" else kind()
 
 
 def enter(phase: int, any_thread: bool = False) -> int | None:

@@ -1,23 +1,35 @@
-"""The frames of user code in stacks."""
+"""The frames of user code in stacks and tracebacks."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
 import traceback
 from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
 
-_PACKAGE = str(Path(__file__).parents[1])
+from raysgd._internal.arguments import naming_typos
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+# Tracebacks of exception groups have a margin.
+_FRAME = re.compile(r'^[ |]*File "(.+)", line (\d+), in (.+)\n(?:[ |]{4,}(.+)\n)?', re.M)
+# A loader process adds its traceback to the message of its error.
+_OF_LOADER = re.compile(r"\nOriginal Traceback(?s:.*)\n  File .*(\n    .*)*")
+
+_T = TypeVar("_T", bound=type)
 
 
 def is_the_users(filename: str) -> bool:
     """Return whether a file is user code: not raysgd, Python, or an installed library."""
-    folders = {sysconfig.get_path("stdlib"), _PACKAGE}
-    if filename.startswith(
-        ("<frozen", "<string", "<eval_with_key", *(f + os.sep for f in folders))
-    ):
+    libraries = (sysconfig.get_path("stdlib") + os.sep, _PACKAGE)
+    if filename.startswith(("<frozen", "<string", "<eval_with_key", *libraries)):
         return False
     return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
 
@@ -38,3 +50,71 @@ def stacks() -> str:
             shown = "".join(traceback.format_list(frames[own[0] :]))
             of_user.append(f"In {last.name}, {last.filename}:{last.lineno}:\n{shown}")
     return "\n".join(of_user or everything)
+
+
+def release_callers(error: BaseException) -> None:
+    """Clear the ended frames that called the frames of a traceback.
+
+    If a worker in this process raised, they refer to its error. This cycle would keep models and
+    loaders until Python collects cycles.
+    """
+    shown = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame, _ in traceback.walk_stack(shown[-1]):
+        if frame not in shown:
+            with contextlib.suppress(RuntimeError):  # it has not ended
+                frame.clear()
+
+
+def last_frame(text: str) -> tuple[str, str]:
+    """Return the last location in user code in a traceback, and the frame to show."""
+    frames = _FRAME.findall(text)
+    own = [frame for frame in frames if is_the_users(frame[0])]
+    if not frames:
+        return "", ""
+    file, line, name, code = (own or frames)[-1]
+    place = f"in {name}, {file}:{line}"
+    code = code or linecache.getline(file, int(line)).strip()  # cells of notebooks
+    return place if own else "", f'  File "{file}", line {line}, in {name}{code and ": " + code}'
+
+
+def shows_all() -> bool:
+    return os.environ.get("RAYSGD_TRACEBACK") == "full"
+
+
+class FoldingTracebacks(contextlib.AbstractContextManager[None]):
+    """Removes frames from the tracebacks of errors, unless RAYSGD_TRACEBACK=full.
+
+    Only the first error of a chain keeps a frame: the last one of user code, if there is one.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or shows_all():
+            return
+        if error.args and isinstance(text := error.args[0], str) and "\nOriginal Trace" in text:
+            error.args = (type(text)(_OF_LOADER.sub("", text).rstrip()), *error.args[1:])
+        # An error can be its own cause: ``raise error from error``.
+        while error.__cause__ is not None and error.__traceback__ is not None:
+            error.__traceback__, error = None, error.__cause__
+        error.__suppress_context__ = True
+        kept = entry = error.__traceback__
+        while entry is not None and kept is not None:
+            if _of_user(entry) or not _of_user(kept):
+                kept = entry
+            entry = entry.tb_next
+        if kept is not None:
+            error.__traceback__ = TracebackType(None, kept.tb_frame, kept.tb_lasti, kept.tb_lineno)
+
+
+def _of_user(entry: TracebackType) -> bool:
+    return is_the_users(entry.tb_frame.f_code.co_filename)
+
+
+def folding_tracebacks(kind: _T) -> _T:
+    """Fold the tracebacks of errors that leave public methods of a class."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+            setattr(kind, name, naming_typos(method, FoldingTracebacks()))
+    return kind

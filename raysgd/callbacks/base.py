@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
+from raysgd.callbacks.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
+
+logger = logging.getLogger(__name__)
+
+_COUNTS, _MOST_ROWS = ("epoch", "num_samples", "batch_count"), 5
 
 __all__ = ["Callback", "History", "LastCall", "LoggerCallback", "Trainer"]
 
@@ -27,19 +34,24 @@ class LastCall(NamedTuple):
     """Duration of the call in seconds, without the time in callbacks."""
     speed: Mapping[str, Sequence[float]] = {}
     """Mean seconds per step by rank for each phase (``data_s``, ...), and ``samples_per_s``."""
+    epoch_samples: int = 0
+    """Samples of an epoch of training, of which lost workers report none; 0 if unknown."""
+    is_complete: bool = True
+    """For ``validate``: whether the metrics are of the whole loader."""
 
 
 class Callback:
     """Observes a trainer from the driver, and can ask it to stop. Override what you need.
 
     The thread that called the trainer calls the hooks, in this order
-    (see ``docs/write_callbacks.md``)::
+    (see ``docs/callbacks.md``)::
 
         on_train_start
             on_log                         at the steps of fit(log_every=...)
             on_pause                       at the steps that next_pause returned
             on_epoch_end or on_steps_end   once for each train()
             on_validation_end              once for each validate()
+            on_result                      once for each epoch of fit(), after its validation
             on_event                       at each event of the group of workers
             on_exception                   when train(), validate() or fit() raises
         on_train_end
@@ -80,12 +92,27 @@ class Callback:
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``validate()``."""
 
+    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        """Handle the result of an epoch: of training and, if ``fit()`` validates it, of both.
+
+        Outside of ``fit()``, each ``train()`` that completes an epoch has a result, and the first
+        complete ``validate()`` after training has another one.
+
+        Args:
+            trainer: the trainer.
+            call: the newest of these calls, with the duration of both.
+            metrics: of both. A metric that validations have is never that of training.
+        """
+
     def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Handle the metrics of the steps since the last call of this hook in the epoch.
 
+        The workers continue to train, so this comes up to about a second late. You cannot call
+        them here, as in `on_event`.
+
         Args:
-            trainer: the trainer, whose workers are paused as in `on_pause`.
-            call: of kind ``step``, with the duration of these steps.
+            trainer: the trainer, whose ``epoch`` and ``global_step`` are those of the log.
+            call: of kind ``step``, with the duration of these steps and the present time.
             metrics: the same metrics as from ``train()``, for these steps.
         """
 
@@ -163,6 +190,25 @@ def end_line(path: Path) -> None:
             file.write(b"\n")
 
 
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON objects to a file, one per line."""
+    end_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(jsonable(line), allow_nan=False) + "\n" for line in lines)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a file of JSON lines, without those whose writer was killed."""
+    records = []
+    lines = path.read_bytes().splitlines() if path.is_file() else ()
+    for number, line in enumerate(filter(None, lines), start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
+    return records
+
+
 class History(list[dict[str, Any]]):
     """The result of ``fit()``: one dict per epoch, with the metrics of training and validation.
 
@@ -170,4 +216,23 @@ class History(list[dict[str, Any]]):
     """
 
     stop_reason: str | None = None
-    """Why ``fit()`` ended before its last epoch. None if ``fit()`` completed all epochs."""
+    """Why ``fit()`` ended, such as ``num_epochs=2 is reached``."""
+
+    def __repr__(self) -> str:
+        """Return a table of the numbers of the first and the last epochs, without counts."""
+        rows = [numbers_in(metrics) for metrics in self]
+        names = [
+            name
+            for name in dict.fromkeys(name for row in rows for name in row)
+            if name not in _COUNTS and not name.startswith(("last_", "profile/"))
+        ]
+        shown = [["epoch", *names]]
+        for number, row in enumerate(rows, start=1):
+            if len(rows) <= 2 * _MOST_ROWS or not _MOST_ROWS < number <= len(rows) - _MOST_ROWS:
+                values = (f"{row[name]:.4g}" if name in row else "" for name in names)
+                shown.append([f"{row.get('epoch', number):g}", *values])
+            elif number == _MOST_ROWS + 1:
+                shown.append(["…"] * len(shown[0]))
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        lines = ("  ".join(map(str.rjust, row, widths)) for row in shown)
+        return "\n".join([*lines, *filter(None, [self.stop_reason])])

@@ -14,6 +14,7 @@ from raysgd._internal.context import Progress
 from raysgd._internal.nested import deep_copied, loading, map_leaves
 from raysgd._internal.paths import checked_path, without_secrets
 from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.file_loggers import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.report import RunReport
@@ -271,23 +272,20 @@ def _state_of(entry: _Entry) -> dict[str, Any]:
 
 def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     name = type(entry.callback).__name__
-    untrained = ("on_train_start", "state_dict", "load_state_dict")
-    trained = "" if hook in untrained else "No training is lost. "
-    failure = CallbackError(
-        # Hide passwords, because a service may repeat its URL.
-        f"The callback {name} failed in {hook}: {without_secrets(repr(error))}. {trained}"
-        "You can continue to use the trainer."
-    )
+    # Hide passwords, because a service may repeat its URL.
+    failure = CallbackError(f"The callback {name} failed in {hook}: {without_secrets(repr(error))}")
     failure.__cause__ = error
     return failure
 
 
-def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
-    """Return a list of callbacks, after checking them.
+def checked_callbacks(
+    where: str, callbacks: Any, logdir: Path | None, others: Iterable[Callback] = ()
+) -> list[Callback]:
+    """Return a list of callbacks, after checking them and the `others` of the trainer.
 
     Raises:
         TypeError: if one is not an instance of Callback.
-        ValueError: if one needs a folder, and the trainer has no `logdir`.
+        ValueError: if one needs a folder, and the trainer has no `logdir`, or if two save into one.
     """
     if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
         raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
@@ -303,6 +301,13 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
                 f"{type(callback).__name__} needs a folder. Pass a folder for the run to the "
                 "trainer: logdir='runs/1'."
             )
+    saving = [each for each in (*others, *checked) if isinstance(each, CheckpointCallback)]
+    folders = [each.folder_in(logdir) for each in saving]
+    if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
+        raise ValueError(
+            f"{where}: two CheckpointCallbacks save into {folders[-1].shown}, and would remove "
+            "checkpoints of each other. Give each its own folder."
+        )
     return checked
 
 
@@ -312,8 +317,9 @@ def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
         return None
     advice = "Only checkpoints can go to a URL: CheckpointCallback('s3://...')."
     path = checked_path("logdir", logdir, advice).absolute()
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"logdir={str(logdir)!r}: must be a folder, but it is a file.")
+    for each in (path, *path.parents):
+        if each.exists() and not each.is_dir():
+            raise ValueError(f"logdir={str(logdir)!r}: must be a folder, but {each} is a file.")
     return path
 
 

@@ -7,14 +7,16 @@ import logging
 import math
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from raysgd._internal.arguments import check_flags, checked_mode
-from raysgd.callbacks.base import Callback, Trainer, logdir_of
+from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import CheckpointStore
 from raysgd.checkpoint.location import Location
-from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteError
+from raysgd.checkpoint.store import NotFiniteError
+from raysgd.errors import BadStepsError, CallbackError, CheckpointError, RaySGDError, RemoteError
 
 logger = logging.getLogger(__name__)
 
@@ -25,25 +27,28 @@ class CheckpointCallback(Callback):
     Without `monitor`, it saves after each epoch, or every few steps. With `monitor`, it saves when
     the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch. At the
     end of ``fit()`` or of the trainer, and after an exception, it saves the steps since the last
-    save, unless the workers are lost.
+    save, unless the workers are lost. A state with NaN or infinity is not saved: earlier
+    checkpoints stay, and a warning names the array.
 
     Args:
         folder: a path, or a URL for fsspec; None for ``checkpoints`` in the trainer's ``logdir``.
         every: "epoch", or a number of steps. Training pauses for the save at multiples of it.
         keep: number of checkpoints to keep; None for all. With `monitor`, these are the best, and
-            the newest is kept in addition.
+            the newest is kept in addition. Only complete validations after training count.
         monitor: name of the metric that selects the best checkpoints. If training and validation
-            have a metric of this name, the one of validation counts. (With ``validate_every``
-            above 1, use different names.) None keeps the newest checkpoints.
+            have a metric of this name, the one of validation counts. None keeps the newest
+            checkpoints.
         mode: "min" if smaller values of the metric are better, or "max". None: from the name of the
             metric, as "max" for ``val_accuracy``.
         blocking: False copies the state, and writes it while training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
             in the folder. A warning names damaged checkpoints.
         job: name of the job, one per folder; None for the operator's name.
+        provenance: whether the manifest says where the state came from: see `trainer.save`.
+        frozen: False leaves out frozen parameters of ``setup``: see `trainer.save`.
 
     Raises:
-        TypeError: if `blocking` or `resume` is not a bool.
+        TypeError: if `blocking`, `resume`, `provenance`, or `frozen` is not a bool.
         ValueError: if an argument has a value that is not allowed.
     """
 
@@ -60,13 +65,17 @@ class CheckpointCallback(Callback):
         blocking: bool = True,
         resume: bool = True,
         job: str | None = None,
+        provenance: bool = True,
+        frozen: bool = True,
     ) -> None:
         if every != "epoch" and (type(every) is not int or every < 1):
             raise ValueError(
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
             )
         mode = checked_mode("CheckpointCallback", monitor, mode)
-        check_flags("CheckpointCallback", blocking=blocking, resume=resume)
+        flags = {"blocking": blocking, "resume": resume, "provenance": provenance}
+        flags["frozen"] = frozen
+        check_flags("CheckpointCallback", **flags)
         self._folder = folder
         self.needs_logdir = not folder
         self._every = every
@@ -74,6 +83,7 @@ class CheckpointCallback(Callback):
         self._blocking = blocking
         self._resume = resume
         self._job = job
+        self._has_provenance, self._has_frozen = provenance, frozen
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
         self._new_store(folder or ".", job=job or "job")  # check the arguments early
         self._store: CheckpointStore | None = None
@@ -83,8 +93,6 @@ class CheckpointCallback(Callback):
         self._saved_at = 0
         """The step of the newest checkpoint, or of the start of training."""
         self._can_save = True
-        self._of_validation = False
-        """Whether validations return the monitored metric."""
         self.restored_from: str | None = None
         """The checkpoint from which training resumed."""
 
@@ -94,9 +102,13 @@ class CheckpointCallback(Callback):
         self._wait()
         return None if self._store is None else self._store.best
 
+    def folder_in(self, logdir: Path | None) -> Location:
+        """Return the folder of the checkpoints of a trainer with this `logdir`."""
+        return Location(self._folder or Path(logdir or ".", "checkpoints"))
+
     def on_train_start(self, trainer: Trainer) -> None:
         self._can_save = True
-        folder = self._folder or logdir_of(trainer) / "checkpoints"
+        folder = self.folder_in(trainer.logdir).name
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         self._saved_at = trainer.global_step
         if not self._resume or trainer.epoch or trainer.global_step:
@@ -110,9 +122,9 @@ class CheckpointCallback(Callback):
         except CheckpointError as error:
             raise CheckpointError(
                 f"Cannot resume from {shown}: it does not fit this trainer. Use the same "
-                "config, or another folder (or logdir) to start from scratch. "
+                "model and config, or another folder (or logdir) to start from scratch. "
                 f"{error}"
-            ) from error
+            ) from None  # its text is above
         self.restored_from, self._saved_at = restored.path, trainer.global_step
         self._newest = shown
         # Warn because, for example, the script's learning rate has no effect now.
@@ -133,32 +145,27 @@ class CheckpointCallback(Callback):
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self.monitor is None:
-            if self._every == "epoch":
-                self._save(trainer, metrics)
-        elif self.monitor in metrics:
-            if not self._of_validation and not trainer.validation_due:
-                self._save(trainer, metrics)
-        elif not self._of_validation and trainer.num_epochs is None:  # `fit` checks the name
-            self._save(trainer, metrics)  # in a loop without such a metric, keep the newest
+        if self.monitor is None and self._every == "epoch":
+            self._save(trainer, metrics)  # before the validation, which may take long
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
             return
         if self.monitor in metrics:
-            self._of_validation = True
-            self._save(trainer, {**trainer.latest_metrics, **metrics})
+            self._save(trainer, metrics)
         elif self.monitor not in trainer.latest_metrics:
-            raise ValueError(
-                missing_metric("CheckpointCallback", self.monitor, trainer.latest_metrics)
-            )
-        elif not self._of_validation and trainer.num_epochs is not None:
-            self._save(trainer, trainer.latest_metrics)  # `on_epoch_end` waited for this validation
+            if call.kind == "validate":
+                known = trainer.latest_metrics
+                raise ValueError(missing_metric("CheckpointCallback", self.monitor, known))
+            if trainer.num_epochs is None:  # in a loop without such a metric, keep the newest
+                self._save(trainer, metrics)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         # After other errors of raysgd, reading the state could wait for workers that never answer.
         is_of_user = not isinstance(error, RaySGDError)
-        self._can_save = is_of_user or isinstance(error, CallbackError | RemoteError)
+        self._can_save = is_of_user or isinstance(
+            error, BadStepsError | CallbackError | RemoteError
+        )
         try:
             self._save_rest(trainer)
         finally:
@@ -185,12 +192,17 @@ class CheckpointCallback(Callback):
         self._wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
-        state = trainer.state_dict()
+        state = trainer.state_dict(frozen=self._has_frozen)
+        if not self._has_provenance:
+            del state["provenance"]
         self._saved_at = trainer.global_step
         store, labels = self._store, (trainer.num_workers, trainer.operator_name)
 
         def write() -> None:
-            self._newest = Location(store.save(state, metrics, *labels)).shown
+            try:
+                self._newest = Location(store.save(state, metrics, *labels)).shown
+            except NotFiniteError as error:
+                logger.warning("%s", error)
 
         if self._blocking:
             write()

@@ -5,15 +5,22 @@ from __future__ import annotations
 import codecs
 import csv
 import dataclasses
-import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raysgd._internal.files import replacing
-from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, end_line, logdir_of
-from raysgd.callbacks.values import json_dict, jsonable, scalars, shown_config
+from raysgd.callbacks.base import (
+    LastCall,
+    LoggerCallback,
+    Trainer,
+    append_lines,
+    end_line,
+    logdir_of,
+)
+from raysgd.callbacks.values import json_dict, scalars, shown_config
 from raysgd.checkpoint.manifest import versions
 from raysgd.elastic.events import Event
 
@@ -40,14 +47,13 @@ class JsonlLogger(LoggerCallback):
     needs_logdir = True
 
     def on_train_start(self, trainer: Trainer) -> None:
-        for name in ("metrics.jsonl", "events.jsonl"):
-            end_line(logdir_of(trainer) / name)
         run = {
             "kind": "run",
             "time": time.time(),
             "operator": trainer.operator_name,
             "device": "GPU" if getattr(trainer, "use_gpu", False) else "CPU",
-            "versions": versions(),
+            # Without installed libraries that the script does not use.
+            "versions": {n: v for n, v in versions().items() if n == "python" or n in sys.modules},
             "config": json_dict(shown_config(trainer.config)),
             "epoch": trainer.epoch,
             "global_step": trainer.global_step,
@@ -66,9 +72,7 @@ class JsonlLogger(LoggerCallback):
         self._write(trainer, "events.jsonl", dataclasses.asdict(event))
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
-        text = json.dumps(jsonable(line), allow_nan=False)
-        with (logdir_of(trainer) / name).open("a", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+        append_lines(logdir_of(trainer) / name, [line])
 
 
 class CsvLogger(LoggerCallback):
@@ -81,11 +85,9 @@ class CsvLogger(LoggerCallback):
 
     needs_logdir = True
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        end_line(logdir_of(trainer) / "metrics.csv")
-
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         path, record = logdir_of(trainer) / "metrics.csv", _record_of(trainer, call)
+        end_line(path)
         row = {**record, **scalars(metrics), **record}  # keep the record's order and values
         columns = _columns_of(path)
         if missing := [name for name in row if name not in columns]:

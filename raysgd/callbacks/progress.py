@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, Totals
-from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
@@ -38,41 +38,28 @@ class EpochLines(Callback):
     """
 
     def __init__(self) -> None:
-        self._means: dict[str, float] = {}
-        self._seconds = 0.0
-        self._waits = False
-        """Whether the line waits for a validation."""
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        self._waits = trainer.validation_due
+        self._measured = ""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        self._means, self._seconds = {}, 0.0
-        self._waits = trainer.validation_due
-        self._add(trainer, metrics)
+        self._measured = _measured(trainer, metrics)
 
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self._waits:
-            self._waits = False
-            self._add(trainer, metrics)
-
-    def _add(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        self._means |= _means_in(metrics)
-        self._seconds += 0.0 if trainer.last_call is None else trainer.last_call.seconds
-        if self._waits or trainer.num_epochs is None:
+    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        if trainer.num_epochs is None:
             return
+        means = _means_in(metrics)
         in_terminal = sys.stderr.isatty() and not _in_notebook()
         width = shutil.get_terminal_size().columns if in_terminal else math.inf
-        names = sorted(self._means, key=lambda name: "loss" not in name)
-        shown = [f"{name} {self._means[name]:.4g}" for name in names]
-        begin, end = _place_of(trainer, trainer.epoch), f"{self._seconds:.1f} s"
+        names = sorted(means, key=lambda name: "loss" not in name)
+        shown = [f"{name} {means[name]:.4g}" for name in names]
+        shown[:1] = [f"{each}{self._measured}" for each in shown[:1]]
+        begin, end = _place_of(trainer, trainer.epoch), f"{call.seconds:.1f} s"
         while len(line := "  ".join([begin, *shown, end])) > width and shown:
             shown.pop()
         _print(line)
 
     def on_train_end(self, trainer: Trainer) -> None:
         if trainer.stop_reason is not None:
-            _print(f"stopped after epoch {trainer.epoch}: {trainer.stop_reason}")
+            _print(f"stopped in epoch {trainer.epoch}: {trainer.stop_reason}")
 
 
 class ProgressBar(EpochLines):
@@ -148,7 +135,6 @@ class ProgressBar(EpochLines):
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, "validate", metrics)
-        super().on_validation_end(trainer, metrics)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         self._close()
@@ -249,6 +235,17 @@ def _place_of(trainer: Trainer, epoch: int) -> str:
     """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
     has_end = trainer.num_epochs is not None and trainer.num_epochs < _WITHOUT_END
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"
+
+
+def _measured(trainer: Trainer, metrics: Mapping[str, Any]) -> str:
+    """Return how many samples the metrics of an epoch measure, if lost workers had others."""
+    call, number = trainer.last_call, metrics.get(NUM_SAMPLES, 0)
+    if call is None or not any(
+        event.kind == "lost" and event.time > call.time - call.seconds for event in trainer.events
+    ):
+        return ""
+    total = f"of {call.epoch_samples} " if call.epoch_samples > number else ""
+    return f" ({number:.0f} {total}samples measured, all trained)"
 
 
 def _means_in(metrics: dict[str, Any]) -> dict[str, float]:

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import html
 import json
 import logging
-import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from raysgd._internal.files import replacing
-from raysgd._internal.imports import import_extra
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.base import Callback, Trainer, read_lines
 
-Record = Mapping[str, Any]
+Record = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 
 _COUNTS = ("epoch", "batch_count", "num_samples", "profile")
+_MARKS = {"lost": "lost", "grown": "joined", "moved": "joined", "restarted": "restarted"}
+"""Kinds of events with their marks in the charts."""
+_SCRIPT = Path(__file__).with_name("report.js").read_text(encoding="utf-8")
 _STYLE = """
-body { margin: 2rem auto; padding: 0 1.5rem; max-width: 72rem; font-family: system-ui, sans-serif; }
-table { border-collapse: collapse; } th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; }
-th { font-weight: 500; color: #5b6472; } td { border-top: 1px solid #e3e6eb; }
+body { margin: 2rem auto; padding: 0 1rem; max-width: 72rem; font-family: system-ui, sans-serif; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { text-align: left; padding: .3rem 1.2rem .3rem 0; vertical-align: top; }
+th { font-weight: 500; color: #5b6472; } td { border-top: 1px solid #e3e6eb; min-width: 4rem; }
+figure { margin: 0; } svg { width: 100%; height: auto; font-size: 12px; }
+.grid { stroke: #e3e6eb; } .mark { stroke-dasharray: 4 3; stroke-width: 2; }
+.line { fill: none; stroke-width: 2; }
+figcaption { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: .85rem; }
+figcaption span::before { content: "\\25cf  "; color: var(--color); }
+.log button { font-weight: bold; }
 """
 
 
@@ -44,7 +54,7 @@ class RunReport(Callback):
         assert trainer.logdir is not None
         try:
             make_report(trainer.logdir)
-        except (ImportError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             logger.warning(
                 "Could not write report.html: %s To write it later, run: raysgd report %s",
                 error,
@@ -58,18 +68,26 @@ def make_report(folder: str | Path) -> Path:
     Raises:
         FileNotFoundError: if the folder has no ``metrics.jsonl``.
         ValueError: if raysgd did not write the logs.
-        ImportError: if plotly is not installed.
     """
     folder = Path(folder)
-    plotly = import_extra("report.html", "plotly.offline", "callbacks")
-    try:
-        text = _page(folder.resolve().name, RunLog(folder), plotly.get_plotlyjs())
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} has a log that raysgd did not write: {error!r}.") from error
+    with checking_logs(folder):
+        text = _page(folder.resolve().name, RunLog(folder))
     path = folder / "report.html"
     with replacing(path) as file:
         file.write(text.encode(errors="replace"))  # JSON can contain half a surrogate pair
     return path
+
+
+@contextlib.contextmanager
+def checking_logs(folder: Path) -> Iterator[None]:
+    """Raise ValueError if raysgd did not write the logs that are read in the context."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder} has a log that raysgd did not write: {error!r}. Use the folder of a "
+            "trainer: TorchTrainer(logdir=...)."
+        ) from error
 
 
 class RunLog:
@@ -82,12 +100,37 @@ class RunLog:
                 f"{folder} has no metrics.jsonl. Use the folder of a trainer: "
                 "TorchTrainer(logdir=...)."
             )
-        records, self.events = _records(path), _records(folder / "events.jsonl")
+        records, self.events = read_lines(path), read_lines(folder / "events.jsonl")
+        if path.stat().st_size and not records:
+            raise TypeError("metrics.jsonl has no line in JSON")
         self.runs = [record for record in records if record["kind"] == "run"]
         self.calls = [record for record in records if record["kind"] != "run"]
-        times = [record["time"] for record in (*records, *self.events)]
-        self.began: float = min(times, default=0.0)
-        self.seconds: float = max(times, default=0.0) - self.began
+        everything = sorted((*self.events, *records), key=lambda record: record["time"])
+        self.began: float = everything[0]["time"] if everything else 0.0
+        self.seconds: float = everything[-1]["time"] - self.began if everything else 0.0
+        self.interruptions: list[tuple[int, float]] = []
+        """Step and seconds of each time between two trainers."""
+        for before, record in pairwise(everything):
+            if record["kind"] == "started":
+                step = before["step"] if "step" in before else before["global_step"]
+                record["step"] = step  # the new trainer has not loaded its state yet
+                self.interruptions.append((step, record["time"] - before["time"]))
+        self.idle_s: float = sum(seconds for _, seconds in self.interruptions)
+
+    def steps(self) -> tuple[int, int]:
+        """Return the first and the last step, for the axis of all charts."""
+        steps = [record["global_step"] for record in (*self.runs, *self.calls)]
+        return min(steps, default=0), max(steps, default=0)
+
+    def marks(self) -> list[tuple[int, str, str]]:
+        """Return the step, the kind, and a text for each mark in the charts."""
+        found = [
+            (event["step"], _MARKS[event["kind"]], f"{event['kind']}: {event['cause']}")
+            for event in self.events
+            if event["kind"] in _MARKS
+        ]
+        stops = ((step, "interrupted", f"{s:.0f} s") for step, s in self.interruptions)
+        return [*found, *stops]
 
     def calls_of(self, kind: str) -> list[Record]:
         """Return the calls of a kind without those that a later run repeated."""
@@ -102,65 +145,31 @@ class RunLog:
         ]
 
     def goodput(self) -> float:
-        """Return the share of the duration that went into committed steps, from 0 to 1.
+        """Return the share of the time of trainers that went into committed steps, from 0 to 1.
 
-        This is the time in calls of ``train``, without stops (from a failure to the next
-        generation, and pauses in which workers joined) and without repeated steps.
+        Each committed step counts with the mean seconds per step of its call, without saving.
+        Failures, repeated steps, and the time between two trainers do not count.
         """
-        trains = [call for call in self.calls if call["kind"] == "train"]
-        spans = [(call["time"] - call["seconds"], call["time"]) for call in trains]
-        trained = sum(end - began for began, end in spans)
-        trained -= sum(
-            max(0.0, min(stop[1], end) - max(stop[0], began))
-            for stop in self._stops()
-            for began, end in spans
-        )
-        repeated = step = 0
-        for record in sorted([*self.runs, *trains, *self.events], key=lambda each: each["time"]):
-            reached = record["global_step"] if "global_step" in record else record["step"]
-            if record["kind"] in ("run", "restarted"):
-                repeated += max(0, step - reached)
-            step = reached
-        steps = max((call["global_step"] for call in trains), default=0)
-        if self.seconds <= 0 or steps <= 0:
-            return 0.0
-        share: float = trained * steps / (steps + repeated) / self.seconds
-        return min(1.0, max(0.0, share))
-
-    def _stops(self) -> Iterator[tuple[float, float]]:
-        """Yield the times when training stopped and continued. The spans do not overlap."""
-        stopped_at, continued_at = math.inf, 0.0
-        for event in self.events:
-            if event["kind"] == "started":
-                stopped_at = math.inf  # the time between two runs is not a stop
-            elif event["kind"] in ("lost", "user_error"):
-                stopped_at = min(stopped_at, event["time"])
-            elif event["kind"] in ("resumed", "grown", "moved", "restarted"):
-                began = min(stopped_at, event["time"] - event["seconds"])
-                yield max(began, continued_at), event["time"]
-                stopped_at, continued_at = math.inf, event["time"]
+        trained, step = 0.0, self.steps()[0]
+        for call in self.calls_of("train"):
+            phases = _seconds_by_phase(call)
+            step_s = sum(phases.values()) - phases.get("save", 0.0)
+            trained += step_s * (call["global_step"] - step) if phases else call["seconds"]
+            step = call["global_step"]
+        ran = self.seconds - self.idle_s
+        return min(1.0, trained / ran) if ran > 0 else 0.0
 
 
-def _records(path: Path) -> list[Record]:
-    """Return the lines of a log, without those whose writer was killed."""
-    records = []
-    lines = path.read_bytes().splitlines() if path.is_file() else ()
-    for number, line in enumerate(filter(None, lines), start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
-    return records
-
-
-def _page(name: str, log: RunLog, script: str) -> str:
+def _page(name: str, log: RunLog) -> str:
     run: Record = log.runs[-1] if log.runs else {}
     title = html.escape(f"{run['operator']}: {name}" if "operator" in run else name)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width">'
         # Add an empty icon, because the browser would request one.
-        f'<link rel="icon" href="data:,"><style>{_STYLE}</style><script>{script}</script>'
-        f"<h1>{title}</h1>{_table(_figures(log, run))}{''.join(_sections(log, run))}</html>"
+        f'<link rel="icon" href="data:,"><style>{_STYLE}</style><h1>{title}</h1>'
+        f"{_table(_figures(log, run))}{''.join(_sections(log, run))}"
+        f"<script>{_SCRIPT}</script></html>"
     )
 
 
@@ -170,12 +179,14 @@ def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
     versions = ", ".join(map(" ".join, run.get("versions", {}).items()))
     yield "start", f"{began:%A, %d %B %Y, %H:%M:%S %Z}", versions
     if "device" in run:
-        yield "workers", run["num_workers"], f"at the start, with {run['device']}"
+        yield "workers", log.runs[0]["num_workers"], f"at the start, with {run['device']}"
     yield "lost workers", sum(event["kind"] == "lost" for event in log.events), ""
     if shares := [event["shares"] for event in log.events if event.get("shares")]:
         yield "shares of the workers", "/".join(f"{share:.2g}" for share in shares[-1]), ""
-    yield "duration", datetime.timedelta(seconds=round(log.seconds)), ""
-    yield "goodput", f"{100 * log.goodput():.1f} %", "time in committed steps"
+    idle = datetime.timedelta(seconds=round(log.idle_s))
+    note = f"{idle} of it between two trainers" if log.interruptions else ""
+    yield "duration", datetime.timedelta(seconds=round(log.seconds)), note
+    yield "goodput", f"{100 * log.goodput():.1f} %", "time in committed steps while a trainer ran"
     if trains := log.calls_of("train"):
         yield "epochs", trains[-1]["epoch"], ""
         yield "steps", trains[-1]["global_step"], ""
@@ -193,37 +204,49 @@ def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
 def _sections(log: RunLog, run: Record) -> Iterator[str]:
     yield from _metric_charts(log)
     speeds = [
-        (call["time"] - log.began, samples / call["seconds"])
+        (call["global_step"], samples / call["seconds"])
         for samples, call in _values(log.calls_of("train"), "num_samples")
         if call["seconds"] > 0
     ]
     if speeds:
-        yield _chart("Samples per second", {"samples/s": speeds}, "seconds")
+        yield _chart(log, "Samples per second", {"samples/s": speeds})
     if phases := _phases(log):
-        yield _chart("Milliseconds per step", phases, "seconds", "hv", is_stacked=True)
+        yield _chart(log, "Milliseconds per step", phases, starts_at_0=True)
     if log.events:
-        sizes = [(event["time"] - log.began, event["num_workers"]) for event in log.events]
-        yield _chart("Workers", {"workers": [*sizes, (log.seconds, sizes[-1][1])]}, "seconds", "hv")
+        first, last = log.steps()
+        sizes = [(max(first, event["step"]), event["num_workers"]) for event in log.events]
+        sizes.append((last, sizes[-1][1]))
+        yield _chart(log, "Workers", {"workers": sizes}, starts_at_0=True, is_whole=True)
         fields = ("kind", "ranks", "step", "seconds", "cause")
         rows = [
             (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))
             for event in log.events
         ]
-        yield f"<h2>Events</h2>{_table(rows, ('time', *fields))}"
+        head = ("time (s)", *fields[:3], "duration (s)", "cause")
+        yield f"<h2>Events</h2>{_table(rows, head)}"
     if config := run.get("config"):
         yield f"<h2>Config</h2>{_table((name, f'{v!r:.200}') for name, v in config.items())}"
 
 
-def _phases(log: RunLog) -> dict[str, list[tuple[float, float]]]:
-    """Return the mean milliseconds per step of each phase over time."""
+def _phases(log: RunLog) -> dict[str, list[Any]]:
+    """Return a stack for each call: the mean milliseconds per step of each phase."""
     calls = max(log.calls_of("step"), log.calls_of("train"), key=len)
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[Any]] = {phase: [] for phase in PHASES}
+    step = log.steps()[0]
     for call in calls:
-        end = call["time"] - log.began
-        for phase in PHASES if "speed" in call else ():
-            shown = 1000 * mean(call["speed"][f"{phase}_s"])
-            lines.setdefault(phase, []).extend([(end - call["seconds"], shown), (end, shown)])
-    return {name: points for name, points in lines.items() if any(y for _, y in points)}
+        seconds = _seconds_by_phase(call)
+        tops = accumulate((1000 * seconds.get(phase, 0.0) for phase in PHASES), initial=0.0)
+        for phase, (base, top) in zip(PHASES, pairwise(tops), strict=True):
+            if top > base:
+                lines[phase].append((step, call["global_step"], base, top))
+        step = call["global_step"]
+    return {name: parts for name, parts in lines.items() if parts}
+
+
+def _seconds_by_phase(call: Record) -> dict[str, float]:
+    """Return the mean seconds per step of each phase, or nothing if they are unknown."""
+    speed = call.get("speed", {})
+    return {name: mean(speed[f"{name}_s"]) for name in PHASES if f"{name}_s" in speed}
 
 
 def _table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
@@ -234,19 +257,18 @@ def _table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
 
 def _metric_charts(log: RunLog) -> Iterator[str]:
     """Yield a chart for the losses, one for the accuracies, and one for each other group."""
-    charts: dict[str, dict[str, list[tuple[float, float]]]] = {"Loss": {}, "Accuracy": {}}
+    charts: dict[str, dict[str, list[Any]]] = {"Loss": {}, "Accuracy": {}}
     for kind in ("train", "validate", "step"):
         calls = log.calls_of(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
             if name.startswith("last_") or name in _COUNTS:
                 continue
-            points = [(call["global_step"], value) for value, call in _values(calls, name)]
-            if points:
+            if points := [(call["global_step"], v) for v, call in _values(calls, name)]:
                 shown = f"{name}, by step" if kind == "step" else name
                 charts.setdefault(_group_of(name), {})[shown] = points
     for title, lines in charts.items():
         if lines:
-            yield _chart(title, lines, "step")
+            yield _chart(log, title, lines)
 
 
 def _group_of(name: str) -> str:
@@ -258,24 +280,17 @@ def _group_of(name: str) -> str:
     return re.sub(r"([-_]\d+)+$", "", whole) or name
 
 
-def _chart(
-    title: str,
-    lines: dict[str, list[tuple[float, float]]],
-    axis: str,
-    shape: str = "linear",
-    is_stacked: bool = False,
-) -> str:
-    from plotly.graph_objects import Figure
-
-    figure = Figure()
-    figure.update_layout(template="plotly_white", height=320, margin_t=24, showlegend=True)
-    figure.update_xaxes(title_text=axis)
-    for name, points in lines.items():
-        x, y = zip(*points, strict=True)
-        style = {"mode": "lines", "stackgroup": "all"} if is_stacked else {"mode": "lines+markers"}
-        figure.add_scatter(x=x, y=y, name=html.escape(name), line_shape=shape, **style)
-    drawing = figure.to_html(full_html=False, include_plotlyjs=False)
-    return f"<h2>{html.escape(title)}</h2>{drawing}"
+def _chart(log: RunLog, title: str, lines: dict[str, list[Any]], **options: bool) -> str:
+    """Return a figure that report.js draws. All charts have the same steps."""
+    chart = {
+        "lines": list(lines.items()),
+        "steps": log.steps(),
+        "marks": log.marks(),
+        **options,
+    }
+    data = html.escape(json.dumps(chart))
+    figure = f'<figure data-chart="{data}"><figcaption></figcaption><svg></svg></figure>'
+    return f"<h2>{html.escape(title)}</h2>{figure}"
 
 
 def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]]:

@@ -21,6 +21,7 @@ from raysgd.metrics import NUM_SAMPLES
 
 _LONGEST_VALUE = 500
 """Maximum length of a parameter value that every MLflow server accepts."""
+_LONGEST_TAG = 64  # in wandb
 
 
 class ServiceLogger(LoggerCallback):
@@ -94,7 +95,7 @@ class TensorBoardLogger(ServiceLogger):
     needs_logdir = True
 
     def __init__(self) -> None:
-        self._new_board = summary_writer_cls("TensorBoardLogger")
+        self._new_board = board_class("TensorBoardLogger")
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._opened(trainer)
@@ -107,35 +108,31 @@ class TensorBoardLogger(ServiceLogger):
         board.add_text("config", f"```json\n{shown}\n```")
         return board
 
-    def _write(self, run: Any, values: dict[str, Any], step: int, time_s: float) -> None:
-        add_scalars(run, values, step, time_s)
-
     def on_event(self, trainer: Trainer, event: Event) -> None:
         ranks = ", ".join(map(str, event.ranks)) or "none"
         text = f"**{event.kind}**: ranks {ranks}; {event.num_workers} workers\n\n{event.cause}"
         self._run.add_text(f"events/{event.kind}", text, event.step, walltime=event.time)
         super().on_event(trainer, event)
 
-    def _end(self, run: Any, failed: bool) -> None:
-        run.close()
 
-
-def summary_writer_cls(owner: str) -> Any:
-    """Import the PyTorch writer for TensorBoard. `owner` is the callback that errors name."""
+def board_class(owner: str) -> type[Any]:
+    """Return the PyTorch writer for TensorBoard as a run. `owner` is the callback in errors."""
     import_extra(owner, "tensorboard", "callbacks")
     if "tensorflow" not in sys.modules:
         # Disable TensorFlow in TensorBoard: importing it takes seconds.
         sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
-    return import_extra(owner, "torch.utils.tensorboard", "callbacks").SummaryWriter
+    writer_cls: Any = import_extra(owner, "torch.utils.tensorboard", "callbacks").SummaryWriter
 
+    class Board(writer_cls):  # type: ignore[misc]
+        def log(self, values: Mapping[str, float], step: int, time_s: float) -> None:
+            for name, value in values.items():
+                self.add_scalar(name, value, step, walltime=time_s)
+            self.flush()
 
-def add_scalars(
-    board: Any, values: Mapping[str, float], step: int | None, time_s: float | None = None
-) -> None:
-    """Write numbers with a time in seconds since the epoch; None for now."""
-    for name, value in values.items():
-        board.add_scalar(name, value, step, walltime=time_s)
-    board.flush()
+        def end(self, failed: bool) -> None:
+            self.close()
+
+    return Board
 
 
 class MLflowLogger(ServiceLogger):
@@ -149,7 +146,7 @@ class MLflowLogger(ServiceLogger):
             MLflow (``MLFLOW_TRACKING_URI``).
         experiment: name of the experiment, which is created if it is missing.
         run_name: name of the run; None for a random one.
-        tags: tags of the run.
+        tags: tags of the run, in addition to ``trainer.provenance``, such as the commit.
 
     Raises:
         ImportError: if mlflow is not installed.
@@ -172,7 +169,9 @@ class MLflowLogger(ServiceLogger):
 
     def _open(self, trainer: Trainer) -> MLflowRun:
         is_new = self.run_id is None
-        run = MLflowRun(self._tracking_uri, run_id=self.run_id, **self._new)
+        facts = trainer.provenance.items()
+        tags = {name: str(value)[:_LONGEST_VALUE] for name, value in facts} | self._new["tags"]
+        run = MLflowRun(self._tracking_uri, run_id=self.run_id, **self._new | {"tags": tags})
         self.run_id = run.id
         if is_new:
             run.log_config(trainer.config)
@@ -199,6 +198,8 @@ class MLflowRun:
         if tracking_uri is not None and tracking_uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self.client = client = MlflowClient(tracking_uri, registry_uri)
+        self._logged: dict[str, int] = {}  # newest step of each metric before the run continues
+        self._continues = run_id is not None
         if run_id is not None:
             client.update_run(run_id, status="RUNNING")
             self.id = run_id
@@ -218,12 +219,20 @@ class MLflowRun:
             self.client.log_param(self.id, name, str(value)[:_LONGEST_VALUE])
 
     def log(self, values: Mapping[str, float | int], step: int, time_s: float) -> None:
-        """Write metrics with a time in seconds since the epoch."""
+        """Write metrics with a time in seconds since the epoch.
+
+        Leave out steps that the run has from before it continued, because MLflow replaces none.
+        """
         from mlflow.entities import Metric
 
+        names = {_allowed(name): float(value) for name, value in values.items()}
+        for name in names.keys() - self._logged if self._continues else ():
+            history = self.client.get_metric_history(self.id, name)
+            self._logged[name] = max((each.step for each in history), default=-1)
         metrics = [
-            Metric(_allowed(name), float(value), int(time_s * 1000), step)
-            for name, value in values.items()
+            Metric(name, value, int(time_s * 1000), step)
+            for name, value in names.items()
+            if step > self._logged.get(name, -1)
         ]
         self.client.log_batch(self.id, metrics=metrics)
 
@@ -279,6 +288,8 @@ class WandbLogger(ServiceLogger):
             "dir": None if trainer.logdir is None else str(logdir_of(trainer)),
             **self._arguments,
         }
+        tags = [f"{name}: {value}"[:_LONGEST_TAG] for name, value in trainer.provenance.items()]
+        arguments["tags"] = [*tags, *(arguments.get("tags") or ())]
         if self.run_id is not None:
             arguments |= {"id": self.run_id, "resume": "allow"}
         run = wandb.init(**arguments)

@@ -6,7 +6,8 @@ import math
 from typing import Any, Literal
 
 from raysgd._internal.arguments import check_int, check_number, checked_mode
-from raysgd.callbacks.base import Callback, Trainer
+from raysgd._internal.finite import bad_loss
+from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import missing_metric, numbers_in
 
 
@@ -47,22 +48,15 @@ class EarlyStopping(Callback):
         """The best value so far; None before the first."""
         self.num_waited = 0
         """Number of epochs since the best value."""
-        self._of_validation = False
         self._epoch = -1  # of the newest value
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._stop_if_due(trainer)
 
-    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self.monitor in metrics and not self._of_validation:
-            self._compare(trainer, metrics[self.monitor])
-
-    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+    def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         if self.monitor in metrics:
-            if not self._of_validation:  # forget the values of training metrics
-                self._of_validation, self.best, self.num_waited = True, None, 0
             self._compare(trainer, metrics[self.monitor])
-        elif self.monitor not in trainer.latest_metrics:
+        elif call.kind == "validate" and self.monitor not in trainer.latest_metrics:
             raise ValueError(missing_metric("EarlyStopping", self.monitor, trainer.latest_metrics))
 
     def _compare(self, trainer: Trainer, measured: Any) -> None:
@@ -72,17 +66,16 @@ class EarlyStopping(Callback):
                 f"EarlyStopping(monitor={self.monitor!r}): the metric must be a number, but it is "
                 f"{measured!r}."
             )
-        if self._is_better(value):
+        if self.best is None:
+            is_better = not math.isnan(value)
+        else:
+            is_better = self._sign * (self.best - value) > self._min_delta  # False for NaN
+        if is_better:
             self.best, self.num_waited = value, 0
         elif trainer.epoch != self._epoch:  # several validations of an epoch count once
             self.num_waited += 1
         self._epoch = trainer.epoch
         self._stop_if_due(trainer)
-
-    def _is_better(self, value: float) -> bool:
-        if self.best is None:
-            return not math.isnan(value)
-        return self._sign * (self.best - value) > self._min_delta  # False for NaN
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self.num_waited >= self._patience:
@@ -96,7 +89,6 @@ class EarlyStopping(Callback):
             "monitor": self.monitor,
             "best": self.best,
             "num_waited": self.num_waited,
-            "of_validation": self._of_validation,
             "epoch": self._epoch,
         }
 
@@ -105,20 +97,19 @@ class EarlyStopping(Callback):
             best = state["best"]
             self.num_waited = int(state["num_waited"])
             self.best = None if best is None else float(best)
-            self._of_validation = state.get("of_validation", False)
             self._epoch = state.get("epoch", -1)
 
 
 class TerminateOnNaN(Callback):
-    """Stops ``fit()`` after an epoch with a loss that is NaN or infinite.
+    """Stops ``fit()`` at a loss that is NaN or infinite.
 
-    A loss is a metric of training or validation with ``loss`` in its name. A CheckpointCallback
-    without `monitor` saves that epoch; with `monitor`, the best checkpoint keeps a finite loss.
+    A loss is a metric of training or validation with ``loss`` in its name. All workers compare the
+    losses that ``train_batch`` returns after each update, so that ``train()`` ends in that step. A
+    CheckpointCallback keeps the checkpoints before it.
     """
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        for name, value in numbers_in(metrics).items():
-            if "loss" in name and not math.isfinite(value):
-                trainer.request_stop(f"{name} is {value} in epoch {trainer.epoch}.")
+        if bad := bad_loss(numbers_in(metrics)):
+            trainer.request_stop(f"{bad} in epoch {trainer.epoch}, step {trainer.global_step}.")
 
     on_validation_end = on_steps_end = on_epoch_end

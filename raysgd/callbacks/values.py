@@ -5,17 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd._internal.paths import HIDDEN, without_secrets
-
-_SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
-# Values of these names are secrets unless they are numbers, such as num_tokens.
-_MAYBE_SECRET = re.compile(
-    r"(?i:key|token)s?(?![a-z])|(?<![a-z])(?:pass|pwd|auth)(?![a-z])|(?i:authorization)"
-)
+from raysgd._internal.paths import HIDDEN, is_secret, without_secrets
 
 
 def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
@@ -42,8 +35,7 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_secrets(value: Any, name: str) -> Any:
-    is_plain = value is None or isinstance(value, numbers.Number)
-    if _SECRET.search(name) or (not is_plain and _MAYBE_SECRET.search(name)):
+    if is_secret(name, is_count=value is None or isinstance(value, numbers.Number)):
         return HIDDEN
     if isinstance(value, str):
         return without_secrets(value)

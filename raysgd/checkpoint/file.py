@@ -40,7 +40,7 @@ def write_file(
     Args:
         state: result of a trainer's ``state_dict``.
         path: where to write: a path, or a URL for fsspec.
-        manifest: describes the state. This function adds the epoch and the step.
+        manifest: describes the state. This function adds the epoch, the step, and the provenance.
 
     Returns:
         The absolute path, or the URL.
@@ -49,12 +49,16 @@ def write_file(
         CheckpointError: if the state cannot be written, or could not be loaded again.
     """
     target = Location(path)
-    manifest = dataclasses.replace(
-        manifest or Manifest(),
-        epoch=_plain(state.get("epoch", 0)),
-        global_step=_plain(state.get("global_step", 0)),
-    )
+    manifest = dataclasses.replace(manifest or Manifest(), **facts_of(state))
     return _write(target, manifest, lambda file: write_state(state, target.shown, file))
+
+
+def facts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a manifest that the state has."""
+    facts = {key: _plain(state.get(key, 0)) for key in ("epoch", "global_step")}
+    provenance, data = state.get("provenance", {}), state.get("data", {})
+    known = {key: data[key] for key in ("seed", "loaders") if provenance and key in data}
+    return {**facts, "provenance": {**provenance, **known}}
 
 
 def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) -> str:
@@ -72,8 +76,9 @@ def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
     if _holds_arrays(state):
         arrays.write(state, file)
         return
-    for owner in ("operator", "callbacks"):
-        if refused := _refused(state.get(owner), "state_dict()"):
+    operator = f"operator on worker 0 after step {state.get('global_step')}"
+    for key, owner in (("operator", operator), ("callbacks", "callbacks")):
+        if refused := _refused(state.get(key), "state_dict()"):
             raise CheckpointError(
                 f"Cannot save to {shown}: the result of state_dict() of the {owner} could not be "
                 f"loaded again: {refused}. {_ADVICE}"

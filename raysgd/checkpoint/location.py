@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from raysgd._internal.files import replacing, sync_folder, temporary_name
+from raysgd._internal.files import check_regular, replacing, sync_folder, temporary_name
 from raysgd._internal.paths import checked_path, shown_url, without_secrets
 from raysgd.errors import CheckpointError
 
@@ -79,8 +79,8 @@ class Location:
     def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
         """Open the file for reading. With `whole`, download it first."""
         with self._file_system("load") as (fs, path), contextlib.ExitStack() as stack:
-            if self.is_local and os.path.isdir(path):
-                raise CheckpointError(f"Cannot load {self.shown}: it is a folder.")
+            if self.is_local:
+                check_regular(Path(path))
             if whole and not self.is_local:
                 local = stack.enter_context(_scratch_file())
                 fs.get_file(path, str(local))

@@ -26,8 +26,9 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, Self
 
+from raysgd.checkpoint.location import UnreachableError
 from raysgd.errors import CheckpointError
 
 FORMAT = 1
@@ -65,6 +66,8 @@ class Manifest:
     job: str = ""
     """Name of the job, if a `CheckpointStore` wrote the checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Where the state came from: command, commit, loaders, and so on."""
 
     def to_json(self) -> bytes:
         """Return the manifest as JSON text, in which metrics can be NaN or Infinity."""
@@ -75,11 +78,13 @@ class Manifest:
         """Read the output of `to_json`. Other text raises errors of any kind."""
         content = json.loads(text)
         if content["format"] > FORMAT:
-            raise CheckpointError(
+            raise UnreachableError(
                 f"raysgd {content['versions']['raysgd']} wrote the file in format "
                 f"{content['format']}, but this version reads formats up to {FORMAT}. Update "
                 "raysgd."
             )
+        content.setdefault("provenance", {})  # older files have none
+        content["metrics"] = {name: float(value) for name, value in content["metrics"].items()}
         return cls(**{entry.name: content[entry.name] for entry in dataclasses.fields(cls)})
 
 
@@ -91,11 +96,12 @@ class HashingFile(io.RawIOBase):
         self._parts: list[Future[bytes]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS)
 
-    def restart(self) -> None:
-        """Delete the content."""
+    def emptied(self) -> Self:
+        """Delete the content, and return this file."""
         self._file.seek(0)
         self._file.truncate()
         self._size, self._parts = 0, []
+        return self
 
     def write(self, content: Any) -> int:
         self._file.write(content)
@@ -174,7 +180,7 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
                 raise CheckpointError("the file is damaged: its end has changed.")
             return None
     except CheckpointError as error:
-        raise CheckpointError(f"Cannot load {shown}: {error}") from error
+        raise type(error)(f"Cannot load {shown}: {error}") from error
     except Exception as error:  # a failing disk or a damaged archive can raise anything
         raise CheckpointError(
             f"Cannot load {shown}: the file is damaged or is not a checkpoint ({error})."

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from raysgd._internal.arguments import check_int, checked_mode
 from raysgd._internal.files import TEMPORARY_NAME
+from raysgd._internal.finite import not_finite
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
 from raysgd.checkpoint.location import Location, UnreachableError
 from raysgd.checkpoint.manifest import Manifest
@@ -126,6 +127,10 @@ class CheckpointFolder:
         return True, value if self._mode == "max" else -value, position_of(name)
 
 
+class NotFiniteError(CheckpointError):
+    """A state has NaN or infinity, so it must not replace a finite one."""
+
+
 class Restored(NamedTuple):
     """The newest intact checkpoint in a folder."""
 
@@ -193,8 +198,8 @@ class CheckpointStore(CheckpointFolder):
 
         Raises:
             ValueError: if `metrics` has no number for `monitor`.
-            CheckpointError: if the checkpoint cannot be written, or the folder belongs to another
-                job.
+            CheckpointError: if the checkpoint cannot be written, the folder belongs to another
+                job, or models, optimizers, or averages have NaN or infinity.
         """
         numbers = _numbers(metrics or {})
         if self._monitor is not None and self._monitor not in numbers:
@@ -207,6 +212,11 @@ class CheckpointStore(CheckpointFolder):
         self._learn(names)
         number = position_of(names[0])[0] + 1 if names else 1
         step = state.get("global_step", 0)
+        if bad := not_finite(state):
+            raise NotFiniteError(
+                f"The state of step {step} is not saved to {self._folder.shown}, because {bad} has "
+                "NaN or infinity. Earlier checkpoints stay."
+            )
         name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{step:08d}.ckpt"
         manifest = Manifest(
             world_size=world_size, operator=operator, job=self._job, metrics=numbers
@@ -224,7 +234,7 @@ class CheckpointStore(CheckpointFolder):
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
-        """Load the newest intact checkpoint. Warn of newer ones that are damaged.
+        """Load the newest intact checkpoint. Warn of newer ones that are damaged or not finite.
 
         Returns:
             The checkpoint; None if the folder is empty or missing.
@@ -236,8 +246,14 @@ class CheckpointStore(CheckpointFolder):
         names = self._names()
         if not names:
             return None
-        name, state, _ = self._load_first(names, read_checkpoint)
-        return Restored(self._folder.child(name).name, state)
+        try:
+            name, state, _ = self._load_first(names, _read_finite)
+        except CheckpointError:
+            name, state, _ = self._load_first(names, read_checkpoint)
+            text = "No checkpoint in %s is finite, so the newest is loaded."
+            logger.warning(text, self._folder.shown)
+        file = self._folder.child(name)
+        return Restored(file.name, {**state, "parent": {"path": file.shown}})
 
     def _check(self, name: str, manifest: Manifest) -> None:
         if manifest.job != self._job:
@@ -245,6 +261,13 @@ class CheckpointStore(CheckpointFolder):
                 f"{self._folder.shown} has checkpoints of job {manifest.job!r} ({name}), but this "
                 f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
             )
+
+
+def _read_finite(path: str) -> tuple[dict[str, Any], Manifest | None]:
+    state, manifest = read_checkpoint(path)
+    if bad := not_finite(state):
+        raise CheckpointError(f"{bad} has NaN or infinity.")
+    return state, manifest
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

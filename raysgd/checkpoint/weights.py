@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from raysgd._internal.imports import import_extra
@@ -13,9 +13,20 @@ if TYPE_CHECKING:
     import torch
 
 
+def check_suffix(path: Any) -> None:
+    """Raise ValueError if a name is that of another format."""
+    others = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".h5", ".keras", ".npz")
+    if str(path).lower().endswith(others):
+        raise ValueError(
+            f"save_model({str(path)!r}) writes safetensors, so the name must end with "
+            ".safetensors. For another format, save the weights of trainer.get_model() yourself."
+        )
+
+
 def save_model(
     models: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
     path: str | os.PathLike[str],
+    left_out: Collection[str] = (),
 ) -> str:
     """Write the weights of models to a ``.safetensors`` file, completely or not at all.
 
@@ -26,14 +37,17 @@ def save_model(
         models: a PyTorch model; or several models, whose keys begin with ``0.``, ``1.``, …; or the
             weights of one model, as arrays by name.
         path: where to write: a path, or a URL for fsspec.
+        left_out: names of tensors of PyTorch models that the file shall not have.
 
     Returns:
         The absolute path, or the URL.
 
     Raises:
         CheckpointError: if the file cannot be written.
+        ValueError: if the name ends like that of another format, such as ``.pt``.
         ImportError: if safetensors is not installed.
     """
+    check_suffix(path)
     import_extra("save_model", "safetensors", "torch")
 
     def fill(file: IO[bytes]) -> None:
@@ -45,12 +59,14 @@ def save_model(
             arrays = {name: np.asarray(array, order="C") for name, array in models.items()}
             file.write(save(arrays, metadata={"format": "np"}))
         else:
-            file.write(_of_modules(models))
+            file.write(_of_modules(models, left_out))
 
     return Location(path).write(fill)
 
 
-def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
+def _of_modules(
+    models: torch.nn.Module | Sequence[torch.nn.Module], left_out: Collection[str]
+) -> bytes:
     import torch
     from safetensors.torch import save
 
@@ -58,7 +74,8 @@ def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
     names: dict[Any, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     metadata = {"format": "pt"}
-    for name, tensor in module.state_dict().items():
+    kept = ((n, tensor) for n, tensor in module.state_dict().items() if n not in left_out)
+    for name, tensor in kept:
         bits = tensor.is_conj(), tensor.is_neg()  # which the memory lacks
         identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, *bits)
         if tensor.numel() and (first := names.setdefault(identity, name)) != name:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import raysgd
+from raysgd.errors import CheckpointError
 
 app = typer.Typer(
     help="Elastic distributed training on Ray.",
@@ -30,6 +33,15 @@ def main(
         raise typer.Exit
 
 
+@contextlib.contextmanager
+def _without_traceback() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError, CheckpointError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
 @app.command()
 def report(
     rundir: Annotated[Path, typer.Argument(help="Folder of the run: TorchTrainer(logdir=...).")],
@@ -37,12 +49,31 @@ def report(
     """Rebuild report.html of a run from its logs."""
     from raysgd.callbacks.report import make_report
 
-    try:
-        path = make_report(rundir)
-    except (OSError, ValueError, ImportError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-    typer.echo(path)
+    with _without_traceback():
+        typer.echo(make_report(rundir))
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    after: Annotated[Path, typer.Argument(help="Folder of a later run.")],
+) -> None:
+    """Compare where the time of each step goes in two runs, and name what grew most."""
+    from raysgd.cli.compare import compare as compare_runs
+
+    with _without_traceback():
+        typer.echo(compare_runs(before, after))
+
+
+@app.command()
+def show(path: Annotated[str, typer.Argument(help="Path or URL of a checkpoint.")]) -> None:
+    """Show what a checkpoint is and where it came from, as JSON."""
+    from raysgd.checkpoint import read_manifest
+
+    with _without_traceback():
+        if (manifest := read_manifest(path)) is None:
+            raise CheckpointError(f"{path} has no manifest: it is no checkpoint, or an old one.")
+        typer.echo(manifest.to_json())
 
 
 @app.command()
@@ -71,6 +102,7 @@ def fit(
     ] = None,
 ) -> None:
     """Train an operator. Run the same command again to resume from the newest checkpoint."""
+    from raysgd._internal.tracebacks import FoldingTracebacks
     from raysgd.cli import fit as fit_command
 
     try:
@@ -80,7 +112,8 @@ def fit(
         settings["fit"] |= {} if num_epochs is None else {"num_epochs": num_epochs}
         if not settings["fit"]:
             raise ValueError("raysgd fit needs --num-epochs, or fit.max_steps=...")
-        fit_command.fit(fit_command.load_operator(operator), settings)
+        with FoldingTracebacks():
+            fit_command.fit(fit_command.load_operator(operator), settings)
     except Exception as error:
         text, code = fit_command.message_of(error)
         typer.echo(text, err=True)

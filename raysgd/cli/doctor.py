@@ -31,7 +31,6 @@ _PACKAGES = {
     "tensorboard": "TensorBoard logs",
     "mlflow": "MLflow logs",
     "wandb": "Weights & Biases logs",
-    "plotly": 'report.html: pip install "raysgd[callbacks]"',
 }
 
 

@@ -20,10 +20,10 @@ from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import is_the_users
 from raysgd.callbacks import CheckpointCallback
 from raysgd.callbacks.values import json_dict
-from raysgd.errors import RaySGDError, RemoteTraceback
+from raysgd.errors import RaySGDError
 
 _SECTIONS = ("config", "trainer", "fit", "checkpoint")
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 def load_operator(place: str) -> type[Any]:
@@ -52,14 +52,12 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     >>> settings["config"], settings["fit"]
     ({'lr': 0.001, 'net': {'depth': 2}}, {'max_steps': 5})
 
-    The YAML or JSON file has a dict for each section. Values that are not valid YAML are strings.
+    The YAML or JSON file has a dict for each section. Values that are not valid YAML are strings,
+    unless they begin like a list, a dict, or a quoted string.
     """
-    import yaml
-
     try:
-        text = "" if path is None else path.read_text(encoding="utf-8")
-        content = map_leaves(yaml.safe_load(text) or {}, _number)
-    except yaml.YAMLError as error:
+        content = {} if path is None else _parsed(path.read_text(encoding="utf-8")) or {}
+    except (ValueError, RecursionError) as error:  # also if the text is not in UTF-8
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     sections = content if isinstance(content, dict) else {str(content): None}
     for name, below in sections.items():
@@ -84,12 +82,31 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
             above = place.rpartition(".")[0]
             raise ValueError(f"{override!r}: {above} is already a value, so it has no keys.")
         try:
-            values[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
-        except yaml.YAMLError:
+            values[keys[-1]] = _parsed(value)
+        except (ValueError, RecursionError) as error:
+            if value.lstrip().startswith(("[", "{", "'", '"', "&")):
+                raise ValueError(f"{override!r} is not valid YAML: {error}") from error
             values[keys[-1]] = value
     if "BATCH_SIZE" in settings["config"]:
         settings["config"][BATCH_SIZE] = settings["config"].pop("BATCH_SIZE")
     return settings
+
+
+def _parsed(text: str) -> Any:
+    """Return the content of a YAML text. Raise ValueError if it is not valid, or repeats a key."""
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise ValueError(f"it has the key {twice[0]!r} twice{node.start_mark}")
+            return super().construct_mapping(node, deep)
+
+    try:
+        return map_leaves(yaml.load(text, UniqueKeys), _number)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def _number(leaf: Any) -> Any:
@@ -124,7 +141,6 @@ def message_of(error: Exception) -> tuple[str, int]:
     is_refused = (
         isinstance(error, AttributeError | ImportError | OSError | TypeError | ValueError)
         and not isinstance(error, RaySGDError)
-        and not isinstance(error.__cause__, RemoteTraceback)
         and not getattr(error, "__notes__", ())  # training adds notes
         and not any(is_the_users(f.filename) for f in traceback.extract_tb(error.__traceback__))
     )

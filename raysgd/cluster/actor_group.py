@@ -18,7 +18,6 @@ from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     InlineHandle,
-    ThreadHandle,
     WorkerHandle,
     is_loss,
 )
@@ -80,6 +79,7 @@ class ActorGroup:
         from raysgd.cluster import placement, ray_session
 
         ray_session.connect()
+        ray_session.check_runtime_env()
         self.drains.ask_ray()
         return placement.reserve(
             self.options.bundle,
@@ -135,7 +135,7 @@ class ActorGroup:
         elif slot is self._local:
             import ray
 
-            member = ThreadHandle()
+            member = InlineHandle(has_thread=True)
             member.info = WorkerInfo(
                 node_id=ray.get_runtime_context().get_node_id(),
                 node_ip=ray.util.get_node_ip_address(),

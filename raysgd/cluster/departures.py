@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from raysgd.cluster.clock import Clock
@@ -37,10 +36,9 @@ class Drains:
         deadline = self._clock.time() + (math.inf if deadline_s is None else deadline_s)
         self._announced[target] = Notice("drain() was called", deadline)
 
-    def terminate(self, members: Sequence[WorkerHandle]) -> None:
-        notice = Notice("its process was sent SIGTERM", self._clock.time() + _TERM_S)
-        for member in members:
-            self._announced.setdefault(member, notice)
+    def terminate(self, member: WorkerHandle, since_s: float) -> None:
+        deadline = self._clock.time() + _TERM_S - since_s
+        self._announced.setdefault(member, Notice("its process was sent SIGTERM", deadline))
 
     # ---- notices of Ray
 

@@ -19,14 +19,10 @@ def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
     """Wait, and return whether all workers are idle or dead."""
     import ray
 
-    pending = [member.execute(_nothing) for member in members if member.alive]
+    pending = [member.execute(bool) for member in members if member.alive]  # does nothing
     if pending:
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
     return not pending
-
-
-def _nothing() -> None:
-    pass
 
 
 def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[Any]:

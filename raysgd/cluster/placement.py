@@ -90,16 +90,19 @@ def _is_free(group: PlacementGroup) -> bool:
 class Reservation:
     """Resources for workers: own placement groups, or the caller's group, as in a Tune trial."""
 
-    def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
-        self._owned = owned
+    def __init__(
+        self, group: PlacementGroup, indexes: Iterable[int], owned: bool, strategy: str = "SPREAD"
+    ) -> None:
+        self._owned = owned  # if not, the group is the caller's
+        self._may_grow = owned and not strategy.startswith("STRICT_")
         self.groups = [group] if owned else []  # placement groups that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
         self._waiting_since: dict[PlacementGroup, float] = {}  # groups that Ray reschedules
         self._is_released = False
 
     def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
-        """Request a slot for one more worker. Return None if the group is the caller's."""
-        if not self._owned:
+        """Request a slot for one more worker. Return None if the group cannot grow."""
+        if not self._may_grow:
             return None
         group = placement_group([dict(bundle)], "SPREAD")
         self.groups.append(group)
@@ -184,7 +187,7 @@ def reserve(
     if capacity < min_workers and is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
     largest, sizes = max(min_workers, min(num_workers, capacity)), [min_workers]
-    if strategy.startswith("STRICT_"):  # a slot of its own could be on any node
+    if strategy.startswith("STRICT_"):  # the group cannot grow later
         sizes = list(range(largest, min_workers - 1, -1))
     elif min_workers < num_workers == largest:
         sizes = [num_workers, min_workers]
@@ -194,23 +197,22 @@ def reserve(
         wait_s = max(left, SETTLE_S)
         group = _granted([bundle] * size, strategy, wait_s, is_wanted)
         if group is not None:
-            room = Reservation(group, range(size), owned=True)
-            return _topped_up(room, bundle, num_workers, strategy)
+            room = Reservation(group, range(size), owned=True, strategy=strategy)
+            return _topped_up(room, bundle, num_workers)
     raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
 
 def _topped_up(
-    reservation: Reservation, bundle: Mapping[str, float], num_workers: int, strategy: str
+    reservation: Reservation, bundle: Mapping[str, float], num_workers: int
 ) -> Reservation:
     """Request slots for the missing workers, and wait briefly for them."""
     size = len(reservation.slots)
     if size == num_workers:
         return reservation
     try:
-        if not strategy.startswith("STRICT_"):  # a slot of its own could be on any node
-            free = workers_that_fit(ray.available_resources(), bundle)
-            for _ in range(min(num_workers - size, free)):
-                reservation.request_slot(bundle)
+        free = workers_that_fit(ray.available_resources(), bundle)
+        for _ in range(min(num_workers - size, free)):
+            reservation.request_slot(bundle)
         requested = reservation.slots[size:]
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and not all(slot.is_ready for slot in requested):

@@ -7,7 +7,9 @@ import logging
 import math
 import os
 import re
+import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ _TOKEN_ADVICE = (
 )
 _OF_EACH = ("node:", "ray.io/node-id=", "memory", "object_store_memory")
 """Prefixes of the resources and labels that every node has."""
+_WITH_ANOTHER_PYTHON = {"py_executable", "pip", "conda", "uv", "image_uri", "container"}
 _SPEED_TEST_S = 1.0
 _SPEED_TIMEOUT_S = 60.0
 
@@ -80,6 +83,23 @@ def _init(address: str | None, **options: Any) -> None:
         raise ConnectionError(
             f"No answer from a Ray cluster at {origin}: {reason.rstrip('.')}. {advice}"
         ) from error
+
+
+def check_runtime_env(*keys: str) -> None:
+    """Raise RuntimeError if no worker can start with the ``runtime_env`` of the job and `keys`.
+
+    Ray 2.60 passes the path of Python to a shell without quotes, and retries without end.
+    """
+    if not ray.is_initialized() or ray.util.client.ray.is_connected():
+        return
+    used = {*ray.get_runtime_context().runtime_env, *keys}
+    python, plain = sys.executable, re.fullmatch(r"[\w@%+=:,./-]+", sys.executable)
+    if used and not plain and not used & _WITH_ANOTHER_PYTHON:
+        raise RuntimeError(
+            f"Ray cannot start workers with a runtime_env ({', '.join(sorted(used))}), because the "
+            f"path of Python has a space or a quote: {python}. Use an environment in another "
+            f"folder, or ray.init(runtime_env={{'py_executable': {shlex.quote(python)!r}}})."
+        )
 
 
 def _probe(address: str) -> None:

@@ -9,27 +9,45 @@ import operator
 import pickle
 import sys
 import types
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _LARGE_BYTES = 1 << 14
 _STORED_BYTES = 1 << 20
+_ALIGNMENT = 64
+
+
+def padding(size: int) -> int:
+    """Return the number of bytes between a buffer of `size` bytes and the next one."""
+    return -size % _ALIGNMENT
 
 
 @dataclass
-class Packed:
+class Parcel:
     """A pickled value. Ray puts its buffers into shared memory without pickling them."""
 
     data: Any
-    buffers: Sequence[Any] = ()
+    buffers: Any = ()  # or a function that returns them, if they belong to the receiver
     reference: Any = None  # to the value in Ray's object store, if this process has put it there
 
     @property
+    def sizes(self) -> list[int]:
+        return [memoryview(buffer).nbytes for buffer in self.buffers]
+
+    @property
     def is_large(self) -> bool:
-        sizes = [memoryview(buffer).nbytes for buffer in (self.data, *self.buffers)]
-        return sum(sizes) >= _STORED_BYTES
+        return memoryview(self.data).nbytes + sum(self.sizes) >= _STORED_BYTES
+
+    def parts(self) -> Iterator[Any]:
+        """Iterate over the buffers with their padding."""
+        for buffer in self.buffers:
+            yield (content := pickle.PickleBuffer(buffer).raw())
+            yield bytes(padding(content.nbytes))
+
+    def write(self, file: Any) -> None:
+        for part in self.parts():
+            file.write(part)
 
     def stored(self) -> Any:
         """Return this object, or a reference to it in Ray's object store if it is large."""
@@ -40,37 +58,35 @@ class Packed:
             self.data, self.buffers = b"", ()
         return self if self.reference is None else self.reference
 
-    def copy(self) -> Packed:
-        return Packed(bytes(self.data), [bytearray(buffer) for buffer in self.buffers])
-
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         data = pickle.PickleBuffer(self.data) if protocol >= 5 else self.data
-        return Packed, (data, self.buffers)
+        return Parcel, (data, self.buffers)
 
     def value(self, own: bool = True) -> Any:
         """Return the value. With `own`, copy arrays out of Ray's read-only shared memory."""
         if self.reference is not None:
             import ray
 
-            stored: Packed = ray.get(self.reference)
+            stored: Parcel = ray.get(self.reference)
             return stored.value(own)
-        buffers = [bytearray(buffer) for buffer in self.buffers] if own else self.buffers
+        if callable(self.buffers):
+            buffers = self.buffers()
+        else:
+            buffers = map(bytearray, self.buffers) if own else self.buffers
         return pickle.loads(self.data, buffers=buffers)
 
 
-def dumps(
-    value: Any, is_small: Any = None, portable: bool = False, shares_tensors: bool = True
-) -> bytes:
+def dumps(value: Any, is_small: Any = None, portable: bool = False) -> bytes:
     """Pickle a value. Ray references stay valid in other processes. See `pack`."""
     with io.BytesIO() as file:
-        _pickler(portable, shares_tensors)(file, protocol=5, buffer_callback=is_small).dump(value)
+        _pickler(portable)(file, protocol=5, buffer_callback=is_small).dump(value)
         return file.getvalue()
 
 
-def sendable(what: str, value: Any) -> Packed:
+def sendable(what: str, value: Any) -> Parcel:
     """Pack a value for the workers. An error names it as `what`."""
     try:
-        return pack(value, shares_tensors=False)
+        return pack(value)
     except Exception as error:
         name_part = getattr(value, "unpicklable_part", lambda: what)
         raise TypeError(
@@ -88,13 +104,10 @@ def unpicklable_key(values: Mapping[Any, Any]) -> Any:
     return None
 
 
-def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Packed:
+def pack(value: Any, portable: bool = False) -> Parcel:
     """Pickle a value except its large tensors and arrays, which must not change until it is sent.
 
-    Args:
-        value: the value.
-        portable: whether any process must be able to read the result, see `Portable`.
-        shares_tensors: whether processes may share the memory of tensors and change it.
+    If it is `portable`, any process can read the result: see `portable_pickler`.
     """
     large: list[pickle.PickleBuffer] = []
 
@@ -104,42 +117,43 @@ def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Pac
         large.append(buffer)
         return False
 
-    return Packed(dumps(value, is_small, portable, shares_tensors), large)
+    return Parcel(dumps(value, is_small, portable), large)
 
 
-class Portable:
-    """A mixin of picklers whose output loads without a GPU or a process group.
+def portable_pickler(kind: Any) -> Any:
+    """Return a pickler like `kind` whose output loads without a GPU or a process group.
 
     Device tensors load on the CPU. A DistributedDataParallel loads as the model that it wraps.
     """
 
-    def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            storages = torch.UntypedStorage | torch.storage.TypedStorage
-            untyped = getattr(obj, "_untyped_storage", obj)
-            if isinstance(obj, storages) and torch.serialization.location_tag(untyped) != "cpu":
-                file = io.BytesIO()
-                torch.save(obj, file, _use_new_zipfile_serialization=False)
-                load = functools.partial(torch.load, map_location="cpu", weights_only=False)
-                return load, (io.BytesIO(file.getvalue()),)
-            if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-                return operator.itemgetter(0), ((obj.module,),)
-        return super().reducer_override(obj)  # type: ignore[misc]
+    class Portable(kind):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            torch = sys.modules.get("torch")
+            if torch is not None:
+                storages = torch.UntypedStorage | torch.storage.TypedStorage
+                untyped = getattr(obj, "_untyped_storage", obj)
+                if isinstance(obj, storages) and torch.serialization.location_tag(untyped) != "cpu":
+                    file = io.BytesIO()
+                    torch.save(obj, file, _use_new_zipfile_serialization=False)
+                    load = functools.partial(torch.load, map_location="cpu", weights_only=False)
+                    return load, (io.BytesIO(file.getvalue()),)
+                if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+                    return operator.itemgetter(0), ((obj.module,),)
+            return super().reducer_override(obj)
+
+    return Portable
 
 
 @functools.cache
-def _pickler(portable: bool, shares_tensors: bool) -> Any:
+def _pickler(portable: bool) -> Any:
     from ray.cloudpickle import Pickler  # not at the top: a worker in the driver needs no Ray
-
-    rebuild = _tensor if shares_tensors else _own_tensor
 
     class WithTensors(Pickler):
         def reducer_override(self, obj: Any) -> Any:
             torch = sys.modules.get("torch")
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
-                return rebuild, (flat, obj.dtype, tuple(obj.shape))
+                return _tensor, (flat, obj.dtype, tuple(obj.shape))
             # Ray would pickle modules such as torch.distributed.config by value.
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 name = obj.__name__
@@ -147,7 +161,7 @@ def _pickler(portable: bool, shares_tensors: bool) -> Any:
                     return importlib.import_module, (name,)
             return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
-    return type("PortableWithTensors", (Portable, WithTensors), {}) if portable else WithTensors
+    return portable_pickler(WithTensors) if portable else WithTensors
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
@@ -166,10 +180,5 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
 def _tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns about read-only arrays
-        return torch.from_numpy(flat).view(dtype).reshape(shape)
-
-
-def _own_tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    return _tensor(flat if flat.flags.writeable else flat.copy(), dtype, shape)
+    own = flat if flat.flags.writeable else flat.copy()  # processes share read-only memory
+    return torch.from_numpy(own).view(dtype).reshape(shape)

@@ -1,7 +1,8 @@
 """Connections that carry large values between the driver and its workers.
 
 The object store of Ray would copy a value, and release it late. Here, a message with the pickled
-value and the sizes of its buffers comes first. The buffers follow, without copies.
+value and the sizes of its buffers comes first. The buffers follow, without copies, and with padding
+as in a file that can be mapped.
 """
 
 from __future__ import annotations
@@ -9,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
-import os
 import pickle
 import socket
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from raysgd.checkpoint.manifest import HashingFile
-from raysgd.cluster.serialization import Packed
+from raysgd.cluster.serialization import Parcel, padding
 from raysgd.comm import connection as messages
 from raysgd.comm.connection import Address, Listener
 from raysgd.comm.network import driver_address
@@ -29,45 +28,13 @@ _SMALL_BYTES = 1 << 24
 """Size up to which Ray carries the buffers of a value."""
 _CONNECT_S = 30.0
 _CHUNK_BYTES = 1 << 20
-_ALIGNMENT = 64
 
 
-def is_small(packed: Packed) -> bool:
-    return sum(_sizes(packed)) <= _SMALL_BYTES
+def is_small(parcel: Parcel) -> bool:
+    return sum(parcel.sizes) <= _SMALL_BYTES
 
 
-def _sizes(packed: Packed) -> list[int]:
-    return [memoryview(buffer).nbytes for buffer in packed.buffers]
-
-
-class Ticket(NamedTuple):
-    """Stands for a large value that a worker sends to an `Inbox`."""
-
-    key: bytes
-
-
-def new_ticket() -> Ticket:
-    return Ticket(os.urandom(16))
-
-
-def send(
-    packed: Packed, ticket: Ticket, address: Address, on_part: Callable[[], Any] = lambda: None
-) -> None:
-    """Send a value to an `Inbox`, and wait until the driver has it."""
-    with _opened(address, ticket, bytes(packed.data), _sizes(packed)) as connection:
-        for buffer in packed.buffers:
-            connection.sendall(pickle.PickleBuffer(buffer).raw())
-            on_part()
-
-
-@contextlib.contextmanager
-def _opened(address: Address, *header: Any) -> Iterator[socket.socket]:
-    with messages.connect(address, _CONNECT_S) as connection:
-        connection.sendall(messages.framed(pickle.dumps(header)))
-        yield connection
-        connection.shutdown(socket.SHUT_WR)
-        if not connection.recv(1):
-            raise ConnectionAbortedError("the driver did not receive the value")
+# ---- from workers to the driver
 
 
 class Content(NamedTuple):
@@ -78,208 +45,187 @@ class Content(NamedTuple):
     facts: Mapping[str, Any]
     """What the driver must know of the content."""
 
-    def send(self, ticket: Ticket, address: Address) -> None:
-        """Write to a file of the driver, and wait until the driver has everything."""
-        with (
-            _opened(address, ticket, pickle.dumps(self.facts), ()) as connection,
-            connection.makefile("wb", _CHUNK_BYTES) as file,
-        ):
-            self.write(file)
+
+def send(
+    inbox: Address, data: bytes, sizes: Sequence[int], write: Callable[[Any], None]
+) -> Address:
+    """Send a value to an `Inbox`, and wait until the driver has it. Return the address."""
+    with messages.connect(inbox, _CONNECT_S) as connection:
+        connection.sendall(messages.framed(pickle.dumps((data, sizes))))
+        with connection.makefile("wb", _CHUNK_BYTES) as file:
+            write(file)
+        connection.shutdown(socket.SHUT_WR)
+        if not connection.recv(1):
+            raise ConnectionAbortedError("the driver did not receive the value")
+    return inbox
+
+
+class Inbox(contextlib.AbstractContextManager["Inbox"]):
+    """Receives large values of workers on these hosts, while the context lasts.
+
+    `open_file` returns an empty file for the buffers of a value, such as `unnamed_file`. Without
+    it, they arrive in the memory of this process.
+    """
+
+    def __init__(self, hosts: Sequence[str], open_file: Callable[[], Any] | None = None) -> None:
+        self._open_file = open_file
+        self._received: dict[Address, Parcel] = {}
+        self._error: StorageError | None = None
+        self._listener = Listener(driver_address(hosts), "raysgd-inbox")
+
+    def address(self) -> Address:
+        """Return an address for one value."""
+
+        async def talk(connection: socket.socket) -> None:
+            data, sizes = pickle.loads(await messages.receive(connection))
+            try:
+                if self._open_file is None:
+                    received = await _in_memory(connection, data, sizes)
+                else:
+                    received = await _in_file(connection, data, sizes, self._open_file)
+            except StorageError as error:
+                self._error = error
+                raise EOFError from error
+            self._received[address] = received
+            await asyncio.get_running_loop().sock_sendall(connection, b"1")
+
+        address = self._listener.expect(talk)
+        return address
+
+    def take(self, answer: Any) -> Any:
+        """Return the value that was sent to an address, or any other answer itself."""
+        return self._received.pop(answer) if isinstance(answer, Address) else answer
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close()
+        if self._error is not None:
+            raise self._error from None
+
+
+async def _in_memory(connection: socket.socket, data: bytes, sizes: Sequence[int]) -> Parcel:
+    loop, buffers = asyncio.get_running_loop(), _memory(sizes)
+    for buffer in buffers:
+        place = memoryview(buffer.base)
+        while place:
+            received = await loop.sock_recv_into(connection, place)
+            if not received:
+                raise EOFError("the worker closed the connection")
+            place = place[received:]
+    return Parcel(data, lambda: buffers)
+
+
+async def _in_file(
+    connection: socket.socket, data: bytes, sizes: Sequence[int], open_file: Callable[[], Any]
+) -> Parcel:
+    loop, chunk = asyncio.get_running_loop(), memoryview(bytearray(_CHUNK_BYTES))
+    file = _on_disk(open_file)
+    received = _mapping(data, sizes, file) if sizes else Parcel(data)
+    while size := await loop.sock_recv_into(connection, chunk):
+        _on_disk(file.write, chunk[:size])
+    _on_disk(file.flush)
+    return received
+
+
+def _memory(sizes: Iterable[int]) -> list[Any]:
+    """Return memory for buffers with their padding.
+
+    It is used when a buffer arrives. Separate buffers can be released separately.
+    """
+    return [np.empty(size + padding(size), np.uint8)[:size] for size in sizes]
+
+
+# ---- on the driver's disk
 
 
 class StorageError(Exception):
     """The driver cannot write a state to its disk."""
 
 
-class StoredState:
-    """A packed value in a temporary file without a name.
-
-    The file disappears with the driver, even if the driver is killed.
-    """
-
-    def __init__(self, data: bytes, sizes: Sequence[int]) -> None:
-        self._data, self._sizes = data, sizes
-        with _storing():
-            self._file = tempfile.TemporaryFile(prefix="raysgd-", buffering=0)  # noqa: SIM115
-        weakref.finalize(self, self._file.close)
-
-    @classmethod
-    def of(cls, packed: Packed) -> StoredState:
-        stored = cls(bytes(packed.data), _sizes(packed))
-        for buffer in packed.buffers:
-            stored.add(pickle.PickleBuffer(buffer).raw())
-            stored.align()
-        return stored
-
-    def add(self, part: memoryview) -> None:
-        with _storing():
-            while part:
-                part = part[self._file.write(part) :]
-
-    def align(self) -> None:
-        self.add(memoryview(bytes(-self._file.tell() % _ALIGNMENT)))
-
-    async def receive(self, connection: socket.socket) -> None:
-        chunk = memoryview(bytearray(_CHUNK_BYTES))
-        for size in self._sizes:
-            for start in range(0, size, _CHUNK_BYTES):
-                part = chunk[: size - start]
-                await _receive(connection, part)
-                self.add(part)
-            self.align()
-
-    def value(self) -> Any:
-        """Return the value. Its large arrays are pages of the file, copied if they change."""
-        content = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
-        buffers, start = [], 0
-        for size in self._sizes:
-            buffers.append(content[start : start + size])
-            start += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return pickle.loads(self._data, buffers=buffers)
+def unnamed_file() -> Any:
+    """Open a file that disappears with the driver, even if the driver is killed."""
+    return tempfile.TemporaryFile(prefix="raysgd-")
 
 
-@contextlib.contextmanager
-def _storing() -> Iterator[None]:
+def keep(parcel: Parcel) -> Parcel:
+    """Return a value that shares no memory with this one, in a file if it is large."""
+    if callable(parcel.buffers):  # it was received, and belongs to the caller
+        return parcel
+    if is_small(parcel):
+        return Parcel(bytes(parcel.data), list(map(bytes, parcel.buffers)))
+    kept = _mapping(bytes(parcel.data), parcel.sizes, file := _on_disk(unnamed_file))
+    _on_disk(parcel.write, file)
+    _on_disk(file.flush)
+    return kept
+
+
+def _mapping(data: bytes, sizes: Sequence[int], file: Any) -> Parcel:
+    """Return a value with buffers in a file. Its large arrays are pages, copied if they change."""
+
+    def buffers() -> Iterator[memoryview]:
+        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        for size in sizes:
+            yield content[:size]
+            content = content[size + padding(size) :]
+
+    weakref.finalize(mapping := Parcel(data, buffers), file.close)
+    return mapping
+
+
+def _on_disk(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        yield
+        return function(*arguments)
     except OSError as error:
         raise StorageError(error) from error
 
 
-class ReceivedValue:
-    """A packed value in the memory of this process."""
-
-    def __init__(self, data: bytes, sizes: Sequence[int]) -> None:
-        self._data = data
-        # Memory is used when a buffer arrives. Separate buffers can be released separately.
-        self.buffers: list[Any] = [np.empty(size, np.uint8) for size in sizes]
-
-    async def receive(self, connection: socket.socket) -> None:
-        for buffer in self.buffers:
-            await _receive(connection, memoryview(buffer))
-
-    def value(self) -> Any:
-        return pickle.loads(self._data, buffers=self.buffers)
+# ---- from the driver to workers
 
 
-class ReceivedFile:
-    """The `Content` of a worker in a file of the driver."""
+@contextlib.contextmanager
+def offered(parcel: Parcel, hosts: Sequence[str]) -> Iterator[Parcel | Address]:
+    """Yield what the workers need: a small value itself, or the address of a large value."""
+    if is_small(parcel):
+        yield parcel
+        return
 
-    def __init__(self, file: HashingFile, data: bytes, sizes: Sequence[int]) -> None:
-        self._file, self.facts = file, pickle.loads(data)
+    async def talk(connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        await messages.send(connection, pickle.dumps((bytes(parcel.data), parcel.sizes)))
+        for part in parcel.parts():
+            await loop.sock_sendall(connection, part)
 
-    async def receive(self, connection: socket.socket) -> None:
-        loop, chunk = asyncio.get_running_loop(), memoryview(bytearray(_CHUNK_BYTES))
-        with _storing():
-            self._file.restart()  # an earlier attempt may have written a part
-            while received := await loop.sock_recv_into(connection, chunk):
-                self._file.write(chunk[:received])
-
-
-async def _receive(connection: socket.socket, place: memoryview) -> None:
-    loop = asyncio.get_running_loop()
-    while place:
-        received = await loop.sock_recv_into(connection, place)
-        if not received:
-            raise EOFError("the worker closed the connection")
-        place = place[received:]
+    with contextlib.closing(Listener(driver_address(hosts), "raysgd-outbox")) as listener:
+        yield listener.expect(talk)
 
 
 class Incoming:
     """A large value whose buffers are still to come. `value` has arrays without content."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._receive(length := memoryview(bytearray(8)))
-        self._receive(header := memoryview(bytearray(int.from_bytes(length))))
-        received = ReceivedValue(*pickle.loads(header))
-        self._buffers, self.value = received.buffers, received.value()
+    def __init__(self, address: Address) -> None:
+        with messages.connect(address, _CONNECT_S) as connection:
+            self._stream: Any = connection.makefile("rb")
+        data, sizes = pickle.loads(messages.read(self._stream))
+        self._buffers = _memory(sizes)
+        self.value = pickle.loads(data, buffers=self._buffers)
+        self.close = self._stream.close
+        self.places: dict[int, Any] = {}
+        """Other memory for buffers, by the address of the buffer."""
 
     @property
     def addresses(self) -> set[int]:
         return {buffer.ctypes.data for buffer in self._buffers}
 
-    def fill(self, places: Mapping[int, Any], before: bool = False) -> None:
-        """Receive the buffers, in `places` by their addresses.
-
-        With `before`, only receive the buffers before the first one with a place.
-        """
+    def fill(self, before: bool = False) -> None:
+        """Receive the buffers. With `before`, stop before the first one in `places`."""
         while self._buffers:
-            place = places.get(self._buffers[0].ctypes.data)
+            place = self.places.get(self._buffers[0].ctypes.data)
             if before and place is not None:
                 return
             buffer = self._buffers.pop(0)
-            self._receive(memoryview(buffer if place is None else place))
-
-    def _receive(self, place: memoryview) -> None:
-        while place:
-            received = self._connection.recv_into(place, 0, socket.MSG_WAITALL)
-            if not received:
+            target = memoryview(buffer if place is None else place)
+            rest = memoryview(bytearray(padding(len(target))))
+            if any(self._stream.readinto(part) < len(part) for part in (target, rest)):
                 raise EOFError("the driver closed the connection")
-            place = place[received:]
-
-
-@contextlib.contextmanager
-def incoming(address: Address) -> Iterator[Incoming]:
-    with messages.connect(address, _CONNECT_S) as connection:
-        yield Incoming(connection)
-
-
-@contextlib.contextmanager
-def offered(packed: Packed, hosts: Sequence[str]) -> Iterator[Packed | Address]:
-    """Yield what the workers need: a small value itself, or the address of a large value."""
-    if is_small(packed):
-        yield packed
-        return
-
-    async def talk(connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        await messages.send(connection, pickle.dumps((bytes(packed.data), _sizes(packed))))
-        for buffer in packed.buffers:
-            await loop.sock_sendall(connection, pickle.PickleBuffer(buffer).raw())
-
-    listener = Listener(driver_address(hosts), "raysgd-outbox")
-    try:
-        yield listener.expect(talk)
-    finally:
-        listener.close()
-
-
-class Inbox:
-    """Receives large values of workers on these hosts, while the context lasts.
-
-    `kind` is `StoredState`, `ReceivedValue`, or a function that returns a `ReceivedFile`.
-    """
-
-    def __init__(self, hosts: Sequence[str], kind: Callable[..., Any]) -> None:
-        self._kind = kind
-        self._received: dict[Ticket, Any] = {}
-        self._error: StorageError | None = None
-        self._listener = Listener(driver_address(hosts), "raysgd-inbox")
-        self.address = self._listener.expect(self._talk)
-
-    async def _talk(self, connection: socket.socket) -> None:
-        try:
-            ticket, data, sizes = pickle.loads(await messages.receive(connection))
-            received = self._kind(data, sizes)
-            await received.receive(connection)
-        except StorageError as error:
-            self._error = error
-            raise EOFError from error
-        self._received[ticket] = received
-        await asyncio.get_running_loop().sock_sendall(connection, b"1")
-
-    def take(self, answer: Any) -> Any:
-        """Return the value that a ticket stands for, or any other answer itself."""
-        return self._received.pop(answer) if isinstance(answer, Ticket) else answer
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def __enter__(self) -> Inbox:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.close()
-        if self._error is not None:
-            raise self._error from None

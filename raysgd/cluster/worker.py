@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import pickle
 import sys
 import threading
 import time
@@ -25,19 +27,11 @@ from raysgd._internal.context import (
 )
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.spawning import send_classes_of_the_script
-from raysgd._internal.tracebacks import is_the_users, stacks
+from raysgd._internal.tracebacks import last_frame, shows_all, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.serialization import Packed, pack
-from raysgd.cluster.streams import (
-    Content,
-    ReceivedValue,
-    Ticket,
-    incoming,
-    is_small,
-    new_ticket,
-    send,
-)
+from raysgd.cluster.serialization import Parcel, pack
+from raysgd.cluster.streams import Content, Incoming, is_small, send
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
@@ -74,21 +68,22 @@ class Outcome:
     content in a thread where no user code may run."""
     progress: Progress
     traceback: str = ""
-    note: str = ""  # note for the exception: the location in user code that raised it
     split: int = 0  # parts per batch for repeating the call, or 0 if more parts would not help
 
     def value(self) -> Any:
         """Return the value or the exception."""
-        is_packed = isinstance(self.payload, Packed | ReceivedValue)
-        return self.payload.value() if is_packed else self.payload
+        return _unpacked(self.payload)
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""
         error: BaseException = self.value()
         if self.traceback:
-            error.__cause__ = RemoteTraceback(self.traceback)
-        if self.note:
-            error.add_note(self.note)
+            head, _, text = self.traceback.partition(":\n")
+            _, frame = last_frame(text)
+            said = str(_as_text(error)).partition("\n")[0]
+            shown = f"{head}. RAYSGD_TRACEBACK=full shows the traceback.\n{frame}\n{said}"
+            is_full = shows_all() or not frame
+            error.__cause__ = RemoteTraceback(self.traceback, "" if is_full else shown)
         return error
 
 
@@ -101,6 +96,7 @@ CONTROL_METHODS = (
     "interrupt",
     "watch_driver",
     "progress",
+    "release_points",
     "pause_at",
     "snapshot",
     "stacks",
@@ -132,7 +128,7 @@ class Worker:
             send_classes_of_the_script()
         self._interrupted = False
         self._cut_off = False
-        self._terminated = False
+        self._terminated_at: float | None = None
         if catches_sigterm:
             process.catch_sigterm(self._note_sigterm)
         self._generation = 0
@@ -204,14 +200,14 @@ class Worker:
 
         return self._attempt(enter)
 
-    def call(self, request: Request | Packed | Address, inbox: Address | None = None) -> Outcome:
+    def call(self, request: Request | Parcel | Address, inbox: Address | None = None) -> Outcome:
         """Handle a request, or the large request at an address.
 
         Send a large answer to `inbox`, if it is given.
         """
         try:
             if isinstance(request, Address):
-                with incoming(request) as large:
+                with contextlib.closing(Incoming(request)) as large:
                     return self._success(self._hosted.handle(replace(large.value, incoming=large)))
             return self._success(self._hosted.handle(_unpacked(request)), inbox)
         except BaseException as error:
@@ -244,15 +240,19 @@ class Worker:
         if self.runner is None:
             return Progress()
         progress = self.runner.progress()
-        if self._terminated:
-            progress = replace(progress, terminated=True)
+        if self._terminated_at is not None:
+            progress = replace(progress, terminated_s=time.monotonic() - self._terminated_at)
         if self._backend is not None and progress.timing is not None:
             progress = replace(progress, links=self._backend.links())
         collective = None if self._backend is None else self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
 
+    def release_points(self, step: int) -> None:
+        if self.runner is not None:
+            self.runner.release_points(step)
+
     def _note_sigterm(self) -> None:
-        self._terminated = True
+        self._terminated_at = self._terminated_at or time.monotonic()
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a user function. Ray sends its exception to the driver."""
@@ -272,7 +272,7 @@ class Worker:
 
     def snapshot(
         self, step: int | None, num_changes: int, inbox: Address | None = None
-    ) -> Packed | Ticket | None:
+    ) -> Parcel | Address | None:
         """Return the newest snapshot and release it. A large one is sent to `inbox`.
 
         Return None if it was sent before, or is of another step or number of changes.
@@ -281,8 +281,8 @@ class Worker:
         if state is None or (step is not None and state["global_step"] != step):
             return None
         began = time.monotonic()
-        try:  # asking for the snapshot shows that the driver still fetches it
-            return _sent_if_large(pack(state), inbox, self._hosted.snapshot)
+        try:
+            return _sent_if_large(pack(state), inbox)
         finally:
             self._hosted.snapshot_sent(state, time.monotonic() - began)
 
@@ -295,6 +295,8 @@ class Worker:
         if self._backend is not None:
             self._backend.teardown()
         self.runner = None
+        if not self._remote:
+            gc.collect()  # a wrapper in a reference cycle keeps the threads of its process group
 
     @property
     def _hosted(self) -> Runner:
@@ -312,9 +314,14 @@ class Worker:
             return self._failure(error)
 
     def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
-        if inbox is not None and isinstance(value, Content) and self._remote:
-            return Outcome("ok", _sent(value, inbox), self._safe_progress())
-        payload = _sent_if_large(_packed(value), inbox) if self._remote else value
+        payload = value
+        if self._remote and inbox is not None and isinstance(value, Content):
+            try:
+                payload = send(inbox, pickle.dumps(value.facts), (), value.write)
+            except Exception as error:  # the answer is why the content could not be written
+                payload = _packed_error(_bare(error))
+        elif self._remote:
+            payload = _sent_if_large(_packed(value), inbox)
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
@@ -326,7 +333,6 @@ class Worker:
             assert error.__cause__ is not None
             split, error = error.split, error.__cause__
         text = "".join(traceback.format_exception(error))
-        raised_in = _raised_in(error)
         if isinstance(error, SystemExit):
             # SystemExit would end the driver's program silently.
             error = RemoteError(
@@ -346,17 +352,18 @@ class Worker:
         progress = self._safe_progress()
         if split and kind == "user":
             error = _bare(error)  # the frames of the error hold memory that the repeated call needs
+        if kind == "user":  # users often read only this line
+            where = f"Raised on worker {self._rank}", progress.failed_at, last_frame(text)[0]
+            notes = getattr(error, "__notes__", ())  # the error may have been raised before
+            error.__notes__ = [each for each in notes if not each.startswith("Raised on worker ")]
+            error.add_note(", ".join(filter(None, where)))
         if not self._remote:
             return Outcome(kind, error, progress, split=split)
-        where = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
+        text = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _bare(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
-        if kind != "user":
-            return Outcome(kind, pack(_as_text(bare)), progress, where)
-        note = ""
-        if raised_in:  # users often read only this line
-            note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
-        return Outcome(kind, _packed_error(bare), progress, where, note, split)
+        packed = _packed_error(bare) if kind == "user" else pack(_as_text(bare))
+        return Outcome(kind, packed, progress, text, split)
 
     def _safe_progress(self) -> Progress:
         with contextlib.suppress(Exception):  # the runner may be only partly set up
@@ -366,22 +373,16 @@ class Worker:
 
 def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
     while error is not None and not test(error):
-        error = error.__cause__ or error.__context__
+        cause = error.__cause__ or error.__context__
+        error = None if cause is error else cause  # ``raise error from error``
     return error is not None
 
 
-def _raised_in(error: BaseException) -> str:
-    """Return the last line of user code in a traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_the_users(frame.filename)]
-    return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
 def _unpacked(value: Any, own: bool = True) -> Any:
-    return value.value(own) if isinstance(value, Packed) else value
+    return value.value(own) if isinstance(value, Parcel) else value
 
 
-def _packed(value: Any) -> Packed:
+def _packed(value: Any) -> Parcel:
     try:
         return pack(value, getattr(value, "is_portable", False))
     except Exception as error:
@@ -389,23 +390,10 @@ def _packed(value: Any) -> Packed:
         raise TypeError(f"A worker cannot send {name_part()} to the driver: {error}") from error
 
 
-def _sent_if_large(
-    packed: Packed, inbox: Address | None, on_part: Callable[[], Any] = lambda: None
-) -> Packed | Ticket:
-    """Return a value, or a ticket for it after sending it to `inbox` because it is large."""
-    if inbox is None or is_small(packed):
-        return packed
-    send(packed, ticket := new_ticket(), inbox, on_part)
-    return ticket
-
-
-def _sent(content: Content, inbox: Address) -> Ticket | Packed:
-    """Send a content. Return a ticket, or the error of writing it."""
-    try:
-        content.send(ticket := new_ticket(), inbox)
-    except Exception as error:
-        return _packed_error(_bare(error))
-    return ticket
+def _sent_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:
+    if inbox is None or is_small(parcel):
+        return parcel
+    return send(inbox, bytes(parcel.data), parcel.sizes, parcel.write)
 
 
 def _bare(error: BaseException) -> BaseException:
@@ -415,7 +403,7 @@ def _bare(error: BaseException) -> BaseException:
     return bare
 
 
-def _packed_error(error: BaseException) -> Packed:
+def _packed_error(error: BaseException) -> Parcel:
     """Pack an exception, or a RemoteError with its text if it cannot be pickled."""
     try:
         packed = pack(error)

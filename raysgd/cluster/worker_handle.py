@@ -16,7 +16,7 @@ import psutil
 
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
-from raysgd.cluster.serialization import Packed
+from raysgd.cluster.serialization import Parcel
 from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
@@ -121,7 +121,7 @@ class ActorHandle(WorkerHandle):
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         self._check_alive()
-        sent = [each.stored() if isinstance(each, Packed) else each for each in arguments]
+        sent = [each.stored() if isinstance(each, Parcel) else each for each in arguments]
         answer: Future[Any] = getattr(self.actor, method).remote(*sent).future()
         return answer if self.watch is None else self._unless_lost(answer)
 
@@ -224,43 +224,38 @@ class ActorHandle(WorkerHandle):
 
 
 class InlineHandle(WorkerHandle):
-    """The only worker of a group, in the caller's thread, where debuggers can step into it."""
+    """A worker in the driver's process.
+
+    The only worker of a group runs in the caller's thread, where debuggers can step into it. Worker
+    0 of a larger group has its own thread.
+    """
 
     remote = False
 
-    def __init__(self) -> None:
+    def __init__(self, has_thread: bool = False) -> None:
         self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
         self.worker = Worker(remote=False)
+        name = "raysgd-worker-0"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
+        if self._thread is not None:
+            return self._thread.submit(getattr(self.worker, method), *arguments)
         future: Future[Any] = Future()
         future.set_result(getattr(self.worker, method)(*arguments))
         return future
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        try:  # run in this thread, even if work has its own thread
-            return InlineHandle.work(self, method, *arguments)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(getattr(self.worker, method)(*arguments))
         except Exception as error:
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            return failed
+            future.set_exception(error)
+        return future
 
-    def kill(self) -> None:
-        pass  # the process is the driver's
-
-
-class ThreadHandle(InlineHandle):
-    """Worker 0 of a larger group, in a thread of the driver's process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-worker-0")
-
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
-        return self._thread.submit(getattr(self.worker, method), *arguments)
-
-    def kill(self) -> None:
-        self._thread.shutdown(wait=False)  # a queued teardown still runs
+    def kill(self) -> None:  # the process is the driver's
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)  # a queued teardown still runs
 
 
 def _on_node(function: Any, node_id: str) -> Callable[..., Any]:

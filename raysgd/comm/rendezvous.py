@@ -25,14 +25,14 @@ _CONNECT_S = 10.0
 _ANSWER_S = 60.0  # seconds that an answer may take in addition to the `wait_s` of its request
 
 
-class StoreServer(Listener):
+class StoreServer:
     """Serves the keys of one generation."""
 
     def __init__(self, host: str) -> None:
         self._values: dict[str, Any] = {}
         self._there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        super().__init__(host, "raysgd-store")
-        self.address = self.expect(self._answer)
+        listener = Listener(host, "raysgd-store")
+        self.address, self.close = listener.expect(self._answer), listener.close
 
     async def _answer(self, connection: socket.socket) -> None:
         while True:

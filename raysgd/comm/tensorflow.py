@@ -66,6 +66,9 @@ class TensorflowBackend(CollectiveBackend):
         if rendezvous is None:
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
         os.environ.update(self._environment)
+        for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
+            if name not in os.environ:
+                os.environ[name] = str(max(1, int(context.num_cpus)))
         host = worker_address(rendezvous.host, context.node_ip)
         self._reserved_port = _reserve_port()
         address = f"{host}:{self._reserved_port.getsockname()[1]}"

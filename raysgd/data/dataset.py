@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raysgd._internal.arguments import check_int
-from raysgd.compat.ray_sgd import OldDataset, items_of
 
 
-class Dataset(OldDataset):
+class Dataset:
     """Items, such as paths or URLs, that the workers download, transform, and train on.
 
     Pass a data set to ``trainer.train(dataset=...)`` to replace the registered train loader. Each
@@ -43,7 +42,7 @@ class Dataset(OldDataset):
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.batch_size = check_int("Dataset", "batch_size", batch_size, 1)
-        self.items = items_of(data)
+        self.items = _items_of(data)
         self.uid = uuid.uuid4().hex
         self._download = download_func
         self._transform = transform
@@ -69,3 +68,18 @@ class Dataset(OldDataset):
         return self.fetch([index])[0]
 
     __getitems__ = fetch  # a DataLoader calls this for each batch
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ""
+        if name in ("set_num_shards", "get_shard"):  # of RaySGD
+            hint = ": trainer.train(dataset=...) partitions the items across the workers"
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+
+def _items_of(data: Any) -> Sequence[Any]:
+    """Return data as a sequence. It may be an iterator of ``ray.util.iter``."""
+    if hasattr(data, "gather_sync"):
+        if "repeat=True" in repr(data):
+            raise ValueError(f"Dataset(data={data!r}): must end. Leave out repeat=True.")
+        data = data.gather_sync()
+    return data if isinstance(data, Sequence) else list(data)

@@ -1,4 +1,4 @@
-"""Numbered records of files: JSON lines, text, and tar archives.
+"""Numbered records of files, and the formats JSON lines and text.
 
 An index of each file is built once and kept in a cache folder, so that any record can be read
 without the records before it. Compressed files are decompressed once into that folder.
@@ -7,31 +7,30 @@ without the records before it. Compressed files are decompressed once into that 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
-import gzip
 import hashlib
-import io
 import itertools
 import json
-import lzma
 import os
-import shutil
+import re
 import tarfile
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
 import numpy as np
 from fsspec.core import url_to_fs
-from fsspec.utils import infer_compression
 
 from raysgd._internal.arguments import unknown_argument
-from raysgd._internal.files import replacing
+from raysgd._internal.files import lock_of_node, replacing
+from raysgd._internal.paths import without_secrets
+from raysgd.data.compression import decompressor_of
 
 T = TypeVar("T")
 
@@ -39,11 +38,18 @@ _BLOCK_BYTES = 4 * 2**20
 _NUM_BLOCKS = 32  # of a remote file in memory
 _NUM_TRIES = 4
 _NUM_OPEN = 16
-_BAD_CONTENT = EOFError, ValueError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error
+_BAD_CONTENT = EOFError, ValueError, tarfile.TarError
 _PERMANENT = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, ImportError, RuntimeError, TypeError),
     *_BAD_CONTENT,
 )
+_FINAL_STATUS = {*range(400, 500)} - {408, 425, 429}
+_OF_CACHE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST),
+}
+"""Errors of a folder that is full, read-only, or of another user."""
+_WEB = "http://", "https://"
 
 
 class RecordError(ValueError):
@@ -77,22 +83,25 @@ class Records(ABC):
         cache_dir: str | os.PathLike[str] | None = None,
         **storage_options: Any,
     ) -> None:
-        path_list = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        is_one = isinstance(paths, bytes | Mapping) or not isinstance(paths, Iterable)
+        path_list = [paths] if is_one or isinstance(paths, str | os.PathLike) else list(paths)
         if not path_list:
             raise FileNotFoundError(f"{type(self).__name__}({paths!r}): needs at least one path.")
-        cache = cache_dir or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "raysgd")
+        own = os.environ.get("XDG_CACHE_HOME", "")
+        cache = cache_dir or Path(own if os.path.isabs(own) else "~/.cache", "raysgd")
         self._cache = Path(cache).expanduser()
         self.paths: list[str] = []
         self._stamps: list[str] = []
         for each in path_list:
-            path = os.fspath(each)
+            if not isinstance(each, str | os.PathLike) or not (path := os.fspath(each)):
+                raise TypeError(
+                    f"{type(self).__name__}({paths!r}): must be a path or a URL, or a list of them."
+                )
             fs, pattern = url_to_fs(path, **storage_options)
             if storage_options and not is_remote(fs):
                 name = next(iter(storage_options))
                 raise unknown_argument(type(self).__name__, name, ["cache_dir"])
-            is_pattern = any(mark in pattern for mark in "*?[")
-            glob = functools.partial(fs.glob, pattern)
-            names = sorted(_retried(glob)) if is_pattern else [pattern]
+            names = _matches(fs, pattern)
             if not names:
                 raise FileNotFoundError(f"No file matches {path!r}.")
             for name in names:
@@ -137,7 +146,7 @@ class Records(ABC):
 
     def stamps(self) -> list[int]:
         """Return a number for each file that changes with its name, size, and version."""
-        names = [os.path.basename(path) for path in self.paths]
+        names = [os.path.basename(_without_query(path)) for path in self.paths]
         pairs = zip(names, self._stamps, strict=True)
         return [zlib.crc32(f"{name} {stamp}".encode()) for name, stamp in pairs]
 
@@ -159,6 +168,12 @@ class Records(ABC):
                 results[place] = record
         return results
 
+    def locate(self, number: int) -> list[Any]:
+        """Return the file of a record, without passwords, and its number in the file, from 0."""
+        file = int(np.searchsorted(self._ends, number, side="right"))
+        start = self._ends[file - 1] if file else 0
+        return [without_secrets(self.paths[file]), int(number - start)]
+
     # ---- formats
 
     @abstractmethod
@@ -175,16 +190,41 @@ class Records(ABC):
 
     def _load_index(self, number: int) -> Any:
         path = self._cached(number, f"{type(self).__name__}.npy")
-        if not path.exists():
-            index = self._build_index(number)
-            with replacing(path) as target:
-                np.save(target, index)
-        return np.load(path, mmap_mode="r") if path.stat().st_size > 2**16 else np.load(path)
+        with contextlib.suppress(Exception):  # it is missing or damaged
+            index = np.load(path, mmap_mode="r" if path.stat().st_size > 2**16 else None)
+            if index.dtype == np.int64 and index.ndim == 1 and len(index):
+                return index
+        index = np.asarray(self._build_index(number), np.int64)
+        with self._caching(number), replacing(path) as target:
+            np.lib.format.write_array_header_1_0(
+                target, np.lib.format.header_data_from_array_1_0(index)
+            )
+            target.write(index.data)  # np.save hides why it cannot write
+        return index
 
     def _cached(self, number: int, kind: str) -> Path:
-        self._cache.mkdir(parents=True, exist_ok=True)
-        key = hashlib.sha256(f"{self.paths[number]} {self._stamps[number]}".encode()).hexdigest()
+        path, stamp = self.paths[number], self._stamps[number]
+        if "://" not in path:  # another file can have the same size and date
+            status = os.stat(path)
+            stamp += f" {status.st_ino} {status.st_ctime_ns}"
+        elif not stamp.endswith(" "):  # the server knows the version of the file
+            path = _without_query(path)
+        key = hashlib.sha256(f"{path} {stamp}".encode()).hexdigest()
         return self._cache / f"{key[:24]}.{kind}"
+
+    @contextlib.contextmanager
+    def _caching(self, number: int) -> Iterator[None]:
+        """Name the file and `cache_dir` in errors of the cache."""
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            yield
+        except OSError as error:
+            if error.errno not in _OF_CACHE:
+                raise
+            raise RuntimeError(
+                f"{self.paths[number]}: raysgd cannot use its cache, {self._cache}: {error}. Pass "
+                "cache_dir=... with a folder that you can write to, and that has enough space."
+            ) from error
 
     def _check_stamp(self, number: int, stamp: str) -> None:
         if stamp != self._stamps[number]:
@@ -198,18 +238,29 @@ class Records(ABC):
         path = self.paths[number]
         fs, name = url_to_fs(path, **self._storage_options)
         self._check_stamp(number, _stamp(fs, name))
-        compression = _compression(path)
-        if compression is not None:
+        if (decompress := decompressor_of(_without_query(path))) is not None:
             target = self._cached(number, "raw")
-            if not target.exists():
-                options = {"compression": compression, **self._storage_options}
-                with fsspec.open(path, **options) as source, replacing(target) as file:
-                    shutil.copyfileobj(source, file, 2**20)
-            return open(target, "rb")
+            with self._caching(number):
+                if not target.exists():
+                    with lock_of_node(target.stem) as lock:
+                        if not target.exists():
+                            self._decompress(number, decompress, target)
+                        Path(lock.lock_file).unlink(missing_ok=True)
+                return open(target, "rb")
         if not is_remote(fs):
             return open(name, "rb")
         options = {"cache_type": "background", "block_size": _BLOCK_BYTES}
         return fs.open(name, "rb", cache_options={"maxblocks": _NUM_BLOCKS}, **options)
+
+    def _decompress(
+        self, number: int, decompress: Callable[[Any], Iterator[bytes]], target: Path
+    ) -> None:
+        path = self.paths[number]
+        with fsspec.open(path, **self._storage_options) as source, replacing(target) as file:
+            if "://" not in path:  # a user who cannot read the source cannot read the copy
+                mode = os.stat(path).st_mode | 0o600
+                os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & mode & 0o777)
+            file.writelines(decompress(source))
 
     def _file(self, number: int) -> Any:
         """Return an open file, which stays open for the next call."""
@@ -252,7 +303,7 @@ class Records(ABC):
         return self._with_file(number, read)
 
 
-class _Spans(Records):
+class Spans(Records):
     """Records that are consecutive bytes. The index has the start of each, and the end."""
 
     def _count(self, index: Any) -> int:
@@ -278,7 +329,7 @@ class _Spans(Records):
     def _decode(self, data: bytes) -> Any: ...
 
 
-class text(_Spans):  # noqa: N801  users call the formats like functions
+class text(Spans):  # noqa: N801  users call the formats like functions
     """The lines of text files, without line ends.
 
     `Records` describes the arguments.
@@ -324,75 +375,28 @@ class jsonl(text):  # noqa: N801
         return json.loads(data)
 
 
-class tar(_Spans):  # noqa: N801
-    """The samples of tar archives: dicts of the content of consecutive files with the same stem.
-
-    ``"__key__"`` is the path up to the first dot of the file name, and the other keys are the rest
-    of the names, as in WebDataset. `Records` describes the arguments.
-    """
-
-    unit = "sample"
-
-    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
-        return self._with_file(number, self._index_of)
-
-    def _index_of(self, file: Any) -> np.ndarray[Any, Any]:
-        starts, key, end = [], None, 0
-        file.seek(0)
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                end = member.offset_data + -(-member.size // 512) * 512
-                if not member.isfile():
-                    continue
-                stem = _stem(member.name)[0]
-                if stem != key:
-                    starts.append(member.offset)
-                    key = stem
-                vars(archive)["members"] = []  # would grow with the file
-        return np.array([*starts, end], np.int64)
-
-    def _decode(self, data: bytes) -> Any:
-        sample: dict[str, Any] = {}
-        for path, content in _members(data):
-            sample["__key__"], name = _stem(path)
-            sample[name] = content
-        return sample
-
-
-def _members(data: bytes) -> list[tuple[str, bytes]]:
-    """Return the names and contents of the files in a part of a tar archive."""
-    members, start = [], 0
-    while start < len(data):
-        header = data[start : start + 512]
-        # tarfile takes longer than decoding a small image. It reads all other kinds of members.
-        if header[156] not in b"0\0" or header[124] & 128:
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-                files = [member for member in archive if member.isfile()]
-                opened: list[Any] = [archive.extractfile(member) for member in files]
-                pairs = zip(files, opened, strict=True)
-                return [(member.name, file.read()) for member, file in pairs]
-        name, prefix = (header[a:b].partition(b"\0")[0] for a, b in ((0, 100), (345, 500)))
-        if prefix and header.startswith(b"ustar\0", 257):
-            name = prefix + b"/" + name
-        size = int(header[124:136].strip(b" \0") or b"0", 8)
-        members.append((name.decode(), data[start + 512 : start + 512 + size]))
-        start += 512 + -(-size // 512) * 512
-    return members
-
-
 def is_remote(fs: Any) -> bool:
     return "file" not in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
 
 
-def _compression(path: str) -> str | None:
-    """Return the fsspec name of the compression of a file."""
-    if path.endswith(".tgz"):
-        return "gzip"
-    name: str | None = infer_compression(path)
-    for ending, package in ((".zst", "zstandard"), (".lz4", "lz4")):
-        if name is None and path.endswith(ending):
-            raise ValueError(f"to read {ending} files, install {package}")
-    return name
+def _without_query(path: str) -> str:
+    """Return the URL of a file without the query, which may be a signature."""
+    return re.split("[?#]", path)[0] if path.startswith(_WEB) else path
+
+
+def _matches(fs: Any, pattern: str) -> list[str]:
+    """Return the files that match a pattern. A path that exists is no pattern."""
+    marks = "[*[]" if pattern.startswith(_WEB) else "[*?[]"
+    path = literal = _without_query(pattern)
+    while re.search(marks, literal) and not _retried(functools.partial(fs.exists, literal)):
+        literal = literal.rpartition("/")[0]
+    if literal == path:
+        return [pattern]
+    pattern = re.sub(marks, r"[\g<0>]", literal) + pattern[len(literal) :]
+    names = sorted(_retried(functools.partial(fs.glob, pattern)))
+    if os.path.basename(path).startswith("."):
+        return names
+    return [name for name in names if not os.path.basename(name).startswith(".")]
 
 
 def _stamp(fs: Any, path: str) -> str:
@@ -408,23 +412,25 @@ def _stamp(fs: Any, path: str) -> str:
 
 def _retried(function: Callable[[], T]) -> T:
     """Call a function again after errors of the network, which can have any class."""
-    for attempt in range(1, _NUM_TRIES):
+    for attempt in itertools.count(1):
         try:
             return function()
-        except _PERMANENT:
-            raise
-        except Exception:
-            time.sleep(0.1 * 4**attempt)
-    return function()
+        except Exception as error:
+            # fsspec reports any failed request as a missing file.
+            hidden = error.__cause__ if isinstance(error, FileNotFoundError) else None
+            cause = hidden or error
+            status = getattr(cause, "status", 0)
+            is_final = isinstance(cause, _PERMANENT) or status in _FINAL_STATUS
+            if attempt < _NUM_TRIES and not is_final:
+                time.sleep(0.1 * 4**attempt)
+            elif not hidden or status in (404, 410) or isinstance(cause, FileNotFoundError):
+                raise
+            else:
+                raise ConnectionError(f"{error}: {cause!r}") from cause
+    raise AssertionError
 
 
 def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
     bounds = (values[1:] - values[:-1] != step).nonzero()[0] + 1
     return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
-
-
-def _stem(name: str) -> tuple[str, str]:
-    folder, base = os.path.split(name)
-    stem, _, rest = base.partition(".")
-    return os.path.join(folder, stem), rest

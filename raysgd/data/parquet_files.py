@@ -19,6 +19,9 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
     """
 
     def __init__(self, paths: Any, *, columns: Sequence[str] | None = None, **options: Any) -> None:
+        names = [None] if isinstance(columns, str) or not columns else list(columns)
+        if columns is not None and not all(isinstance(name, str) for name in names):
+            raise TypeError(f"parquet(columns={columns!r}): must be a list of names, or None.")
         _pyarrow()  # takes 0.1 s, which the first batch should not wait for
         self._columns = None if columns is None else list(columns)
         super().__init__(paths, **options)
@@ -47,7 +50,8 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
         return records
 
     def _row_group(self, opened: Any, group: int) -> Any:
-        file = _pyarrow().ParquetFile(opened)
+        # INT96 of Spark: nanoseconds, the default, wrap around after 2262
+        file = _pyarrow().ParquetFile(opened, coerce_int96_timestamp_unit="us")
         names = file.schema_arrow.names
         if missing := set(self._columns or ()) - set(names):
             raise ValueError(

@@ -12,8 +12,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from raysgd.data.step_layout import BY_WORKERS, StepLayout
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class EpochPartition:
     """One worker's part of an epoch.
 
@@ -28,26 +30,25 @@ class EpochPartition:
     rank: int
     drop_last: bool = False
     even: bool = True
-    full_size: int | None = None  # workers that define the size of a step; None: the current ones
+    layout: StepLayout = BY_WORKERS
     global_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
-    num_shards: int | None = None  # parts of each step that do not depend on the workers
 
-    @property
+    @functools.cached_property
     def stride(self) -> int:
         """Samples of the whole group in a full step."""
-        return self.global_batch or self.batch_size * (self.full_size or self.world_size)
+        return self.global_batch or self.batch_size * self.layout.full_size(self.world_size)
 
-    @property
+    @functools.cached_property
     def owned(self) -> range:
-        """The shards of each step that this worker trains one after the other."""
-        assert self.num_shards is not None
-        return range(*part_of(self.num_shards, self.world_size, self.rank, self.shares))
+        """The parts of each step that this worker trains one after the other."""
+        number = self.layout.current_size(self.world_size)
+        return range(*part_of(number, self.world_size, self.rank, self.shares))
 
-    @property
+    @functools.cached_property
     def max_rows(self) -> int:
         """Maximum number of samples that a worker with an even share processes at a time."""
-        return -(-self.stride // (self.full_size or self.world_size))
+        return -(-self.stride // self.layout.full_size(self.world_size))
 
     def end(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
@@ -60,16 +61,14 @@ class EpochPartition:
         return max(0, -(-(self.end(offset) - offset) // self.stride))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        if num_steps == 0:
-            return offset
-        if self.num_steps(offset) <= num_steps:
-            return self.total
-        return offset + num_steps * self.stride
+        after = offset + num_steps * self.stride
+        return self.total if num_steps and after >= self.end(offset) else after
 
     def sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
         """Iterate over the sample counts of the group's steps from `offset`."""
-        end, stride = self._end(offset, num_steps), self.stride
-        return (min(stride, end - start) for start in range(offset, end, stride))
+        num_samples = max(0, self._end(offset, num_steps) - offset)
+        num_full, rest = divmod(num_samples, self.stride)
+        return itertools.chain(itertools.repeat(self.stride, num_full), [rest] * (rest > 0))
 
     def batches(
         self, offset: int = 0, num_steps: int | None = None, in_parts: bool = False
@@ -84,9 +83,11 @@ class EpochPartition:
             for start in self._own_starts(offset, end):
                 yield start, min(start + self.batch_size, end)
             return
-        start = offset
+        start, parts, of_size = offset, [], None
         for size in self.sizes(offset, num_steps):
-            for low, high, _ in self._parts(size, in_parts):
+            if size != of_size:  # usually only the last one has another size
+                parts, of_size = self._parts(size, in_parts), size
+            for low, high, _ in parts:
                 yield start + low, start + high
             start += size
 
@@ -105,8 +106,9 @@ class EpochPartition:
 
     def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
         """Return this worker's parts of a step as (start, stop, whether the samples count)."""
-        if self.num_shards is not None:
-            return [(*part_of(size, self.num_shards, each), each < size) for each in self.owned]
+        if self.layout.is_fixed:
+            number = self.layout.current_size(self.world_size)
+            return [(*part_of(size, number, each), each < size) for each in self.owned]
         first, stop = part_of(size, self.world_size, self.rank, self.shares)
         number, rows = self._num_parts(size) if in_parts else 1, stop - first
         spans = [part_of(rows, number, part) for part in range(number)]
@@ -139,9 +141,9 @@ class EpochPartition:
             total = sum(counted)
             for index, count in enumerate(counted):
                 weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
-                weight = weight if self.num_shards is None else count
+                weight = count if self.layout.is_fixed else weight
                 planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
-        may_split = self.num_shards is None and not in_parts
+        may_split = not (self.layout.is_fixed or in_parts)
         is_large = may_split and any(self._num_parts(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_large)
 
@@ -157,7 +159,7 @@ class MicroBatch:
     step_index: int = 0  # number of earlier steps in the update
     ends_step: bool = True  # the last part of the worker's batch
 
-    @property
+    @functools.cached_property
     def is_repeated(self) -> bool:
         """Whether another worker has the same samples, so that these do not count."""
         return self.weight == 0
@@ -188,11 +190,11 @@ class UpdatePlan:
     total: int | None = None  # samples of all workers; None: unknown
     is_large: bool = False  # has an unsplit batch of more than `max_rows` samples
 
-    @property
+    @functools.cached_property
     def num_steps(self) -> int:
         return self.batches[-1].step_index + 1
 
-    @property
+    @functools.cached_property
     def samples(self) -> float:
         """Samples of this worker, without repeated ones."""
         return sum(each.samples or 0 for each in self.batches)

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from raysgd.data.partition import EpochPartition, MicroBatch, UpdatePlan
+from raysgd.data.step_layout import BY_WORKERS, StepLayout
+from raysgd.errors import CheckpointError
+
+
+def once(iterable: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items of an iterable. Call its `__iter__` once, because it may begin again."""
+    return (item for item in iterable)
+
+
+def is_read_once(loader: Any) -> bool:
+    """Return whether a loader is an iterator whose class has no `__iter__` that may begin again."""
+    own: Any = getattr(type(loader), "__iter__", None)
+    may_begin = inspect.isfunction(own) and own is not Iterator.__iter__
+    return isinstance(loader, Iterator) and not may_begin
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the length of a loader, or None if it has none, or only after its first batch."""
+    try:
+        return len(loader)
+    except (TypeError, RuntimeError, ValueError):
+        return None
 
 
 def own_split(loader: Any) -> tuple[Any, Any] | None:
@@ -39,8 +62,10 @@ class BatchSource:
     shuffles = False  # the order of an epoch is known to be random
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch: int | None = None  # samples per step, if raysgd partitions by samples
+    epoch_samples = 0  # samples of an epoch of all workers, or 0 if unknown
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_joined: int | None = None  # samples that the loader joined in the newest batch, if known
+    digest = 0  # of the samples up to the newest step, if workers compare it in updates
     reads_everything = False  # every worker reads all samples, and uses its part
 
     def __init__(
@@ -49,7 +74,9 @@ class BatchSource:
         self.loader = loader
         self.by_user = by_user or own_split(loader) is not None  # user code selects the part
         self.why_whole = why_whole
-        self._has_length = has_length
+        self._has_length = has_length and length_of(loader) is not None
+        self._rest: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
+        self._iteration: Any = None  # the newest iterator over the loader
 
     def __len__(self) -> int:
         """Return this worker's batches per epoch."""
@@ -82,10 +109,17 @@ class BatchSource:
         An unpartitioned loader reads and skips the batches before `offset`. `in_parts` splits
         batches that exceed a worker's batch in a group of full size.
         """
-        iterator: Iterator[Any] = iter(self._part(epoch))
-        for _ in itertools.islice(iterator, offset):
-            pass
-        return iterator if num_steps is None else itertools.islice(iterator, num_steps)
+        iterator, self._rest = self._rest.get((epoch, offset)), {}
+        if iterator is None or offset == 0:
+            iterator = self._iteration = once(self._part(epoch))
+            for _ in itertools.islice(iterator, offset):
+                pass
+        yield from itertools.islice(iterator, num_steps)
+        if num_steps is None:
+            return
+        if self.steps_left(offset + num_steps) == 0:
+            next(iterator, None)  # code of the loader after its last batch may matter
+        self._rest = {(epoch, offset + num_steps): iterator}
 
     def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
         """Return this worker's micro-batches in an update of `num_steps` steps.
@@ -100,10 +134,7 @@ class BatchSource:
 
     def steps_left(self, offset: int) -> int | None:
         """Return the number of steps from `offset` to the end, or None if unknown."""
-        try:
-            return max(0, len(self.loader) - offset) if self._has_length else None
-        except TypeError:
-            return None
+        return max(0, len(self.loader) - offset) if self._has_length else None
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         return offset + num_steps
@@ -114,15 +145,38 @@ class BatchSource:
 
     def close_workers(self) -> None:
         """Stop the worker processes of the loader. The next iteration starts new processes."""
+        self._rest = {}
+        # PyTorch has no public way: it stops them with the iterator, which a traceback can keep.
+        iteration, self._iteration = self._iteration, None
+        stop = getattr(iteration, "_shutdown_workers", getattr(iteration, "close", None))
+        if stop is not None:
+            stop()
+
+    def sample_names(self, epoch: int, offset: int, count: int) -> list[Any]:
+        """Return the numbers of `count` samples of an epoch from an offset."""
+        return [*range(offset, offset + count)]
 
     # ---- the position, in addition to the offset
 
     def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
         """Return what identifies the data up to an offset, and where reading can begin again."""
-        return {}
+        length = self._num_items if offset else None
+        return {} if length is None else {"epoch": epoch, "length": length}
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         """Raise CheckpointError if the data is not that of a saved `position`."""
+        saved, own = position.get("length"), self._num_items
+        if None not in (saved, own) and saved != own:
+            raise CheckpointError(
+                "The data has changed since the checkpoint was saved, within an epoch: its length "
+                f"was {saved}, and is {own}. Use the same data and sampler, or load a checkpoint "
+                "of the end of an epoch."
+            )
+
+    @property
+    def _num_items(self) -> int | None:
+        """Length of the data, if it does not depend on the number of workers."""
+        return length_of(getattr(self.loader, "dataset", None))
 
     def move_to(self, position: Mapping[str, Any]) -> None:
         """Continue from the result of `position` of this or another worker."""
@@ -184,9 +238,8 @@ class BatchSource:
 class PartitionedSource(BatchSource):
     """A loader of `total` items in batches of `size`, divided by an :class:`EpochPartition`.
 
-    If `size` is None, each item is a batch. `full_size`, the number of workers of the full group,
-    makes the global batch size constant. If `size` is `config_batch`, the global batch size is
-    `global_batch`.
+    If `size` is None, each item is a batch. A `layout` with a number of parts makes the global
+    batch size constant. If `size` is `config_batch`, the global batch size is `global_batch`.
     """
 
     is_partitioned = True
@@ -203,15 +256,14 @@ class PartitionedSource(BatchSource):
         world_size: int,
         rank: int,
         config_batch: int | None = None,
-        full_size: int | None = None,
+        layout: StepLayout = BY_WORKERS,
         global_batch: int | None = None,
-        num_shards: int | None = None,
     ) -> None:
         # The loader uses config[BATCH_SIZE], a part of the global batch.
         follows_config = size is not None and size == config_batch
-        full_size = None if size is None else full_size  # a ready batch cannot grow
-        if follows_config and full_size is not None and global_batch is not None:
-            size = global_batch // full_size
+        layout = BY_WORKERS if size is None else layout  # a ready batch cannot grow
+        if follows_config and layout.num_parts is not None and global_batch is not None:
+            size = global_batch // layout.num_parts
         super().__init__(loader)
         self._partition = EpochPartition(
             total,
@@ -220,8 +272,7 @@ class PartitionedSource(BatchSource):
             rank,
             drop_last=drop_last,
             even=training,
-            full_size=full_size,
-            num_shards=num_shards,
+            layout=layout,
         )
         self._requested_batch = global_batch if training else None
         self.set_batch_size(self._partition.batch_size, follows_config)
@@ -232,17 +283,25 @@ class PartitionedSource(BatchSource):
         return self._partition
 
     @property
+    def _num_items(self) -> int:
+        return self.partition.total
+
+    @property
     def batch_size(self) -> int:
         """Samples of this worker per step in a group of full size."""
         return self._partition.batch_size
 
     @property
     def keeps_step(self) -> bool:  # type: ignore[override]
-        return self._partition.full_size is not None
+        return self._partition.layout.num_parts is not None
 
     @property
     def global_batch(self) -> int:  # type: ignore[override]
         return self._partition.stride
+
+    @property
+    def epoch_samples(self) -> int:  # type: ignore[override]
+        return self.partition.end(0)
 
     def __len__(self) -> int:
         return self.partition.num_batches()
@@ -251,7 +310,7 @@ class PartitionedSource(BatchSource):
         return self.batches(self.current_epoch or 0, 0)
 
     def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
-        partition = self.partition
+        partition = self._partition  # of the iteration in progress
         return partition.plan(tuple(partition.sizes(offset, num_steps)), in_parts)
 
     def batch_positions(self) -> Iterator[int]:
@@ -261,7 +320,7 @@ class PartitionedSource(BatchSource):
         return self.partition.num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        return self.partition.offset_after(offset, num_steps)
+        return self._partition.offset_after(offset, num_steps)
 
     def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
@@ -283,5 +342,5 @@ class PartitionedSource(BatchSource):
 
     def describe(self) -> str:
         total, batch_size = self.partition.total, self.batch_size
-        size = self._partition.full_size or self._partition.world_size
+        size = self._partition.layout.full_size(self._partition.world_size)
         return f"{total} samples, batch size {batch_size} on each of {size} workers"

@@ -66,6 +66,10 @@ class NumberedSamples(ABC):
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         """Return the samples with these numbers in the order of an epoch."""
 
+    @abstractmethod
+    def locate(self, epoch: int, number: int) -> list[Any]:
+        """Return the file of a sample, and the number of its record in the file, from 0."""
+
     @property
     @abstractmethod
     def settings(self) -> str:
@@ -115,9 +119,10 @@ class Stream(NumberedSamples):
             worker, or a multiple, each worker decodes only the Parquet row groups of its parts. It
             saves nothing with `group`, `skip_broken`, and in a `mix`.
         seed: Determines the order of each epoch, and the random numbers of `augment`.
-        group: Number of consecutive records that `transform` gets as a list. It then returns any
-            number of samples, for example to pack texts or to drop records. Because the number of
-            samples is unknown, every worker transforms all records.
+        group: Number of records that `transform` gets as a list. They are consecutive in the order
+            that `shuffle` makes. `transform` then returns any number of samples, for example to
+            pack texts or to drop records. Because the number of samples is unknown, every worker
+            transforms all records.
         skip_broken: Skip records that cannot be decoded, and count them in `num_skipped`.
 
     Raises:
@@ -198,6 +203,9 @@ class Stream(NumberedSamples):
             self._epoch_read = epoch
             self._records.close()
         return self._records.read(self._records_of(epoch, np.asarray(numbers, np.int64)))
+
+    def locate(self, epoch: int, number: int) -> list[Any]:
+        return self._records.locate(self._records_of(epoch, np.array([number]))[0])
 
     def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
         if self._augment is None:
@@ -296,8 +304,10 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         self, streams: Sequence[Stream], weights: Sequence[float], *, seed: int = 0
     ) -> None:
         self._seed = check_int("mix", "seed", seed, 0)
+        if not streams:
+            raise ValueError(f"mix({streams!r}): needs at least one stream.")
         are_positive = all(is_number(each) and 0 < each < math.inf for each in weights)
-        if len(streams) != len(weights) or not streams or not are_positive:
+        if len(streams) != len(weights) or not are_positive:
             raise ValueError(
                 f"mix(weights={list(weights)!r}): must be {len(streams)} positive numbers, one per "
                 "stream."
@@ -361,6 +371,10 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
             for i, sample in zip(own, samples, strict=True):
                 results[i] = sample
         return results
+
+    def locate(self, epoch: int, number: int) -> list[Any]:
+        which, own = self.place_of(number)
+        return self._streams[which].locate(epoch, own)
 
     def place_of(self, number: int) -> tuple[int, int]:
         """Return which stream has a sample, and its number in that stream."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
-from raysgd.cluster.streams import Incoming
+from raysgd.cluster.streams import Inbox, Incoming
+from raysgd.elastic.points import Points
 
 
 @dataclass(kw_only=True)
@@ -24,8 +25,8 @@ class Call:
     rank: int | None = None
     max_losses: float = 0
     """Maximum number of losses, each of one or several workers. ``math.inf`` means no limit."""
-    receives: Callable[..., Any] | None = None
-    """The kind of `Inbox` for large answers, which workers send through connections."""
+    receives: Callable[[Sequence[str]], Inbox] | None = None
+    """Returns the `Inbox` on these hosts for large answers. By default, Ray carries them."""
     any_size: bool = False
     """Whether the call can run with fewer than ``min_workers`` workers."""
     has_batches: bool = False
@@ -34,6 +35,8 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
+    points: Points = field(default_factory=Points)
+    """Collects what the workers measure while the call runs."""
     replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     farewell: Request | None = None

@@ -13,6 +13,7 @@ from raysgd._internal.context import Progress, Request
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack, sendable
+from raysgd.cluster.streams import Inbox
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss
 from raysgd.elastic.journal import Journal
@@ -202,21 +203,17 @@ class Commands:
         self.busy |= attempt.pending  # the next call detects lost workers among them
 
     def ask(
-        self, members: Sequence[WorkerHandle], request: Request, timeout_s: float = _SALVAGE_S
-    ) -> list[Outcome]:
+        self,
+        members: Sequence[WorkerHandle],
+        request: Request,
+        timeout_s: float = _SALVAGE_S,
+        inbox: Inbox | None = None,
+    ) -> dict[WorkerHandle, Outcome]:
         """Send a request to idle members. Return the outcomes of those that answer."""
         packed = pack(request)
-        asked = [member.work("call", packed) for member in members]
-        self._clock.wait(asked, timeout_s)
-        return [future.result() for future in asked if future.done() and not _error_of(future)]
-
-    def ask_all(self, members: Sequence[WorkerHandle], request: Request) -> list[Any]:
-        """Return the answers of idle members.
-
-        Return an empty list if any answer is missing or None.
-        """
-        values = [value_of(outcome) for outcome in self.ask(members, request)]
-        return values if len(values) == len(members) and None not in values else []
+        asked = {m: m.work("call", packed, inbox and inbox.address()) for m in members}
+        self._clock.wait(asked.values(), timeout_s)
+        return {m: f.result() for m, f in asked.items() if f.done() and not _error_of(f)}
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.
@@ -277,6 +274,7 @@ class Commands:
             self._check_open()
         for member in lost:  # the process may still exist
             member.kill_process()
+        asked = {member: answer for member, answer in asked.items() if member not in again}
         lost |= {member: error for member, f in asked.items() if (error := _error_of(f))}
         return {m: f.result() for m, f in asked.items() if f.done() and m not in lost}, lost
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner
+from raysgd._internal.tracebacks import release_callers
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker import Outcome
@@ -106,6 +107,7 @@ class Controller:
         if os.getpid() != self._pid:  # the workers belong to the parent process
             return
         try:
+            self.snapshots.keep()  # none, and no snapshot that is on its way
             self._scale_up.stop()
         finally:
             try:
@@ -123,8 +125,11 @@ class Controller:
             if not self._is_shut_down:
                 sent = self._supervision.sent
                 self._react(machine.Aborted(reached_workers=sent is not None))
+                if sent is not None and isinstance(error, KeyboardInterrupt):
+                    self.journal.interruption = "interrupted by Ctrl-C"
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
+            release_callers(error)
             raise
         finally:
             if self._is_shut_down:

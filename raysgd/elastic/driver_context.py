@@ -45,7 +45,7 @@ class DriverContext:
         self.preemption = PreemptionWatch(group, journal, policy.can_join)
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
-        self.speed = SpeedMonitor(group, journal)
+        self.speed = SpeedMonitor(group)
         self.features = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.call = Call()
         """The running call. Only the controller sets it."""

@@ -22,9 +22,6 @@ EventKind = Literal[
     "draining",
     "moved",
     "rebalanced",
-    "repaired",
-    "slow",
-    "recovered",
 ]
 
 

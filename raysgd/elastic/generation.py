@@ -16,7 +16,7 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRe
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.policies import assign_contexts, backoff_s, furthest
+from raysgd.elastic.policies import assign_contexts, backoff_s, furthest, must_hand_over
 from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -87,13 +87,15 @@ class GroupForming:
         before, joining = list(self._group.members), action.joining
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
-        if self._journal.progress.is_sharded:
+        if must_hand_over(self._journal.progress):
             leaving = [member for member in before if member not in staying]
-            for shards in self._commands.ask_all(leaving, ExportShardsRequest()):
-                self._commands.ask_all([staying[0]], ImportShardsRequest(shards=shards))
+            for outcome in self._commands.ask(leaving, ExportShardsRequest()).values():
+                if (shards := value_of(outcome)) is not None:
+                    self._commands.ask([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
         attempt = self._enter(entering, self._next_contexts(entering), leader)
-        if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
+        holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
+        if any(each.condition == "lost" for each in holdings):
             return machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.failed:
             return self._forming_failed(attempt, joining)
@@ -135,7 +137,8 @@ class GroupForming:
         if call.farewell is None or not members:
             return
         outcomes = self._commands.ask(members, call.farewell, ANSWER_S)
-        call.departed_results += [each for each in outcomes if value_of(each) is not None]
+        call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
+        call.points.take({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
 

@@ -21,8 +21,11 @@ _WARNINGS = {
     "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
-    "repaired": "Repaired workers %(listed)s: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
+    "resumed": "Training continues with %(num_workers)d of %(most)d workers, no step lost.",
+    "grown": "Worker %(listed)s joined: %(num_workers)d of %(most)d.",
+    "moved": "Worker %(listed)s joined: %(num_workers)d of %(most)d. %(cause)s.",
+    "restarted": "The workers restarted: %(num_workers)d of %(most)d.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
 }
 """Messages of the events that are logged as warnings."""
@@ -39,8 +42,9 @@ class Journal:
         self.generation = 0
         self.progress = Progress()
         """The newest known progress. Only the controller sets it, from the payload of events."""
-        self._repaired: tuple[Any, ...] = ()
         self.events: list[Event] = []
+        self.interruption = ""
+        """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
         self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
         """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
 
@@ -57,7 +61,10 @@ class Journal:
         **values: Any,
     ) -> None:
         """Record an event with further `values` of `Event`, and log it."""
-        num_workers = len(self._group.members)
+        if kind in ("resumed", "restarted"):
+            cause = cause or self.interruption
+        self.interruption = ""
+        num_workers, most = len(self._group.members), self._group.options.num_workers
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._joins else 0
         event = Event(
@@ -71,12 +78,13 @@ class Journal:
             **values,
         )
         self.events.append(event)
-        if kind in _WARNINGS:
+        if kind in _WARNINGS and (kind != "resumed" or num_workers < most):
             places = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
             shown = {
                 **vars(event),
                 "rank": next(iter(event.ranks), -1),
                 "listed": self.listed(members),
+                "most": most,
                 "places": ", ".join(places),
                 "within": f" within {event.seconds:.0f} s" if event.seconds else "",
             }
@@ -88,7 +96,7 @@ class Journal:
                 self.listed(members) or "none",
                 event.generation,
                 num_workers,
-                self._group.options.num_workers,
+                most,
                 # A state may be loaded later, so omit the step.
                 "" if kind == "started" else f", step {event.step}",
                 f", {event.seconds:.2f} s" if event.seconds else "",
@@ -96,13 +104,6 @@ class Journal:
             )
         if (notify := self.on_event()) is not None:
             notify()
-
-    def record_repair(self, progress: Progress) -> None:
-        """Record that workers took the state of the majority, unless it is recorded already."""
-        if progress.repaired and progress.repaired != self._repaired:
-            self._repaired = step, ranks, cause = progress.repaired
-            members = [member for member, rank in self.ranks.items() if rank in ranks]
-            self.record("repaired", members, step=step, cause=cause)
 
     def failure(
         self,

@@ -347,7 +347,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
     progress = event.by_rank
     leader = choose_leader(progress)
     may_restart = event.can_restart and policy.keeps_snapshots and not state.budget.replaces_state
-    if progress[leader].partial and may_restart:
+    if progress[leader].holdings.condition == "damaged" and may_restart:
         why = "a failed step has changed the parameters of all workers"
         return _after_state_loss(state, why, policy)
     ranks = range(len(progress))
@@ -356,7 +356,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
     if leader not in staying:
         first = staying[choose_leader([progress[rank] for rank in staying])]
         is_behind = progress[first].global_step < progress[leader].global_step
-        if is_behind or progress[first].partial:
+        if is_behind or progress[first].holdings.condition != "good":
             staying, joining = list(ranks), {}  # only a leaving worker has the state
         else:
             leader = first

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
+
+_Member = TypeVar("_Member")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,21 +80,38 @@ def assign_contexts(
 def choose_leader(progress: Sequence[Progress]) -> int:
     """Return the lowest rank among the workers with the most committed steps.
 
-    A survivor may have finished the step in which another worker failed. A partly updated state
-    counts only if there is no other.
+    A survivor may have finished the step in which another worker failed. A damaged state counts
+    only if there is no other.
 
     >>> choose_leader([Progress(global_step=4), Progress(global_step=5), Progress(global_step=5)])
     1
     """
 
     def key(rank: int) -> tuple[bool, int, int]:
-        return not progress[rank].partial, progress[rank].global_step, -rank
+        is_good = progress[rank].holdings.condition == "good"
+        return is_good, progress[rank].global_step, -rank
 
     return max(range(len(progress)), key=key)
 
 
 def furthest(progress: Sequence[Progress]) -> Progress:
     return progress[choose_leader(progress)]
+
+
+def members_to_ask(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
+    """Return the sets of members that can send the state: any member, or all if it is sharded.
+
+    >>> members_to_ask({"a": Progress(), "b": Progress()})
+    [['a'], ['b']]
+    """
+    if any(map(must_hand_over, progress.values())):
+        return [list(progress)]
+    return [[member] for member in progress]
+
+
+def must_hand_over(progress: Progress) -> bool:
+    """Return whether a worker that leaves may have the only copy of a shard."""
+    return not progress.holdings.complete
 
 
 def backoff_s(attempt: int, config: ElasticConfig) -> float:

@@ -55,8 +55,9 @@ class PreemptionWatch:
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
-        if terminated := [member for member, p in progress.items() if p.terminated]:
-            self._group.drains.terminate(terminated)
+        for member, each in progress.items():
+            if each.terminated_s is not None:
+                self._group.drains.terminate(member, each.terminated_s)
         leaving = self._group.leaving()
         news = {member: leaving[member] for member in leaving if member not in self._known}
         self._known = set(leaving)
@@ -65,7 +66,7 @@ class PreemptionWatch:
             soon = self._clock.time() + self._leave_s
             is_short = any(notice.deadline <= soon for notice in news.values())
             num_staying = len(self._group.members) - len(leaving)
-            self.must_save = is_short or num_staying < max(1, self._group.options.min_workers)
+            self.must_save |= is_short or num_staying < max(1, self._group.options.min_workers)
 
     def _record(self, news: Mapping[WorkerHandle, Notice]) -> None:
         for notice in dict.fromkeys(news.values()):

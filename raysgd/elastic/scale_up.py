@@ -16,7 +16,7 @@ from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
-from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
+from raysgd.errors import CheckpointError, RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -287,11 +287,13 @@ class ScaleUp:
                 )
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
+        if isinstance(error, CheckpointError):  # no replacement can load this state
+            self._failures = max(self._failures, self.config.max_attempts - 1)
         wait_s = backoff_s(self._failures, self.config)
         self._retry_at[slot] = self.group.clock.monotonic() + wait_s
         self._failures += 1
         if self._failures == self.config.max_attempts:
-            logger.warning("No more replacement workers start after %d failures.", self._failures)
+            logger.warning("No more replacement workers start in this call.")
 
     def drop(self, replacement: Replacement) -> None:
         if replacement not in self._replacements:
@@ -358,7 +360,8 @@ class ScaleUp:
             self._crashes.pop(replacement.slot, None)
             self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
         self._is_first = False
-        self.try_again()
+        if replacements:
+            self.try_again()
         self.resized()
 
     def stop(self) -> None:

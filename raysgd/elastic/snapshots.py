@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +11,12 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.cluster.serialization import Packed, pack
-from raysgd.cluster.streams import Inbox, StorageError, StoredState, is_small
+from raysgd.cluster.serialization import Parcel, pack
+from raysgd.cluster.streams import Inbox, StorageError, keep, unnamed_file
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
+from raysgd.elastic.policies import members_to_ask
 from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -46,27 +48,24 @@ class SnapshotKeeper:
         self._shards, self._step = shards, step
         self._forget()
 
-    def store(self, *states: Mapping[str, Any], step: int = -1) -> None:
-        """Keep copies of states, in files if they are large."""
-        self.keep(*map(self._stored, states), step=step)
+    def store(self, state: Mapping[str, Any]) -> None:
+        """Keep a copy of a state, in a file if it is large."""
+        self.keep(self._stored(state))
 
-    def _stored(self, state: Mapping[str, Any]) -> Read:
-        packed = pack(state)
+    def _stored(self, state: Any) -> Read:
+        packed = state if isinstance(state, Parcel) else pack(state)
         try:
-            return packed.value if is_small(packed) else StoredState.of(packed).value
+            return keep(packed).value
         except StorageError as error:
             self._warn_of_disk(error)
-            return lambda: state  # stays in memory
+            return functools.partial(packed.value, own=False)  # stays in memory
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Fetch a newer snapshot from the members, without waiting.
-
-        The shards of a sharded state must be of one step, so they are fetched together.
-        """
+        """Fetch a newer snapshot from the members, without waiting."""
         self._receive()
         if len(progress) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
-        member, newest = next(iter(progress.items()))
+        newest = next(iter(progress.values()))
         step = newest.snapshot
         if newest.num_changes != self._num_changes:
             self._step = -1  # fetch it even if it has the same step
@@ -75,24 +74,22 @@ class SnapshotKeeper:
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._coming is None and step > self._step:
-            if not newest.is_sharded:
-                if member.remote:
-                    self._fetch({member: newest}, step, None)
-            elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
-                self._fetch(progress, step, step)
+            asked = {each: progress[each] for each in members_to_ask(progress)[0]}
+            are_equal = all(each.snapshot == step for each in asked.values())
+            if are_equal and any(each.remote for each in asked):
+                self._fetch(asked, step)
 
-    def _fetch(
-        self, progress: Mapping[WorkerHandle, Progress], step: int, only: int | None
-    ) -> None:
-        """Request the snapshots of workers. With `only`, those of this step."""
+    def _fetch(self, progress: Mapping[WorkerHandle, Progress], step: int) -> None:
+        """Request the snapshots of workers. Shards must be of one step."""
+        only = step if len(progress) > 1 else None
         try:
-            inbox = Inbox([member.info.node_ip for member in progress], StoredState)
+            inbox = Inbox([member.info.node_ip for member in progress], unnamed_file)
         except OSError as error:  # the driver's host has no network
             logger.debug("A snapshot was not requested: %r", error)
             return
         self._coming = step, inbox, []
         for member, each in progress.items():
-            answer = member.control("snapshot", only, each.num_changes, inbox.address)
+            answer = member.control("snapshot", only, each.num_changes, inbox.address())
             self._coming[2].append(answer)
 
     def _forget(self) -> None:
@@ -114,15 +111,25 @@ class SnapshotKeeper:
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
         reached = commands.ask_progress()
-        remote = [member for member in reached if member.remote]
-        each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
-        is_sharded = any(p.is_sharded for p in reached.values())
-        for members in [list(reached)] if is_sharded else each:
-            states = commands.ask_all(members, RestartStateRequest(num_workers=len(members)))
-            if states and len({state.get("global_step") for state in states}) == 1:
-                self.store(*states, step=reached[members[0]].global_step)
+        sets = [each for each in members_to_ask(reached) if any(m.remote for m in each)]
+        for members in sorted(sets, key=lambda each: -reached[each[0]].global_step):
+            shards = self._rescue(commands, members)
+            steps = {(read() or {}).get("global_step") for read in shards}
+            if len(shards) == len(members) and len(steps) == 1 and None not in steps:
+                self.keep(*shards, step=reached[members[0]].global_step)
                 return reached[members[0]]
         return None
+
+    def _rescue(self, commands: Commands, members: Sequence[WorkerHandle]) -> list[Read]:
+        request = RestartStateRequest(num_workers=len(members))
+        for open_file in (unnamed_file, None):  # in memory if the disk is full
+            try:
+                with Inbox([member.info.node_ip for member in members], open_file) as inbox:
+                    outcomes = commands.ask(members, request, inbox=inbox).values()
+                return [self._stored(inbox.take(o.payload)) for o in outcomes if o.kind == "ok"]
+            except StorageError as error:
+                self._warn_of_disk(error)
+        return []
 
     @property
     def exists(self) -> bool:
@@ -152,9 +159,7 @@ class SnapshotKeeper:
             logger.debug("A snapshot did not arrive: %r", error)
         else:
             if None not in shards:
-                # Copy what Ray carried, because its object store has the buffers.
-                copies = [each.copy() if isinstance(each, Packed) else each for each in shards]
-                self._shards, self._step = [each.value for each in copies], step
+                self._shards, self._step = list(map(self._stored, shards)), step
 
     def _warn_of_disk(self, error: StorageError) -> None:
         if not self._has_warned:

@@ -64,7 +64,7 @@ class SpeedReport:
     workers: Sequence[WorkerSpeed] = ()
     """The workers by rank."""
     since_step: int = 0
-    """The step at which the measurement began: the last change of the group or of the speed."""
+    """The step at which the measurement began: the last change of the group."""
     sentence: str = ""
     """Which phase is slow, where, and what to try. Empty if nothing is wrong."""
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from raysgd._internal.context import Progress
+from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.serialization import sendable
-from raysgd.cluster.streams import Inbox, offered
+from raysgd.cluster.streams import offered
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
@@ -40,8 +41,8 @@ class Supervision:
         self._context, self._call = context, call
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
-        # Committed steps count, even if a later step has left the state partial.
-        self._reached = replace(context.journal.progress, partial=False)
+        # Committed steps count, even if a later step has damaged the state.
+        self._reached = replace(context.journal.progress, holdings=Holdings())
         self._has_warned = False
         self._replay: Call | None = None
         self._attempt: Attempt | None = None
@@ -80,19 +81,21 @@ class Supervision:
         members = list(
             self._group.members if call.rank is None else [self._group.members[call.rank]]
         )
+        call.points.begin(self._journal.progress.global_step, members)
         packed, inbox, inline = self._packed(call, members), None, self._group.options.inline
         self._split = 0
         self._context.check_open()
         with contextlib.ExitStack() as stack:
-            arguments, hosts = [packed], [member.info.node_ip for member in members]
+            hosts = [member.info.node_ip for member in members]
             if call.receives is not None and not inline:
-                inbox = stack.enter_context(Inbox(hosts, call.receives))
-                arguments = [packed, inbox.address]
+                inbox = stack.enter_context(call.receives(hosts))
             elif isinstance(call.request, LoadRequest) and not inline:
-                arguments = [stack.enter_context(offered(packed, hosts))]
+                packed = stack.enter_context(offered(packed, hosts))
+            if inline and (call.on_wait is not None or call.points.show is not None):
+                stack.enter_context(self._showing_progress(call))
             self.sent = {}
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
-                self.sent[member] = member.work("call", *arguments)
+                self.sent[member] = member.work("call", packed, inbox and inbox.address())
             self._attempt = attempt = Attempt(self.sent, self._clock)
             polled = self._watch(call, attempt)
             if attempt.failed:
@@ -104,10 +107,10 @@ class Supervision:
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         newest = furthest(list(progress.values())) if progress else polled
+        call.points.take(progress, self._group.members)
         if progress:
             self._context.preemption.poll(progress)
             self._context.shares.poll(progress)
-            self._journal.record_repair(next(iter(progress.values())))
             self._context.speed.poll(progress)
         if attempt.failed:
             return self._failure(call, attempt, newest)
@@ -121,6 +124,28 @@ class Supervision:
             interrupted=attempt.interrupted_by_us,
             progress=newest,
         )
+
+    @contextlib.contextmanager
+    def _showing_progress(self, call: Call) -> Iterator[None]:
+        """Show the progress from a thread, because this thread is that of the only worker."""
+        ended = threading.Event()
+
+        def poll() -> None:
+            while not ended.wait(_TICK_S):
+                self._show(call, self._commands.ask_progress())
+
+        thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _show(self, call: Call, progress: Mapping[WorkerHandle, Progress]) -> None:
+        if call.on_wait is not None:
+            call.on_wait(list(progress.values()))
+        call.points.take(progress, self._group.members)
 
     def _failure(self, call: Call, attempt: Attempt, progress: Progress | None) -> GroupEvent:
         """Return the event of a failed attempt, and decide whether to repeat the call."""
@@ -164,8 +189,7 @@ class Supervision:
             if self._group.is_cut_off():
                 continue  # the workers wait for the network too
             progress = self._commands.ask_progress()
-            if call.on_wait is not None:
-                call.on_wait(list(progress.values()))
+            self._show(call, progress)
             newest = (
                 furthest([p for p in (newest, *progress.values()) if p]) if progress else newest
             )

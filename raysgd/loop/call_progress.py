@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from raysgd._internal.context import Point
+from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
+from raysgd.cluster.serialization import pack
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import merge_segments
+from raysgd.metrics import learning_rates, merge_segments
+
+_PROFILED = {"data": DATA, "fwd": FORWARD, "grad": BACKWARD, "apply": OPTIMIZER}
+"""Phases in ``profile``, by the names of their timers in RaySGD v1."""
 
 
 @dataclass
@@ -15,7 +22,10 @@ class CallState:
     """What a worker that joins a call must know about it."""
 
     number: int = -1
-    began_at: int = 0  # step
+    began_at: int = 0  # step; of an earlier call while its steps are replayed
+    point: int = 0  # step of the newest point
+    keeps_modes: bool = False  # the newest segment paused, so models keep their train or eval modes
+    ended: bool = False  # before its goal, because a loss was not finite
     more_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
     scheduled: int = -1  # the newest call that stepped the schedulers with a metric
     validation: tuple[int, int] | None = None  # the newest call of ``validate``, and its offset
@@ -29,14 +39,20 @@ class CallProgress:
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
         self.state = CallState()
+        self._before = train_state.timing.totals
         # Start step and metrics of this worker's segments, without the shared metrics.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
+        self.points: deque[Point] = deque()  # the driver may release them in another thread
+        self._measured_s = 0.0
 
     def begin(self, number: int) -> None:
-        step = self._train_state.global_step
-        self.state = replace(self.state, number=number, began_at=step, more_epochs=0)
+        self.state = replace(
+            self.state, number=number, point=0, more_epochs=0, keeps_modes=False, ended=False
+        )
         self.clear()
         self._train_state.timers.reset()
+        self._before = self._train_state.timing.totals
+        self._measured_s = sum(self._before.seconds)
 
     def clear(self) -> None:
         """Discard all metrics."""
@@ -48,7 +64,8 @@ class CallProgress:
 
     @property
     def _is_shared(self) -> bool:
-        return self._train_state.gathers_metrics and self._train_state.meters is not None
+        train_state = self._train_state
+        return train_state.transaction.gathers_metrics and train_state.meters is not None
 
     def saved(self) -> dict[str, Any]:
         """Return the state, with the shared metrics of a segment that runs."""
@@ -69,9 +86,48 @@ class CallProgress:
         """Start step and metrics of the segments that this worker returns."""
         return self.results + self.state.shared * (self._train_state.context.world_rank == 0)
 
+    def add_point(self, is_leaving: bool = False) -> None:
+        """Add what this worker has measured since the last point."""
+        train_state, since = self._train_state, self.state.point
+        segments = self.results if is_leaving else self.segments
+        parts = [metrics for start, metrics in segments if start >= since]
+        metrics: Any = None
+        if parts:
+            metrics = merge_segments(parts) | learning_rates(train_state.optimizers)
+            for feature in train_state.features:
+                metrics |= feature.step_metrics()
+            if not train_state.context.in_driver:
+                metrics = pack(metrics)
+        elif is_leaving:
+            return
+        timing, before = train_state.timing.totals, self._measured_s
+        self._measured_s = sum(timing.seconds)
+        self.state.point = train_state.global_step
+        self.points.append(
+            Point(
+                call=self.state.number,
+                global_step=train_state.global_step,
+                epoch=train_state.epoch + (train_state.offset > 0),
+                metrics=metrics,
+                timing=timing,
+                seconds=self._measured_s - before,
+                is_whole=not is_leaving,
+            )
+        )
+
+    def release_points(self, step: int) -> None:
+        while self.points and self.points[0].global_step <= step:
+            self.points.popleft()
+
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
         """Return the merged metrics. The others have the shared metrics of a leaving worker."""
         segments = self.results if is_leaving else self.segments
         result = merge_segments([metrics for _, metrics in segments])
         timers = self._train_state.timers
-        return {**result, "profile": timers.stats()} if timers.enabled else result
+        before, now = self._before, self._train_state.timing.totals
+        num_steps = now.num_steps - before.num_steps
+        means = {
+            f"mean_{key}_s": (now.seconds[phase] - before.seconds[phase]) / num_steps
+            for key, phase in (_PROFILED.items() if num_steps else ())
+        }
+        return {**result, "profile": means | timers.stats()} if timers.enabled else result

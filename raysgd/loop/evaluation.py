@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from raysgd._internal.nested import unchanged
+from raysgd._internal.nested import described, unchanged
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.operator_base import checked_result
-from raysgd.loop.requests import RehearseRequest, ValidateRequest
+from raysgd.loop.requests import ValidateRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import weighted
@@ -62,6 +62,8 @@ class Evaluation:
                 with train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
             except BaseException:
+                self._signal.failed_at = batches.newest()
+                self.batches = None
                 source.close_workers()
                 raise
             metrics = checked_result(operator.validate, metrics)
@@ -112,6 +114,9 @@ class Evaluation:
                 for output in operator._predictions(batches):
                     predictions.append((next(positions), train_state.to_cpu(output)))
                 self._check_samples(source, batches)
+            except BaseException:
+                self._signal.failed_at = batches.newest()
+                raise
             finally:
                 self.batches = None
                 source.close_workers()
@@ -124,7 +129,7 @@ class Evaluation:
         if is_shared and train_state.minimum(int(batches.exhausted)):
             check_samples(source, train_state)
 
-    def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
+    def rehearse(self, request: ValidateRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.
 
         Return None if reading a loader early would lose batches.
@@ -148,12 +153,14 @@ class Evaluation:
 def check_samples(source: BatchSource, train_state: TrainState, has_batch: int = 1) -> int:
     """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
     digest = source.step_digest() or 0
-    if train_state.minimum(digest) != -train_state.minimum(-digest):
+    low, high = train_state.lowest(digest, -digest)
+    if low != -high:
         raise RuntimeError(
             f"The workers read different samples from {source.describe()}. Every worker must "
-            "read the same stream, and raysgd selects its part. Seed its shuffles equally on "
-            "all workers. If it selects the samples of its worker itself, pass "
-            "add_dist_sampler=False to the trainer, or give it an attribute num_replicas."
+            "read the same samples in one order, and raysgd selects its part. Seed shuffles "
+            "equally on all workers, and leave out deterministic=False. If the data selects the "
+            "samples of its worker itself, pass add_dist_sampler=False to the trainer, or give it "
+            "an attribute num_replicas."
         )
     return has_batch
 
@@ -166,20 +173,27 @@ class _Counted:
         self.signal = signal
         self.count = 0
         self.exhausted = False
+        self._batch: Any = None
 
     @property
     def num_joined(self) -> int | None:
         """Samples of the newest batch, if known."""
         return self._source.num_joined
 
+    def newest(self) -> str:
+        """Return the number of the batch that the loop evaluates, and the batch, as text."""
+        if self._batch is None:
+            return f"when reading batch {self.count + 1}"
+        return f"in batch {self.count}, {described(self._batch)}"
+
     def __iter__(self) -> _Counted:
         return self
 
     def __next__(self) -> Any:
         self.signal.raise_stop()
+        self._batch = None
         try:
-            with self.signal.waiting():
-                batch = next(self._batches)
+            self._batch = batch = self.signal.read(self._batches)
         except StopIteration:
             self.exhausted = True
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.loop.transaction import UpdateTransaction
@@ -18,8 +18,6 @@ class StepFeature:
     needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
-    replicates = False  # keeps the models equal on all workers
-    repaired: tuple[Any, ...] = ()  # step, ranks, and cause of the newest repair of replicas
 
     # ---- the group of workers
 
@@ -69,12 +67,6 @@ class StepFeature:
     def commit(self, tx: UpdateTransaction) -> None:
         """Keep the changes of an update. Its steps count even if this raises."""
 
-    def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
-        """Handle the end of a committed update. All ranks call this together.
-
-        Within the context ``compute(batch)``, the models have the gradients of a batch.
-        """
-
     def roll_back(self, tx: UpdateTransaction) -> None:
         """Restore what a discarded update changed. The loop also calls this without one."""
 
@@ -105,41 +97,3 @@ class StepFeature:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this feature's part of a training state, after the models and optimizers."""
-
-
-class ShardedFeature(StepFeature):
-    """Shards the state of an optimizer over the workers, so that no worker has all of it."""
-
-    optimizer: Any
-    is_fully_sharded = False  # models are sharded too
-    lacks_shards = False  # every worker that held some shard was lost
-    ranks_in_sync = True  # all shards belong to the last committed step
-
-    def shards(self) -> list[Any]:
-        """Return this worker's shard of the optimizer's state, and of sharded models."""
-        return []
-
-    def shard_steps(self) -> None:
-        """Shard the state and the later steps of the optimizer."""
-
-    def export_shards(self) -> Any:
-        """Return the shards that the remaining workers need, before this worker leaves."""
-
-    def import_shards(self, shards: Any) -> None:
-        """Store the shards of another worker until the next generation."""
-
-    def copies(self, count: int) -> list[Any]:
-        """Return complete copies of the first `count` models on rank 0. All ranks must call it."""
-        raise NotImplementedError
-
-    @property
-    def parameter_names(self) -> Sequence[Collection[str]]:
-        """The names of the parameters of each sharded model."""
-        raise NotImplementedError
-
-    def without_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the part of a training state that all workers load."""
-        return state
-
-    def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Load this worker's shards from a training state, after its other parts."""

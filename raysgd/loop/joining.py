@@ -9,7 +9,7 @@ entry of the state                loaded by                             on
 ================================  ====================================  ==========
 ``batching``                      `DataSources.set_batch_size`          all others
 ``why_not_split``                 `MicroBatching`                       all others
-shards                            `StepFeature.receive`                 all
+shards                            `Replication.receive`                 all
 schedulers, optimizers, models,   `TrainState.copy_training_state`      followers
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
@@ -45,7 +45,7 @@ def enter_generation(
     state = _state_of(loop, leader) if context.distributed else None
     train_state.is_new = False
     loop.keep_iteration(moved=train_state.position() != position)
-    if train_state.sharded_features:
+    if not train_state.holdings.complete:
         loop.snapshots.clear()
     loop.operator.on_world_change()
     if state is not None:  # the hook may register the data of the leader
@@ -63,7 +63,7 @@ def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
         train_state.data.set_batch_size(state["batching"])
         micro_batching = train_state.micro_batching
         micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
-    follows = not is_leader and (train_state.replicated or train_state.is_new)
+    follows = train_state.replication.follows(is_leader, train_state.is_new)
     train_state.copy_training_state(leader, follows)
     if follows:
         loop.operator.load_state_dict(state["operator"])

@@ -18,7 +18,6 @@ The life of an update. The hooks of features get its state ``tx``, an
             tx.commit()                       # COMMITTED: the steps count
             feature.commit(tx)
             tx.reset()                        # CLOSED
-            feature.after_step(compute)
 
     if train_epoch raises:
         if tx.counts(raised=True):
@@ -35,7 +34,7 @@ pause                    The iterator ends early. `Loop.train` raises PausedErro
 StepInterruptedError     The driver stops the call, for example because a worker was lost.
 IndivisibleError         A batch must not be split. The loop repeats the step with whole batches.
 OutOfMemoryError         The driver repeats the call with more parts per batch.
-WarmedUp                 The gradients are computed. `Loop._computing` restores the state.
+WarmedUp                 The gradients are computed. `Loop.warm_up` restores the state.
 another error            The driver raises it, or repeats the call without lost workers.
 =======================  ==========================================================================
 
@@ -55,9 +54,9 @@ from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
-from raysgd.compat.ray_sgd import epoch_arguments
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
+from raysgd.loop.epoch_arguments import epoch_arguments
 from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import checked_result
@@ -68,7 +67,7 @@ from raysgd.loop.state_schema import Receiver, state_for
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import WarmedUp
-from raysgd.metrics import learning_rates, merge_segments, weighted
+from raysgd.metrics import weighted
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +87,10 @@ class Loop:
         # Iterator over the rest of the training data, for the next segment.
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
-        self._source: BatchSource | None = None
+        self.source: BatchSource | None = None
+        self._until_nan = False
         self._shortest: int | None = None  # rank of the worker with the fewest batches
+        self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, signal, self.call_progress)
         self.snapshots = Snapshots(self.train_state, lambda: self.state_for("snapshot"))
@@ -100,7 +101,7 @@ class Loop:
 
     def keep_iteration(self, moved: bool) -> None:
         """After a rejoin, keep reading an unpartitioned loader, unless the position `moved`."""
-        if moved or self._source is None or self._source.is_partitioned:
+        if moved or self.source is None or self.source.is_partitioned:
             self.forget_iteration()
 
     # ---- state
@@ -115,34 +116,36 @@ class Loop:
 
         Raise PausedError if the driver asked for a pause.
         """
-        train_state, logged = self.train_state, request.logged
+        train_state, self.step_s = self.train_state, 0.0
         callback_pause = self.signal.callback_pause = request.callback_pause
         train_state.transaction.check_whole(train_state.global_step)
         for feature in train_state.features:
             feature.check_trained()
-            feature.begin_call(logs_steps=logged is not None)
+            feature.begin_call(logs_steps=request.log_every is not None)
         if self.call_progress.state.number != request.call:
             self.call_progress.begin(request.call)
         if request.split is not None:
             train_state.micro_batching.raise_split(request.split)
+        self._until_nan = request.until_nan
         train_state.timers.enabled = request.profile
         trained_on = train_state.data.trains_on
         source = train_state.data.training_source(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
-        if source.set_shares(request.shares) or source is not self._source:
+        if source.set_shares(request.shares) or source is not self.source:
             self.forget_iteration()
-        self._source = source
+        self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
+        self._add_due_point(request)
         while (limit := self._next_limit(request)) != 0:
-            pause = self.signal.pause
-            if pause is not None and train_state.global_step >= pause:
+            if self.signal.pauses_at(train_state.global_step):
                 if callback_pause is None or train_state.global_step < callback_pause:
                     raise PausedError
                 return None
             if train_state.global_step <= request.start_step:
                 self.call_progress.clear()
             self._train_segment(source, limit, request)
+            self._add_due_point(request)
         offset = train_state.offset
         if source.is_partitioned and offset and source.steps_left(offset) == 0:
             # A failure occurred after the last step of the epoch, before the epoch was counted.
@@ -154,45 +157,51 @@ class Loop:
             feature.sync_buffers()
         return self.call_progress.result()
 
-    def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
-        """Return the metrics of a call so far, or None if it has none.
-
-        With `since`, merge only the segments from that step on, and add learning rates and the
-        metrics of features.
-        """
+    def measured(self, call: int) -> Mapping[str, Any] | None:
+        """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         progress = self.call_progress
-        segments = progress.results if since is None else progress.segments
-        if progress.state.number != call or not segments:
+        if progress.state.number != call or not progress.results:
             return None
-        if since is None:
-            return progress.result(is_leaving=True)
-        merged = merge_segments([metrics for start, metrics in segments if start >= since])
-        merged |= learning_rates(self.train_state.optimizers)
-        for feature in self.train_state.features:
-            merged |= feature.step_metrics()
-        return merged
+        if self.signal.point is not None:
+            progress.add_point(is_leaving=True)
+        return progress.result(is_leaving=True)
+
+    def _add_due_point(self, request: TrainRequest) -> None:
+        """Add a point if one is due, and set the step of the next one."""
+        every, start, step = request.log_every, request.start_step, self.train_state.global_step
+        self.signal.point = None
+        if every is not None:
+            newest = max(self.call_progress.state.point, start)
+            if step >= (newest // every + 1) * every:
+                self.call_progress.add_point()
+            self.signal.point = (max(step, start) // every + 1) * every
 
     def _next_limit(self, request: TrainRequest) -> int | None:
         """Return the limit of the next segment: 0 at the goal, and None if its epoch ends it.
 
-        Steps that were done before the call, or logged before a failure, have their own segment.
+        Steps that were done before the call have their own segment.
         """
         train_state, step = self.train_state, self.train_state.global_step
         epochs, until = request.until_epoch, request.until_step
         more_epochs = self.call_progress.state.more_epochs
         if epochs is not None and train_state.epoch >= epochs + more_epochs:
             return 0
-        if until is not None and step >= until:
+        if self.call_progress.state.ended or (until is not None and step >= until):
             return 0
         if step < request.start_step:
             return request.start_step - step
-        if request.start_step < step < (request.logged or 0):
-            until = request.logged
         return None if until is None else until - step
 
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.steps_of_user = train_state.global_step, {}
+        call = self.call_progress.state
+        if started_at >= request.start_step:
+            call.began_at = request.start_step
+        elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
+            call.began_at = started_at
+        train_state.call_start = call.began_at
+        train_state.sets_modes, call.keeps_modes = not call.keeps_modes, False
         self.snapshots.maybe_take(begins=True)
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
@@ -211,6 +220,7 @@ class Loop:
             return
         except BaseException as error:
             batch, in_update = segment.batch, segment.in_update
+            self.signal.failed_at = segment.newest()
             self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)
@@ -225,7 +235,9 @@ class Loop:
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
             self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
-        train_state.segment = None
+        train_state.segment, call.keeps_modes = None, segment.paused
+        self.step_s = segment.step_s
+        train_state.call_start = train_state.global_step  # if user code calls train_epoch itself
         # If the loop returns before its iterator ends, the epoch is over too.
         if segment.epoch_is_over or (limit is None and not segment.paused):
             train_state.offset = 0
@@ -252,13 +264,19 @@ class Loop:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         on_commit = self.snapshots.maybe_take if self.snapshots.each_step else None
         rest = self._draw(source, train_state.epoch, train_state.offset)
+        after_step = self._end_at_bad_loss if self._until_nan else None
         return StepIterator(
-            train_state, source, rest, limit, left, go_on, self.signal, on_commit, self._after_step
+            train_state, source, rest, limit, left, go_on, self.signal, on_commit, after_step
         )
 
-    def _after_step(self) -> None:
-        for feature in self.train_state.features_with("after_step"):
-            feature.after_step(lambda batch: self._computing(lambda: iter([batch])))
+    def _end_at_bad_loss(self) -> None:
+        """End the call if a worker has measured a loss that is not finite in this segment."""
+        meters = self.train_state.meters
+        is_bad = meters is not None and meters.has_bad_loss()
+        if self.train_state.context.world_size > 1:
+            is_bad = self.train_state.minimum(-int(is_bad)) < 0
+        if is_bad:
+            self.call_progress.state.ended, self.signal.callback_pause = True, 0
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield the rest of an iteration over a loader."""
@@ -324,17 +342,7 @@ class Loop:
         # Use the batch size of the full group, although this worker is still alone.
         source.repartition(settings.options.num_workers, 0, config_batch)
         batches = source.batches(0, 0, 1)
-        with self._computing(
-            lambda: StepIterator(train_state, source, batches, 1, 1, None, self.signal)
-        ):
-            pass
-        source.close_workers()
-        source.repartition(context.world_size, context.world_rank, config_batch)
-
-    @contextlib.contextmanager
-    def _computing(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[None]:
-        """Compute the gradients of a batch. Restore the state at the end of the context."""
-        train_state, operator, tx = self.train_state, self.operator, self.train_state.transaction
+        operator, tx = self.operator, train_state.transaction
         positional, named = epoch_arguments(operator, {}, 1, train_state.epoch)
         with (
             unchanged(operator, [train_state]),
@@ -343,8 +351,11 @@ class Loop:
             unchanged(tx),
             unchanged(tx.weights),
         ):
-            tx.is_warm_up, iterator = True, make_iterator()
-            train_state.segment = iterator if isinstance(iterator, StepIterator) else None
+            tx.is_warm_up = True
+            train_state.segment = StepIterator(
+                train_state, source, batches, 1, 1, None, self.signal
+            )
             with contextlib.suppress(WarmedUp):
-                operator.train_epoch(iterator, *positional, **named)
-            yield
+                operator.train_epoch(train_state.segment, *positional, **named)
+        source.close_workers()
+        source.repartition(context.world_size, context.world_rank, config_batch)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
 
 
-@dataclass(frozen=True)
-class LossCount:
+class LossCount(NamedTuple):
     """What is known about a loss of a micro-batch. By default, it is a mean over its samples."""
 
     items: float | None = None  # that the loss is a mean over, if user code or raysgd counts them
@@ -20,7 +18,10 @@ class LossCount:
 
     def counting_samples(self) -> LossCount:
         """Return the count to use if workers do not know the sizes of all batches."""
-        return self if self.is_sum or self.items is not None else replace(self, items=self.samples)
+        return self if self.is_sum or self.items is not None else self._replace(items=self.samples)
+
+
+_UNKNOWN = LossCount()
 
 
 class Factors(NamedTuple):
@@ -63,26 +64,29 @@ class LossWeights:
     micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
     total, so `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
     `LossCount.counting_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
-    equal bits, the workers add up gradients: `EqualBitsWeights` has that rule.
+    `sums_gradients`, the total is that of case 2 in all cases, and the exchange divides by counts.
     """
 
     def __init__(self, tx: Place) -> None:
         self._tx = tx
+        self.sums_gradients = False  # workers add up gradients and counts, and average neither
         self.expected: float | None = None
         """Planned total of counted items, equal on all workers. None: unknown."""
         self.reset()
 
     def reset(self) -> None:
+        self.uses_backward = False  # user code has passed a loss to `backward` of the operator
         self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
         self.has_earlier_losses = False  # an earlier micro-batch of the update has one
         self.has_gap = False  # an earlier micro-batch of the update has none
+        self.is_empty = False  # the losses of the next optimizer step have no items on any worker
         self._awaits_count = True  # the next loss sets the count of the micro-batch
-        self._count = LossCount()  # of the newest loss
+        self._count = _UNKNOWN  # of the newest loss
         self._items = self._num_items = self._total = 0.0
 
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch."""
-        self.has_earlier_losses = self.has_earlier_losses or self.has_loss
+        self.has_earlier_losses = self.uses_backward
         self.has_gap = self._tx.index > 0 and (self.has_gap or not self.has_loss)
         self.has_loss, self._awaits_count = False, True
 
@@ -91,9 +95,9 @@ class LossWeights:
         self._awaits_count = self._awaits_count or not self.has_earlier_losses
 
     @property
-    def uses_backward(self) -> bool:
-        """Whether user code has passed a loss of the update to `backward` of the operator."""
-        return self.has_loss or self.has_earlier_losses
+    def counted_items(self) -> float | None:
+        """Items of the micro-batch, if user code has counted those of the newest loss."""
+        return None if self._count.items is None else self._items
 
     def add(
         self,
@@ -104,28 +108,34 @@ class LossWeights:
         """Add a loss. `add_up` returns the sum of a number over the workers.
 
         Raises:
-            ValueError: If another loss of the micro-batch has another count, or if user code
-                counts items only for some batches of an update.
+            ValueError: If another loss of the micro-batch has another count in an update of several
+                micro-batches, or if user code counts items only for some batches of an update.
         """
         tx = self._tx
         if tx.index < 0:
             self.reset()
-        is_repeated, self.has_loss = tx.micro_batch.is_repeated, True
+        is_repeated, self.has_loss, self.uses_backward = tx.micro_batch.is_repeated, True, True
         if count.is_sum:
+            self.is_empty = False
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
-        if self._awaits_count:
+        # Whether workers communicate must not depend on the numbers.
+        if self._awaits_count or (count.items is not None and tx.is_only):
+            self.is_empty = self.is_empty or self._awaits_count
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
             planned = 0.0 if tx.is_only else self._planned(num_workers, add_up)
-            self._total = self._exact(num_workers, add_up) if tx.is_last else planned
+            is_exact = tx.is_last and not self.sums_gradients
+            self._total = self._exact(num_workers, add_up) if is_exact else planned
+            self.is_empty = self.is_empty and not self._total
             if self.has_earlier_losses and self._total:
                 is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
                 earlier = 1.0 if is_planned else planned / self._total
         elif count.items not in (None, self._count.items):
             raise ValueError(
                 f"backward(num_samples={count.items!r}) follows num_samples={self._count.items} "
-                "for another loss of the same batch. Pass the same number."
+                "for another loss of the same batch. With accumulation or equal bits, pass the "
+                "same number."
             )
         return Factors(earlier, self._items * num_workers / self._total if self._items else 0.0)
 
@@ -145,6 +155,8 @@ class LossWeights:
         self._awaits_count = False
 
     def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        if self.sums_gradients:
+            return float(self._tx.plan.total or 1)
         if self._count.items is not None:
             if self.expected is None:  # the first update of a generation
                 self.expected = _power_of_two(self._tx.num_planned * add_up(self._items))

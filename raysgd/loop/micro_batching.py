@@ -10,6 +10,11 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.options import Settings
 from raysgd.loop.transaction import UpdateTransaction
 
+_ONCE = (
+    "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
+    "batch, after all losses of the batch."
+)
+
 
 class IndivisibleError(BaseException):
     """Raised in a part of a batch that must not be split. The loop repeats the step unsplit.
@@ -28,10 +33,13 @@ class MicroBatching(StepFeature):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.why_not_split: str | None = None  # why batches must not be split
+        self.must_split = ""  # what trains each part of a step on its own, for messages
         self.split = 1  # parts of each batch; more than 1 after memory ran out
 
-    def refuse(self, why: str, tx: UpdateTransaction) -> None:
+    def refuse(self, why: str, tx: UpdateTransaction, remedy: str = _ONCE) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
+        if self.must_split:
+            raise RuntimeError(f"{why}. With {self.must_split}, {remedy}")
         self.why_not_split = self.why_not_split or why
         if tx.is_split:
             raise IndivisibleError(why)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.nested import check_rows
-from raysgd.compat.ray_sgd import info_of_user
 from raysgd.data.source import BatchSource
+from raysgd.loop.epoch_arguments import info_of_user
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from raysgd._internal.arguments import (
     MOST_WORKERS,
-    as_int,
     check_choice,
     check_flags,
     check_int,
@@ -20,12 +20,13 @@ from raysgd._internal.arguments import (
     is_number,
     set_fields,
 )
-from raysgd._internal.config import BATCH_SIZE, check_batch_size, rounded_config
+from raysgd._internal.config import BATCH_SIZE, rounded_batch
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.serialization import Packed, pack
+from raysgd.cluster.serialization import Parcel, pack
 from raysgd.comm.horovod import check_horovod
+from raysgd.data.step_layout import StepLayout
 from raysgd.elastic.config import checked_elastic
 
 logger = logging.getLogger(__name__)
@@ -51,11 +52,15 @@ class Options(ABC):
     elastic: Any = None
 
     trainer: ClassVar[str]
-    num_shards: ClassVar[int | None] = None  # parts of a step that do not depend on the workers
     flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")  # booleans
     precisions: ClassVar[Collection[Any]]  # allowed values of ``use_fp16``
 
     def __post_init__(self) -> None:
+        if isinstance(self.num_workers, tuple | list):
+            raise TypeError(
+                f"{self.trainer}(num_workers={self.num_workers!r}): must be an int, the maximum. "
+                "Pass the minimum as min_workers."
+            )
         num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MOST_WORKERS)
         min_workers = check_int(self.trainer, "min_workers", self.min_workers)
         if not 1 <= min_workers <= num_workers:
@@ -64,10 +69,6 @@ class Options(ABC):
                 "min_workers must be between 1 and num_workers."
             )
         config = checked_dict(self.trainer, "config", self.config)
-        if BATCH_SIZE in config:
-            config[BATCH_SIZE] = as_int(config[BATCH_SIZE])
-            check_batch_size(config, num_workers)
-            config = rounded_config(config, self.num_shards or num_workers)
         set_fields(
             self,
             num_workers=num_workers,
@@ -76,6 +77,10 @@ class Options(ABC):
             resources_per_worker=self._checked_resources(),
             elastic=checked_elastic(self.trainer, self.elastic),
         )
+        if config.get(BATCH_SIZE) is not None:
+            parts = "num_shards" if self.layout.is_fixed else "num_workers"
+            num_parts = self.layout.full_size(num_workers)
+            config[BATCH_SIZE] = rounded_batch(config[BATCH_SIZE], num_parts, parts)
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())
         check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions)
@@ -109,6 +114,12 @@ class Options(ABC):
             )
         return resources
 
+    @classmethod
+    def arguments_in(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of this class among the local variables of a constructor."""
+        names = {each.name for each in dataclasses.fields(cls)}
+        return {name: value for name, value in values.items() if name in names}
+
     # ---- for subclasses
 
     @abstractmethod
@@ -128,11 +139,11 @@ class Options(ABC):
         """Pack the operator and its config, because only `setup` may import TensorFlow."""
         state = dict(vars(self))
         contents = state.pop("training_operator_cls"), state.pop("config")
-        return {**state, "packed": pack(contents, shares_tensors=False)}
+        return {**state, "packed": pack(contents)}
 
     def unpacked(self) -> tuple[Any, dict[str, Any]]:
         """Return the operator's class and the config. Each call on a worker returns new objects."""
-        packed: Packed | None = vars(self).get("packed")
+        packed: Parcel | None = vars(self).get("packed")
         if packed is None:
             return self.training_operator_cls, self.config
         # Large arrays stay in Ray's shared memory, which is read-only.
@@ -148,6 +159,11 @@ class Options(ABC):
     @property
     def use_horovod(self) -> bool:
         return self.backend == "horovod"
+
+    @functools.cached_property
+    def layout(self) -> StepLayout:
+        """How a step is cut."""
+        return StepLayout(self.num_workers if self.elastic.global_batch == "keep" else None)
 
     def decided(self) -> Self:
         """Return options without "auto", by whether the cluster, or this process, has GPUs."""
@@ -200,23 +216,14 @@ class Settings:
     _warned: set[str] = field(default_factory=set, repr=False)
 
     @property
-    def full_size(self) -> int | None:
-        """Number of workers in the full group if smaller groups keep its batch size, else None."""
-        if self.options.num_shards is not None:
-            return self.options.num_shards
-        keeps = self.options.elastic.global_batch == "keep"
-        return self.options.num_workers if keeps else None
-
-    @property
     def placing(self) -> dict[str, Any]:
         """Arguments with which a source partitions data for the group."""
-        full_size, num_shards = self.full_size, self.options.num_shards
+        layout = self.options.layout
         return {
             "world_size": self.context.world_size,
             "rank": self.context.world_rank,
-            "full_size": full_size,
-            "global_batch": None if full_size is None else self.global_batch,
-            **({} if num_shards is None else {"num_shards": num_shards}),
+            "layout": layout,
+            "global_batch": None if layout.num_parts is None else self.global_batch,
         }
 
     def warn_once(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:

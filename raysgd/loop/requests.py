@@ -32,9 +32,10 @@ class TrainRequest(_EpochRequest):
     start_step: int = 0  # committed steps before the call; replayed earlier steps do not count
     callback_pause: int | None = None  # step at which to pause; None to train up to the goal
     split: int | None = None  # minimum number of micro-batches per batch, after memory ran out
-    logged: int | None = None  # last logged step; None if the call logs no single steps
+    log_every: int | None = None  # steps between two points; None for none
     dataset: Dataset | None = None  # replaces the registered loader
     shares: tuple[float, ...] | None = None  # relative shares of the workers, by rank
+    until_nan: bool = False  # end after the first update with a loss that is not finite
 
     def with_shares(self, shares: tuple[float, ...] | None) -> TrainRequest:
         return replace(self, shares=shares)
@@ -50,14 +51,7 @@ class ValidateRequest(_EpochRequest):
     num_steps: int | None = None  # None for the rest of the loader
     from_start: bool = False  # start at the first batch instead of where the last call ended
     loader: Any = None  # replaces the registered loader; may be a function that returns a loader
-
-
-@dataclass(frozen=True, kw_only=True)
-class RehearseRequest(ValidateRequest):
-    """Try the validation on some batches, restore the state, and return the metrics."""
-
-    call: int = -1
-    from_start: bool = True
+    rehearses: bool = False  # restore the state after the evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +63,9 @@ class PredictRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRequest(Request):
-    """Return a worker's metrics so far in a call of `train` that has not ended."""
+    """Return the metrics of a worker that leaves before the end of a call of `train`."""
 
     call: int
-    since: int | None = None  # first step that counts; None for the whole call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +77,11 @@ class UpdateSchedulersRequest(Request):
     metric: float
 
 
+@dataclass(frozen=True, kw_only=True)
 class StateRequest(Request):
     """Return the state, or a worker's shard of it, on CPU."""
+
+    frozen: bool = True  # also the frozen parameters that `setup` makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +90,7 @@ class SaveRequest(Request):
 
     of_driver: Mapping[str, Any]
     generators: Sequence[Any]  # of all workers
+    frozen: bool = True  # as in `StateRequest`
     shown: str  # name of the file in messages
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import threading
@@ -14,8 +13,8 @@ from typing import Any
 from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd._internal.imports import frozen_imports
-from raysgd._internal.nested import loading, map_leaves
-from raysgd.checkpoint.file import write_state
+from raysgd._internal.nested import deep_copied, loading, map_leaves
+from raysgd.checkpoint.file import facts_of, write_state
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.cluster.streams import Content, Incoming
 from raysgd.elastic import call
@@ -52,11 +51,9 @@ class OperatorRunner(Runner, ABC):
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
         options = self._options
-        keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, raw_config = options.unpacked()
-        size = options.num_workers if keeps else context.world_size
-        size = options.num_shards or size  # number of parts of the global batch
+        size = options.layout.full_size(context.world_size)
         config = worker_config(raw_config, size, copies=context.in_driver)
         sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": raw_config.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
@@ -65,9 +62,8 @@ class OperatorRunner(Runner, ABC):
         global_batch = self._train_state.settings.global_batch
         if global_batch is None:
             return None
-        size = self.operator.config[BATCH_SIZE] = global_batch // (
-            self._options.num_shards or context.world_size
-        )
+        size = global_batch // self._options.layout.current_size(context.world_size)
+        self.operator.config[BATCH_SIZE] = size
         return size
 
     def host(self, operator: Any) -> None:
@@ -83,6 +79,7 @@ class OperatorRunner(Runner, ABC):
             )
             train_state.reseed(seed)
             sources.check_like(data, with_batches=True)
+            train_state.compare_setup(leader=0)
             for feature in train_state.features:
                 feature.start_together()
         if not train_state.context.alone:
@@ -119,7 +116,7 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._train_state.segment
-        evaluation, sharded = self._loop.evaluation, train_state.sharded_features
+        evaluation = self._loop.evaluation
         if segment is not None:
             done, total = segment.num_finished, segment.total_batches
         else:
@@ -127,28 +124,35 @@ class OperatorRunner(Runner, ABC):
             done = 0 if batches is None else batches.count
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
-        is_shared = segment is not None and train_state.gathers_metrics
+        is_shared = segment is not None and train_state.transaction.gathers_metrics
+        source, began_at = self._loop.source, self._loop.call_progress.state.began_at
         num_copies = train_state.context.world_size if is_shared else 1
         return Progress(
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,
+            validation_offset=train_state.validation_offset,
             num_batches=done,
             total_batches=total,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
-            step_s=0.0 if segment is None else segment.step_s,
+            epoch_samples=0 if source is None else source.epoch_samples,
+            step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
             samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
             num_changes=self._loop.snapshots.num_changes,
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._loss.read(meters),
-            is_sharded=bool(sharded),
-            lacks_shards=any(feature.lacks_shards for feature in sharded),
-            partial=train_state.transaction.is_partial,
-            repaired=max(feature.repaired for feature in train_state.features),
+            points=tuple(self._loop.call_progress.points),
+            bad_steps=[each for each in train_state.bad_steps if each["step"] > began_at],
+            holdings=train_state.holdings,
             timing=train_state.timing.totals,
+            failed_at=self.signal.failed_at or f"after step {train_state.global_step}",
         )
+
+    def release_points(self, step: int) -> None:
+        if self._loop is not None:
+            self._loop.call_progress.release_points(step)
 
     def request_stop(self, requested: bool) -> None:
         self.signal.stop = requested
@@ -168,29 +172,31 @@ class OperatorRunner(Runner, ABC):
 
     def handle(self, request: Request) -> Any:
         """Handle a request of the driver. Defer Ctrl-C while a step is in progress."""
+        self.signal.failed_at = ""
         with self.signal.deferring_ctrl_c():
             match request:
                 case requests.TrainRequest():
                     with self._train_state.timing.running():
                         return self._running.train(request)
-                case requests.RehearseRequest():
+                case requests.ValidateRequest(rehearses=True):
                     with self.generators.unchanged():
                         return self._running.evaluation.rehearse(request)
                 case requests.ValidateRequest():
-                    return self._running.evaluation.validate(request)
+                    with self._running.snapshots.before_validation():
+                        return self._running.evaluation.validate(request)
                 case requests.PredictRequest():
                     return self._running.evaluation.predict(request.loader)
                 case requests.MeasuredRequest():
-                    return self._running.measured(request.call, request.since)
+                    return self._running.measured(request.call)
                 case requests.UpdateSchedulersRequest():
                     return self.update_schedulers(request.call, request.metric)
                 case requests.StateRequest():
-                    return self.state_dict()
+                    return self.state_dict(request.frozen)
                 case requests.SaveRequest():
-                    state = {**self.state_dict(), **request.of_driver}
+                    state = {**self.state_dict(request.frozen), **request.of_driver}
                     state["data"]["rng"] = request.generators
-                    facts = {key: state[key] for key in ("epoch", "global_step")}
-                    return Content(functools.partial(write_state, state, request.shown), facts)
+                    write = functools.partial(write_state, state, request.shown)
+                    return Content(write, facts_of(state))
                 case call.LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.RngStateRequest():
@@ -206,13 +212,9 @@ class OperatorRunner(Runner, ABC):
                 case call.RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case call.ExportShardsRequest():
-                    features = self._train_state.sharded_features
-                    return self._train_state.to_cpu([each.export_shards() for each in features])
+                    return self._train_state.to_cpu(self._train_state.replication.hand_over())
                 case call.ImportShardsRequest():
-                    features = self._train_state.sharded_features
-                    for each, shards in zip(features, request.shards, strict=True):
-                        each.import_shards(shards)
-                    return None
+                    return self._train_state.replication.take_over(request.shards)
         raise NotImplementedError(f"Operators do not support {request.name}.")
 
     def warm_up(self) -> None:
@@ -256,40 +258,42 @@ class OperatorRunner(Runner, ABC):
 
     # ---- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, frozen: bool = True) -> dict[str, Any]:
         """Return the state, or this worker's shards of it, on the CPU."""
         self._train_state.transaction.check_whole(self._train_state.global_step)
-        if not self._train_state.ranks_in_sync:
+        if not self._train_state.replication.in_sync:
             self._train_state.settings.warn_once(
                 "ahead",
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state: dict[str, Any] = self._train_state.to_cpu(self._running.state_for("file"))
-        return state
+        state = self._running.state_for("file")
+        if not frozen:
+            state = self._train_state.without_frozen(state, for_workers=False)
+        return dict(self._train_state.to_cpu(state))
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state."""
         train_state = self._train_state
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
-            state = copy.deepcopy(state)
+            state = map_leaves(state, deep_copied)
         train_state.check_training_state(state)
-        places: dict[int, Any] = {}
         if incoming is not None:
-            state, places = train_state.places_of(state, incoming.addresses)
-            incoming.fill(places, before=True)
+            state = train_state.adopt(state, incoming)
+            incoming.fill(before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
-        train_state.data.readable("train").check_position(position.get("stream", {}))
+        if position.get("trains_on", "train") == "train":
+            train_state.data.readable("train").check_position(position.get("stream", {}))
         context = train_state.context
         generators = self.generators.checked(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:
             if "operator" in state:
                 own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
                 undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
-            if places and incoming is not None:
+            if incoming is not None and incoming.places:
                 train_state.transaction.is_partial = True
-                incoming.fill(places)
+                incoming.fill()
             train_state.load_training_state(state)
         self._running.forget_iteration()
         self._running.call_progress.state.validation = None
@@ -309,11 +313,11 @@ class OperatorRunner(Runner, ABC):
 
         A sharded state needs the shards of all workers. `num_workers` workers can send shards.
         """
-        if self._loop is None or self._train_state.transaction.is_partial:
+        if self._loop is None or self._train_state.holdings.condition != "good":
             return None
         train_state = self._train_state
-        has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers
-        if train_state.sharded_features and not has_all:
+        has_all = train_state.context.world_size == num_workers and train_state.replication.in_sync
+        if not (train_state.holdings.complete or has_all):
             return None
         state: dict[str, Any] = train_state.to_cpu(self._loop.state_for("snapshot"))
         return state
@@ -321,7 +325,7 @@ class OperatorRunner(Runner, ABC):
 
 def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
     now, then = state.data.current.global_batch, position.get("global_batch")
-    if None not in (now, then, state.settings.full_size) and now != then:
+    if None not in (now, then, state.settings.options.layout.num_parts) and now != then:
         state.settings.warn_once(
             "step size",
             "A step had %d samples when the state was saved, and has %d now. This changes the "

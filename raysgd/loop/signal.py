@@ -1,4 +1,4 @@
-"""Requests to a running loop: to stop, or to pause at a step."""
+"""Requests to a running loop, to stop or to pause at a step, and where it failed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ class Signal:
         # Numbers of committed steps at which the driver or a callback wants a pause.
         self.driver_pause: int | None = None
         self.callback_pause: int | None = None
+        self.point: int | None = None  # the same number for the next log, which ends a segment
         self._interrupted = False
         self._is_waiting = False
+        self.failed_at = ""  # see `Progress.failed_at`
 
-    @property
-    def pause(self) -> int | None:
-        """Number of committed steps at which to pause first, or None."""
-        pauses = (self.driver_pause, self.callback_pause)
-        return min((step for step in pauses if step is not None), default=None)
+    def pauses_at(self, step: int) -> bool:
+        """Return whether a pause or a log is due after `step` committed steps."""
+        driver, callback, point = self.driver_pause, self.callback_pause, self.point
+        is_due = driver is not None and step >= driver  # another thread sets this one
+        is_due = is_due or (callback is not None and step >= callback)
+        return is_due or (point is not None and step >= point)
 
     def raise_stop(self) -> None:
         """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""
@@ -37,12 +40,11 @@ class Signal:
         if self.stop:
             raise StepInterruptedError("The driver asked this worker to stop.")
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Deliver Ctrl-C immediately in this context, because no step is in progress."""
+    def read(self, batches: Iterator[Any], *default: Any) -> Any:
+        """Return the next batch. Deliver Ctrl-C immediately, because no step is in progress."""
         self._is_waiting = True
         try:
-            yield
+            return next(batches, *default)
         finally:
             self._is_waiting = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from raysgd._internal.nested import map_leaves
@@ -19,8 +19,6 @@ _S_PER_BYTE = 2e-9
 """Expected cost of a snapshot, until one was measured."""
 _PAUSE_S = 60.0
 """Seconds between two snapshots within an epoch."""
-_SEND_S = 60.0
-"""Seconds after which a worker assumes that the driver no longer fetches a snapshot."""
 
 
 class Snapshots:
@@ -40,7 +38,7 @@ class Snapshots:
         self._every = state.settings.options.elastic.snapshot_every
         self._newest: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
         self._copy: dict[str, Any] | None = None  # until it is sent
-        self._asked_at = -_SEND_S  # when the driver last asked for the copy
+        self._is_sending = False
         self._is_needed = self._every != "auto"  # whether a snapshot is due in any case
         self.num_changes = 0
         self._copy_s, self._s_per_byte = 0.0, _S_PER_BYTE
@@ -49,8 +47,19 @@ class Snapshots:
 
     @property
     def each_step(self) -> bool:
-        """Whether to call `maybe_take` after each step, and not only before each segment."""
-        return self._every == "auto" or isinstance(self._every, int)
+        """Whether this worker may take a copy after a step, and not only before a segment."""
+        return self._holds and (self._every == "auto" or isinstance(self._every, int))
+
+    @property
+    def _has_shards(self) -> bool:
+        context = self._state.context
+        ends_with_driver = context.in_driver and context.world_size == 1
+        return not (self._state.holdings.complete or ends_with_driver)
+
+    @property
+    def _holds(self) -> bool:
+        context = self._state.context
+        return self._has_shards or (context.world_rank == 0 and not context.in_driver)
 
     @property
     def step(self) -> int | None:
@@ -68,22 +77,33 @@ class Snapshots:
         if not begins:
             self._trained_s += now - self._looked_at
         self._looked_at = now
-        ends_with_driver = context.in_driver and context.world_size == 1
-        is_sharded = bool(train_state.sharded_features) and not ends_with_driver
-        if not is_sharded and (context.world_rank != 0 or context.in_driver):
+        if not self._holds:
             self._trained_s = 0.0
             return
-        must_agree = is_sharded and self._every == "auto" and not self._is_needed
+        has_shards = self._has_shards
+        must_agree = has_shards and self._every == "auto" and not self._is_needed
         if self._every is None or (must_agree and not begins):
             return
-        due = train_state.ranks_in_sync and (self._is_needed or self._is_due())
+        due = train_state.replication.in_sync and (self._is_needed or self._is_due())
         if must_agree and context.distributed:
             # The clocks of the ranks differ, but all shards must be of one step.
             due = bool(train_state.minimum(int(due)))
-        is_sent = self._copy is not None and now - self._asked_at < _SEND_S
-        if due and (is_sharded or not is_sent):
+        if due and (has_shards or not self._is_sending):
             with train_state.timing.within(SAVE):
                 self._take()
+
+    @contextlib.contextmanager
+    def before_validation(self) -> Iterator[None]:
+        """Take a snapshot that is due before a validation, and another one after it.
+
+        The validation may be long, and may change the operator.
+        """
+        before = self._newest
+        self.maybe_take(begins=True)
+        has_taken = self._newest is not before
+        yield
+        if has_taken:
+            self.clear(outdated=True)
 
     def _is_due(self) -> bool:
         epoch, step = self._newest or (-1, 0)
@@ -103,7 +123,7 @@ class Snapshots:
     def _take(self) -> None:
         train_state, began = self._state, self.clock()
         self._copy, self._trained_s = None, 0.0  # release its memory first
-        self._asked_at, self._is_needed = -_SEND_S, False
+        self._is_sending = self._is_needed = False
         try:
             copy = map_leaves(self._read(), lambda leaf: train_state.copy_leaf(leaf, on_host=True))
         except Exception as error:
@@ -127,6 +147,7 @@ class Snapshots:
         If it is `outdated`, the next snapshot is due immediately: the driver has no newer state.
         """
         self._newest = self._copy = None
+        self._is_sending = False
         self._is_needed = outdated or self._every != "auto"
         self.num_changes += outdated
 
@@ -138,13 +159,14 @@ class Snapshots:
         """
         if num_changes not in (None, self.num_changes):
             return None
-        self._asked_at = self.clock()
-        return self._copy
+        copy = self._copy
+        self._is_sending = copy is not None
+        return copy
 
     def sent(self, copy: dict[str, Any], seconds: float) -> None:
         """Release a copy after it was sent within `seconds`. Called from another thread."""
         if self._copy is copy:
-            self._copy, size = None, _num_bytes(copy)
+            self._copy, self._is_sending, size = None, False, _num_bytes(copy)
             self._s_per_byte = (self._copy_s + seconds) / max(size, 1)
             self._set_wait(size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from abc import ABC, abstractmethod
@@ -9,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 
+from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
-from raysgd.data.source import BatchSource, own_split
+from raysgd.data.source import BatchSource, length_of, own_split
+from raysgd.data.stream import GroupedStream
 from raysgd.loop.options import Settings
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ class DataSources(ABC):
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         self.registered_loaders += [train_loader, validation_loader]
+        self.__dict__.pop("facts", None)
         loaders = {"train": train_loader, "validation": validation_loader}
         for name, loader in loaders.items():
             if loader is not None:
@@ -46,7 +50,7 @@ class DataSources(ABC):
                 "iter_torch_batches(batch_size=...)."
             )
         is_read = isinstance(loader, Iterable) or inspect.isgeneratorfunction(loader)
-        if not is_read and not hasattr(loader, "__getitem__"):
+        if isinstance(loader, type) or not (is_read or hasattr(loader, "__getitem__")):
             raise TypeError(f"{argument} must be iterable, but it is {loader!r}.")
         if isinstance(loader, GeneratorType):
             raise TypeError(
@@ -58,16 +62,19 @@ class DataSources(ABC):
         source = self.wrap(loader, training=training)
         options = self._settings.options
         if source.reads_everything and options.num_workers > 1:
+            advice = "use a data set that can be indexed, or raysgd.data.Stream for files"
+            if isinstance(getattr(loader, "dataset", loader), GroupedStream):
+                advice = "use the Stream without group and skip_broken"
             self._settings.warn_once(
-                argument,
-                "%s: %s. To read each sample on one worker only, use a data set that can be "
-                "indexed, or raysgd.data.Stream for files.",
+                advice,
+                "%s: %s. To read each sample on one worker only, %s.",
                 argument,
                 source.describe_reading(),
+                advice,
             )
         is_whole = not source.is_partitioned and not source.by_user
-        # With shards, an error follows.
-        if is_whole and options.num_workers > 1 and options.num_shards is None:
+        # With fixed parts, an error follows.
+        if is_whole and options.num_workers > 1 and not options.layout.is_fixed:
             self._settings.warn_once(
                 argument,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
@@ -86,7 +93,7 @@ class DataSources(ABC):
     def source(self, name: str) -> Any:
         """Return the source of the train or validation loader."""
         if not self.has(name):
-            raise _missing(name)
+            raise missing_loader(name)
         return self._sources[name]
 
     def readable(self, name: str) -> BatchSource:
@@ -147,6 +154,18 @@ class DataSources(ABC):
             for name, (size, _) in self.batching().items():
                 texts[name] += f", batch size {size}"
         return {name: text for name, text in texts.items() if text}
+
+    @functools.cached_property
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """The number of samples, if known, and a fingerprint of each registered loader."""
+        facts: dict[str, dict[str, Any]] = {}
+        for name in filter(self.has, ("train", "validation")):
+            source = self._sources[name]
+            known = source.epoch_samples if source.knows_sizes else 0  # 0 also counts as unknown
+            total = length_of(getattr(source.loader, "dataset", None)) or known
+            facts[name] = {"samples": total} if total else {}
+            facts[name]["fingerprint"] = without_homes(source.fingerprint() or source.describe())
+        return facts
 
     def batching(self) -> dict[str, tuple[int, bool]]:
         """Return the `BatchSource.batching` of each loader whose batches raysgd creates."""
@@ -225,11 +244,11 @@ class GeneratorFunction:
 
 def _no_batches(name: str) -> Iterator[Any]:
     """Raise an error when read. A loop with its own batches never reads it."""
-    raise _missing(name)
+    raise missing_loader(name)
     yield
 
 
-def _missing(name: str) -> RuntimeError:
+def missing_loader(name: str) -> RuntimeError:
     return RuntimeError(
         f"There is no {name} loader. Call self.register_data({name}_loader=...) in setup."
     )

@@ -21,14 +21,14 @@ Receiver = Literal["file", "snapshot", "replacement"]
 def state_for(receiver: Receiver, operator: Any, call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a worker's state for a receiver, with tensors on their device.
 
-    `call` is what a process must know to continue the call. If the state is sharded, ``shares`` has
-    this worker's shards, and only rank 0 adds the rest.
+    `call` is what a process must know to continue the call. If the state is sharded, only
+    rank 0 adds more than its shards.
     """
     train_state: TrainState = operator._train_state
     data = train_state.data
     state: dict[str, Any] = {"global_step": train_state.global_step}
-    if receiver != "replacement" and train_state.sharded_features:
-        state["shares"] = _shards(train_state)  # the name that files have
+    if receiver != "replacement" and (own := train_state.replication.own_state()):
+        state |= own
         if train_state.context.world_rank != 0:
             return state
     state |= {"operator": operator.state_dict(), "data": train_state.position()}
@@ -43,14 +43,13 @@ def state_for(receiver: Receiver, operator: Any, call: Mapping[str, Any]) -> dic
     if receiver == "snapshot":  # shares of the global batch follow from the new number of workers
         own = {name: each for name, each in state["batching"].items() if not each[1]}
         state["batching"] = own
+    if receiver == "file":
+        state["data"]["loaders"] = data.facts
     state["epoch"] = train_state.epoch + (train_state.offset > 0)
-    return _models_last(state | train_state.training_state())
-
-
-def _shards(train_state: TrainState) -> list[Any]:
-    """Return this worker's shards of each optimizer."""
-    by_optimizer = {id(each.optimizer): each.shards() for each in train_state.sharded_features}
-    return [by_optimizer.get(id(optimizer), []) for optimizer in train_state.optimizers]
+    state |= train_state.training_state()
+    if receiver == "snapshot":
+        state = train_state.without_frozen(state, for_workers=True)
+    return _models_last(state)
 
 
 def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def _position(name: str, position: Any) -> None:
         _count(f"{name}['loader_seeds'][{loader!r}]", seed)
 
 
-OF_DRIVER = ("callbacks", "config", "validation_due")
+OF_DRIVER = ("callbacks", "config", "validation_due", "provenance", "parent")
 """Dicts that only the driver loads."""
 
 
@@ -110,7 +109,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     missing = [k for k in REQUIRED if not isinstance(state, Mapping) or k not in state]
     if missing:
         raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-    checks = {"epoch": _count, "global_step": _count, "data": _position}
+    checks = {"epoch": _count, "global_step": _count, "data": _position, "bad_steps": _dict}
     for key, check in {**checks, **dict.fromkeys(OF_DRIVER, _dict)}.items():
         if key in state:
             check(key, state[key])

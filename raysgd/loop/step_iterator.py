@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from raysgd._internal.nested import described
 from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
@@ -42,7 +43,7 @@ class StepIterator:
         go_on: Callable[[int], int] | None,
         signal: Signal,
         on_commit: Callable[[], None] | None = None,
-        after_step: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         self._train_state = train_state
         self._source = source
@@ -87,6 +88,13 @@ class StepIterator:
         is_split = self._train_state.micro_batching.split > 1
         is_whole = not (self._tx.micro_batch.is_repeated or is_split)
         return self._source.num_joined if is_whole else None
+
+    def newest(self) -> str:
+        """Return the step that the loop trains, and its batch, as text."""
+        step = f"step {self.start_step + self.num_finished + 1}"
+        if self.loader_failed:
+            return f"when reading the batch of {step}"
+        return f"in {step}, batch {described(self.batch)}"
 
     @property
     def in_update(self) -> bool:
@@ -149,13 +157,15 @@ class StepIterator:
     def _is_at_end(self) -> bool:
         if self._exhausted or self.num_batches == self.total_batches:
             return True
-        pause = self._signal.pause  # another thread may change it
-        self.paused = pause is not None and self.start_step + self.num_batches >= pause
+        self.paused = self._signal.pauses_at(self.start_step + self.num_batches)
         return self.paused
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
         self._end_micro_batch("return")
+        if self.epoch_is_over:
+            # Code of the loader after its last batch may matter.
+            self._signal.read(self._batches, None)
 
     def end_after_error(self) -> list[Any]:
         """End the segment after the loop has raised. Return batches to train again."""
@@ -178,7 +188,8 @@ class StepIterator:
             return drawn
         if tx.counts():
             self._commit()
-            self._after_step()
+            if self._after_step is not None:
+                self._after_step()
         elif ending == "return" and tx.is_open:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
@@ -205,11 +216,10 @@ class StepIterator:
 
     def _read(self) -> None:
         """Read a batch ahead, unless any rank has no more batches."""
-        timers, timing = self._train_state.timers, self._train_state.timing
+        timing = self._train_state.timing
         timing.enter(DATA)
         try:
-            with timers.record("data"), self._signal.waiting():
-                batch = next(self._batches, _NOTHING)
+            batch = self._signal.read(self._batches, _NOTHING)
         except BaseException:
             self.loader_failed = True
             raise

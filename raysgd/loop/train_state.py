@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from raysgd._internal.context import WorkerContext
-from raysgd._internal.step_timing import new_timing
+from raysgd._internal.context import Holdings, WorkerContext
+from raysgd._internal.nested import map_leaves
+from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
+from raysgd.cluster.streams import Incoming
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.feature import ShardedFeature, StepFeature
+from raysgd.loop.feature import StepFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
+from raysgd.loop.replication import Replication
 from raysgd.loop.sources import DataSources
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection
-
-_Feature = TypeVar("_Feature", bound=StepFeature)
 
 
 class SavedState(ABC):
@@ -47,22 +49,26 @@ class SavedState(ABC):
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Load the result of `training_state`."""
 
-    def places_of(
-        self, state: dict[str, Any], addresses: set[int]
-    ) -> tuple[dict[str, Any], dict[int, Any]]:
-        """Replace arrays at `addresses` in a state by equal ones of the training state.
+    def adopt(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+        """Replace incoming arrays in a state by equal ones of the training state.
 
-        Also return where to write the content of these arrays.
+        The content of these arrays then arrives in the memory of the training state.
         """
-        return state, {}
+        return state
 
     @abstractmethod
-    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
-        """Return a copy of a leaf of a state, on its device or in the memory of the host."""
+    def copy_leaf(self, leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
+        """Return a copy of a leaf of a state, on its device or in the memory of the host.
 
-    @abstractmethod
-    def to_cpu(self, state: Any) -> Any:
-        """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
+        The copy may share memory with the leaf if it `shares`.
+        """
+
+    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
+        """Return a state without the frozen parameters that ``setup`` makes again.
+
+        With `for_workers`, leave out only what ``setup`` of all workers has made alike.
+        """
+        return state
 
 
 class TrainState(SavedState):
@@ -75,7 +81,7 @@ class TrainState(SavedState):
         self.settings = settings
         self.timers = TimerCollection()
         self.timers.enabled = False
-        self.timing = new_timing()
+        self.timing = StepTiming()
         self.models: list[Any] = []
         self.num_criteria = 0
         """Number of criteria with trained parameters, which are the last of `models`."""
@@ -83,16 +89,17 @@ class TrainState(SavedState):
         self.registered = False
         self.is_new = False  # joins the group, and does not have its state yet
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
+        self.call_start = 0  # global step at which the call in progress began
+        self.bad_steps: list[dict[str, Any]] = []  # that were not applied, oldest first
+        self.sets_modes = True  # the loop sets train mode: the segment does not follow a pause
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}
         self.seed = seed
         self.transaction = UpdateTransaction()
         self.micro_batching = MicroBatching(settings)
-        self.features: list[StepFeature] = [self.micro_batching]
-        self._known: list[StepFeature] = []  # the features for which `_with` holds
-        self._with: dict[str, list[StepFeature]] = {}  # the features that override a hook
+        self.replication = Replication()
+        self.set_features([self.micro_batching])
         self.meters: AverageMeterCollection | None = None
-        self.gathers_metrics = False  # each worker collects the metrics of all workers
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
         self.segment: Any = None
@@ -107,18 +114,15 @@ class TrainState(SavedState):
         """The models that the user registered as models, without criteria."""
         return self.models[: len(self.models) - self.num_criteria]
 
-    def feature(self, kind: type[_Feature]) -> _Feature | None:
-        """Return the feature of a class, if the operator has one."""
-        return next((each for each in self.features if isinstance(each, kind)), None)
-
-    def features_with(self, hook: str) -> list[StepFeature]:
-        """Return the features whose classes override a hook. Most hooks of a step do nothing."""
-        if self._known != self.features:
-            self._known, self._with = [*self.features], {}
-        if hook not in self._with:
+    def set_features(self, features: Sequence[StepFeature]) -> None:
+        """Set the features in the order of their hooks. Most features override few hooks."""
+        self.features = [*features]
+        self.hooks: dict[str, list[Callable[..., None]]] = {}
+        """The hooks of an update that do something."""
+        for hook in ("begin", "begin_micro_batch", "before_update", "before_commit", "commit"):
             default = getattr(StepFeature, hook)
-            self._with[hook] = [f for f in self.features if getattr(type(f), hook) is not default]
-        return self._with[hook]
+            overriding = [each for each in features if getattr(type(each), hook) is not default]
+            self.hooks[hook] = [getattr(each, hook) for each in overriding]
 
     # ---- position
 
@@ -161,21 +165,21 @@ class TrainState(SavedState):
         tx = self.transaction
         tx.begin_micro_batch(micro_batch, is_last)
         if tx.index == 0:
-            for feature in self.features_with("begin"):
-                feature.begin(tx)
-        for feature in self.features_with("begin_micro_batch"):
-            feature.begin_micro_batch(tx)
+            for begin in self.hooks["begin"]:
+                begin(tx)
+        for begin_micro_batch in self.hooks["begin_micro_batch"]:
+            begin_micro_batch(tx)
 
     def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
-        tx.begin_commit()
-        for feature in self.features_with("before_commit"):
-            feature.before_commit(tx)
+        tx.is_committing = True
+        for before_commit in self.hooks["before_commit"]:
+            before_commit(tx)
         tx.commit()
         self.global_step += num_steps
         try:
-            for feature in self.features_with("commit"):
-                feature.commit(tx)
+            for commit in self.hooks["commit"]:
+                commit(tx)
         finally:
             tx.reset()
             if self.meters is not None:
@@ -200,6 +204,11 @@ class TrainState(SavedState):
                     )
                 raise
 
+    def to_cpu(self, state: Any) -> Any:
+        """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
+        shares = not self.context.in_driver
+        return map_leaves(state, lambda leaf: self.copy_leaf(leaf, on_host=True, shares=shares))
+
     def resume_modes(self) -> None:
         """Set the train or eval modes that the models had before an evaluation."""
         for module, training in self.modes:
@@ -213,13 +222,19 @@ class TrainState(SavedState):
 
     # ---- the other workers
 
+    def compare_setup(self, leader: int) -> None:
+        """Compare what ``setup`` has made with rank `leader`. Every rank must call this."""
+
     def num_rows(self, batch: Any) -> int:
         """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
         return 0
 
     @abstractmethod
+    def lowest(self, *values: int) -> list[int]:
+        """Return the smallest number of all ranks for each value. Every rank must call it."""
+
     def minimum(self, value: int) -> int:
-        """Return the smallest `value` of all ranks. Every rank must call it."""
+        return self.lowest(value)[0]
 
     @abstractmethod
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
@@ -239,14 +254,8 @@ class TrainState(SavedState):
         """Load the state of rank `leader` if this rank `follows`. Every rank must call it."""
 
     @property
-    def replicated(self) -> bool:
-        return any(feature.replicates for feature in self.features)
-
-    @property
-    def sharded_features(self) -> list[ShardedFeature]:
-        """Features that shard the state. If there are any, no worker has all of it."""
-        return [each for each in self.features if isinstance(each, ShardedFeature)]
-
-    @property
-    def ranks_in_sync(self) -> bool:
-        return all(feature.ranks_in_sync for feature in self.sharded_features)
+    def holdings(self) -> Holdings:
+        """What this worker has of the state. Another thread may read it."""
+        own = self.replication.holdings
+        is_damaged = self.transaction.is_partial and own.condition == "good"
+        return replace(own, condition="damaged") if is_damaged else own

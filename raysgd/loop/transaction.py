@@ -7,8 +7,6 @@ or with equal bits.
 
 from __future__ import annotations
 
-import enum
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +18,7 @@ class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""
 
 
-class Phase(enum.Enum):
-    """Where an update is. `UpdateTransaction.counts` decides what follows an error."""
-
-    CLOSED = enum.auto()  # no update is in progress
-    OPEN = enum.auto()  # it has batches
-    COMMITTING = enum.auto()  # features may refuse it
-    COMMITTED = enum.auto()  # its steps count, and features keep its changes
+_NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
 
 
 class UpdateTransaction:
@@ -37,40 +29,41 @@ class UpdateTransaction:
     Each worker has one object, and `reset` prepares it for the next update.
     """
 
-    new_weights = LossWeights
-
     def __init__(self) -> None:
         self.optimizers: Sequence[Any] = ()
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_partial = False  # an update or a load left changes that no feature could restore
-        self.weights = self.new_weights(self)
-        self._most_steps: Counter[int] = Counter()
+        # The commit gives each worker the metrics of all workers, and the update counts then.
+        self.gathers_metrics = False
+        self.weights = LossWeights(self)
+        self._most_steps: dict[int, int] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forget the update, so that the next one can begin."""
-        self.phase = Phase.CLOSED
+        self.is_open = False  # has batches, and was neither committed nor undone
+        self.is_committing = False  # features may refuse the update
         self.stepping: Any = None  # the optimizer whose step runs
         self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
         # Batches of the loader, to train them again. None: the source can read the batch again.
         self.drawn: list[Any] = []
-        self.plan = UpdatePlan()
+        self.plan = _NO_PLAN
         self.num_planned = 1  # micro-batches of the update
         self.is_split = False  # batches are trained in parts
+        self.is_skipped = False  # all steps of optimizers were skipped, for lack of items
+        self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 before the first
-        self._optimizer_steps: Counter[int] = Counter()
-        self.weights.reset()
-        self._set(MicroBatch(), is_last=True)
-
-    def _set(self, micro_batch: MicroBatch, is_last: bool) -> None:
-        self.micro_batch, self.is_last = micro_batch, is_last
+        self.micro_batch, self.is_last = _NO_BATCH, True
         self.requested: set[int] = set()  # optimizers whose step was requested in this micro-batch
+        self.optimizer_steps: dict[int, int] = {}
+        """Number of steps by the ID of each optimizer that has stepped."""
+        self.weights.reset()
 
     # ---- the life of an update
 
     def draw(self, batch: Any) -> None:
         """Add a batch of the loader, and open a new update if none is open."""
-        self.phase = Phase.OPEN
+        self.is_open, self.is_committing = True, False
         self.drawn.append(batch)
 
     def begin_plan(self, plan: UpdatePlan) -> None:
@@ -85,32 +78,22 @@ class UpdateTransaction:
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
-        self.phase = Phase.OPEN
+        self.is_open, self.is_committing = True, False
         self.index += 1
-        self._set(micro_batch, is_last)
+        self.micro_batch, self.is_last, self.requested = micro_batch, is_last, set()
         self.weights.begin_micro_batch()
 
     @property
-    def is_open(self) -> bool:
-        """Whether the update has batches, and was neither committed nor undone."""
-        return self.phase in (Phase.OPEN, Phase.COMMITTING)
-
-    @property
     def is_only(self) -> bool:
-        """Whether the update has only this micro-batch."""
-        return self.index <= 0 and self.is_last
+        """Whether the update has only this micro-batch, and on any number of workers."""
+        return self.index <= 0 and self.is_last and not self.gathers_metrics
 
     @property
     def has_several_optimizer_steps(self) -> bool:
         """Whether optimizers make several steps in all, so that a failure can come between."""
-        return len(self.optimizers) > 1 or any(n > 1 for n in self._most_steps.values())
-
-    def num_optimizer_steps(self, optimizer: Any) -> int:
-        return self._optimizer_steps[id(optimizer)]
-
-    @property
-    def has_optimizer_steps(self) -> bool:
-        return any(map(self.num_optimizer_steps, self.optimizers))
+        if self.gathers_metrics:
+            return True  # a worker can be lost between its step and the commit
+        return len(self.optimizers) > 1 or max(self._most_steps.values(), default=0) > 1
 
     @property
     def is_updated(self) -> bool:
@@ -118,24 +101,23 @@ class UpdateTransaction:
 
         The steps then count, even if the loop raises.
         """
-        if self.stepping is not None or not self.optimizers:
+        if self.gathers_metrics or self.stepping is not None or not self.optimizers:
             return False
-        usual = {id(each): self._most_steps[id(each)] or 1 for each in self.optimizers}
-        return all(self._optimizer_steps[key] >= count for key, count in usual.items())
+        usual = {id(each): self._most_steps.get(id(each), 1) for each in self.optimizers}
+        return all(self.optimizer_steps.get(key, 0) >= count for key, count in usual.items())
 
     def begin_optimizer_step(self, optimizer: Any) -> None:
-        self.check_warm_up()
-        self.stepping = optimizer
-
-    def check_warm_up(self) -> None:
         if self.is_warm_up:
             raise WarmedUp
+        self.stepping = optimizer
 
     def end_optimizer_step(self, optimizer: Any) -> None:
-        self.stepping = None
+        self.stepping, is_empty = None, self.weights.is_empty
+        self.is_skipped = is_empty and (self.is_skipped or not self.optimizer_steps)
         self.weights.end_optimizer_step()
         if self.is_open:
-            self._optimizer_steps[id(optimizer)] += 1
+            key = id(optimizer)
+            self.optimizer_steps[key] = self.optimizer_steps.get(key, 0) + 1
 
     def check_whole(self, global_step: int) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
@@ -158,13 +140,17 @@ class UpdateTransaction:
         after a feature has refused it      -              -              it is undone
         ==================================  =============  =============  =============
         """
-        return self.phase is Phase.OPEN and self.is_last and (not raised or self.is_updated)
+        is_done = self.is_open and not self.is_committing and self.is_last
+        return is_done and (not raised or self.is_updated)
 
-    def begin_commit(self) -> None:
-        """Ask the features, which refuse the update by an error."""
-        self.phase = Phase.COMMITTING
+    @property
+    def has_ever_stepped(self) -> bool:
+        """Whether some update that counts had a step of an optimizer."""
+        return bool(self._most_steps)
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
-        self._most_steps |= self._optimizer_steps
-        self.phase = Phase.COMMITTED
+        for key, count in self.optimizer_steps.items():
+            if count > self._most_steps.get(key, 0):
+                self._most_steps[key] = count
+        self.is_open = False

@@ -1,15 +1,10 @@
 """The class-based family for TensorFlow. Importing it does not import TensorFlow."""
 
-import importlib
-from typing import Any
-
+from raysgd._internal.imports import lazy_names
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.trainer import TFTrainer
 
 __all__ = ["TFTrainer", "TrainingOperator"]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "TFTrainable":  # not in __all__, since it needs Ray Tune
-        raise AttributeError(f"module 'raysgd.tf' has no attribute {name!r}")
-    return importlib.import_module("raysgd.tune").TFTrainable
+# Not in `__all__`, because it needs Ray Tune.
+__getattr__ = lazy_names(__name__, {"TFTrainable": "raysgd.tf.trials:TFTrainable"})

@@ -11,6 +11,7 @@ import tensorflow as tf
 from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.horovod import check_dtypes
+from raysgd.tf.options import TFOptions
 
 
 class Communication:
@@ -110,10 +111,10 @@ class HorovodGroup(Communication):
         return broadcast_object(make() if self.rank == leader else None, root_rank=leader)
 
 
-def communication_of(context: WorkerContext, use_horovod: bool = False) -> Communication:
+def communication_of(context: WorkerContext, options: TFOptions) -> Communication:
     if not context.distributed:
         return Communication()
-    if use_horovod:
+    if options.use_horovod:
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist
 

@@ -13,6 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
+NEXT_PHASE = (
+    "Or create another TFTrainer for the next phase: pass trainer.get_model().get_weights() in its "
+    "config, and call model.set_weights(...) in its setup."
+)
+
 
 class Engine:
     """Compiles and runs the steps of one operator."""
@@ -23,7 +28,7 @@ class Engine:
 
     def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Run a function of tensors in a graph."""
-        compiled = self._once(lambda: tf.function(function, reduce_retracing=True), function)
+        compiled = self.once(lambda: tf.function(function, reduce_retracing=True), function)
         return compiled(*arguments)
 
     def gradients(
@@ -37,7 +42,7 @@ class Engine:
 
         A gradient is None if the loss does not depend on the variable.
         """
-        compiled = self._once(
+        compiled = self.once(
             lambda: _gradients_of(loss_of, optimizer, variables), loss_of, optimizer, *variables
         )
         result, gradients = compiled(*arguments)
@@ -49,9 +54,10 @@ class Engine:
         def apply(means: Any) -> None:
             optimizer.apply_gradients(zip(means, variables, strict=True))
 
-        self._once(lambda: tf.function(apply), optimizer, *variables)(means)
+        self.once(lambda: tf.function(apply), optimizer, *variables)(means)
 
-    def _once(self, make: Callable[[], Any], *objects: Any) -> Any:
+    def once(self, make: Callable[[], Any], *objects: Any) -> Any:
+        """Return the result of `make`, which is called once for the same objects."""
         # Each lookup of a method makes a new object, which equals the earlier ones.
         key = tuple(each if isinstance(each, MethodType) else id(each) for each in objects)
         if key not in self._compiled:
@@ -60,6 +66,8 @@ class Engine:
 
 
 def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequence[Any]) -> Any:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    known = set(map(id, inner._trainable_variables))  # Keras has no public list
     watched = [variable.value for variable in variables]
 
     @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
@@ -74,6 +82,13 @@ def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequen
                 "The loss depends on no variable of the model. Compute the loss in TensorFlow from "
                 "the model's output."
             )
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if gradient is not None and id(variable) not in known:
+                raise RuntimeError(
+                    f"{variable.path} is trainable now, but it was frozen when the optimizer was "
+                    "built. In setup, call optimizer.build(model.trainable_variables) before you "
+                    f"freeze layers. {NEXT_PHASE}"
+                )
         # Gradients of embeddings are sparse.
         return result, [each if each is None else tf.convert_to_tensor(each) for each in gradients]
 

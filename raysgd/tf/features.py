@@ -12,37 +12,69 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.tf.communication import communication_of
+from raysgd.tf.engine import Engine
+from raysgd.tf.registration import check_compiled
 from raysgd.tf.train_state import KerasTrainState
 
 
 def add_features(state: KerasTrainState) -> None:
     """Create the features of updates, in the order of their hooks."""
     state.optimization = KerasOptimization(state)
-    state.features = [
-        KerasReplication(state),
-        state.optimization,
-        state.micro_batching,
-        Averages(state),
-    ]
+    state.set_features(
+        [KerasReplication(state), state.optimization, state.micro_batching, Averages(state)]
+    )
+
+
+_COMPARED_EVERY = 100
+"""Steps after which the end of a call compares the values of all replicas."""
 
 
 class KerasReplication(StepFeature):
-    """Copies the state at the start, and averages statistics after each call."""
+    """Copies the state at the start, averages statistics after each call, and compares replicas.
 
-    replicates = True
+    Each update compares what the workers train. Values are compared only after a change of the
+    group or by user code, before a save, and at most every 100 steps.
+    """
 
     def __init__(self, state: KerasTrainState) -> None:
         self._state = state
+        self._trainable: Any = None
+        self._num_unchecked = _COMPARED_EVERY  # steps since the last comparison
 
     def start_together(self) -> None:
         self._state.copy_training_state(0, follows=True)
 
     def enter(self) -> None:
         context, options = self._state.context, self._state.settings.options
-        self._state.communication = communication_of(context, options.use_horovod)
+        self._state.communication = communication_of(context, options)
+        self.after_apply()
+
+    def after_apply(self) -> None:
+        self._num_unchecked = _COMPARED_EVERY
+
+    def begin_call(self, logs_steps: bool) -> None:
+        check_compiled(self._state)
+        if self._trainable != (trainable := self._state.trainable()):
+            self._trainable, self._state.engine = trainable, Engine()  # graphs depend on it
+        self._compare()
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        self._num_unchecked += 1
+
+    def end_epoch(self, epoch: int) -> None:
+        self._state.agree()  # workers with more batches raise an error, and do not wait
+
+    def before_export(self) -> None:
+        self._compare(after=1)
+
+    def _compare(self, after: int = _COMPARED_EVERY) -> None:
+        if self._num_unchecked >= after:
+            self._state.check_values()
+            self._num_unchecked = 0
 
     def sync_buffers(self) -> None:
         """Average non-trainable variables, such as batch statistics, over the ranks."""
+        self._compare()
         communication = self._state.communication
         if communication.size == 1:
             return
@@ -85,7 +117,7 @@ class KerasOptimization(StepFeature):
             self._accumulated[id(optimizer)] = gradients
         if not tx.is_last:
             return
-        if communication.size > 1:
+        if self._state.agree(variables, lacks_gradient=any(g is None for g in gradients)):
             gradients = communication.completed(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = communication.mean([gradient for gradient, _ in pairs])

@@ -31,6 +31,22 @@ def set_arrays(variables: Iterable[Any], arrays: Mapping[str, Any]) -> None:
         variable.assign(np.asarray(array))
 
 
+def trainable_parts(model: Any) -> dict[str, bool]:
+    """Return which layers and variables are trainable, by ``number/path``."""
+    return {f"{n}/{part.path}": part.trainable for n, part in enumerate(_parts(model))}
+
+
+def set_trainable(model: Any, values: Mapping[str, bool]) -> None:
+    # Layers come first, because they set inner ones. Twice, because layers can share inner ones.
+    for part, value in [*zip(_parts(model), values.values(), strict=True)] * 2:
+        if part.trainable != value:
+            part.trainable = value
+
+
+def _parts(model: Any) -> list[Any]:
+    return [*model._flatten_layers(), *model.weights]  # Keras has no public list of inner layers
+
+
 def portable(model: Any) -> dict[str, Any]:
     """Return the architecture and the weights of a model."""
     objects = _own_objects(model)  # sets the names in the architecture

@@ -11,6 +11,7 @@ import collections
 import hashlib
 import itertools
 import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +21,13 @@ import tensorflow as tf
 
 from raysgd.data.partition import EpochPartition, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
+from raysgd.data.step_layout import BY_WORKERS, StepLayout
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
 
 _DEFAULT_BATCH_SIZE = 32
+_NUM_COMPARED = 512
+"""Number of elements of each tensor that workers compare, evenly spaced."""
 
 
 class KerasSources(DataSources):
@@ -54,7 +58,9 @@ class KerasSources(DataSources):
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
             splits = settings.options.splits_batches
             del placing["global_batch"]  # the batches of the data set exist already
-            return DatasetSource(loader, training=training, splits=splits, **placing)
+            source = DatasetSource(loader, training=training, splits=splits, **placing)
+            source.is_compared = settings.options.num_workers > 1
+            return source
         why_whole = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(
             loader, by_user=not settings.options.add_dist_sampler, why_whole=why_whole
@@ -143,10 +149,10 @@ class DatasetSource(PartitionedSource):
     """A ``tf.data.Dataset``, whose batches are the items of the partition.
 
     In training, every worker gets a batch in every step. If `splits`, the workers share each batch.
-    `full_size` is set if the global batch size is constant.
     """
 
     knows_sizes = False
+    is_compared = False  # with the data of other workers
     global_batch = None  # type: ignore[assignment]  # the partition counts batches, not samples
 
     def __init__(
@@ -157,12 +163,12 @@ class DatasetSource(PartitionedSource):
         world_size: int,
         rank: int,
         splits: bool = False,
-        full_size: int | None = None,
+        layout: StepLayout = BY_WORKERS,
     ) -> None:
         total = int(loader.cardinality().numpy())
         self._total = total if total >= 0 else None
         # For validation data of unknown length, each worker counts its own batches.
-        num_batches = full_size if training or self._total is not None else None
+        counted = layout if training or self._total is not None else BY_WORKERS
         super().__init__(
             loader,
             sys.maxsize if self._total is None else total,
@@ -171,16 +177,16 @@ class DatasetSource(PartitionedSource):
             training=training,
             world_size=world_size,
             rank=rank,
-            full_size=1 if splits else num_batches,
+            layout=StepLayout(1) if splits else counted,
         )
-        self._full_size, self._training, self._splits = full_size, training, splits
+        self._layout, self._training, self._splits = layout, training, splits
         self._plan = UpdatePlan()
         self._num_begun = 0
         self._iteration: _Iteration | None = None
 
     @property
     def keeps_step(self) -> bool:  # type: ignore[override]
-        return self._full_size is not None
+        return self._layout.num_parts is not None
 
     def __len__(self) -> int:
         if self._total is None:
@@ -232,7 +238,7 @@ class DatasetSource(PartitionedSource):
     def _iterate(self, order: int, epoch: int) -> _Iteration:
         while self._num_begun < order:
             self._num_begun += 1
-            self._iteration = _Iteration(self.loader, epoch)
+            self._iteration = _Iteration(self.loader, epoch, self.is_compared)
         assert self._iteration is not None
         return self._iteration
 
@@ -259,7 +265,7 @@ class DatasetSource(PartitionedSource):
         partition, sizes = self._partition, [_num_rows(batch) for batch in group]
         max_rows = max(sizes)
         if self._splits:
-            max_rows = -(-max_rows // (self._full_size or partition.world_size))
+            max_rows = -(-max_rows // self._layout.full_size(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         step = EpochPartition(0, max_rows, size, rank, shares=shares)
         self._plan = step.plan((sum(sizes),), in_parts and self.keeps_step)
@@ -281,6 +287,14 @@ class DatasetSource(PartitionedSource):
             return None
         return _rows(batch, *part_of(total, size, rank, shares))
 
+    @property
+    def digest(self) -> int:  # type: ignore[override]
+        return 0 if self._iteration is None else self._iteration.digest
+
+    def step_digest(self) -> int | None:
+        # In training, each update compares `digest`.
+        return self.digest if self.is_compared and not self._training else None
+
     def reads(self) -> Any:
         return self.loader.element_spec
 
@@ -294,12 +308,13 @@ class DatasetSource(PartitionedSource):
 class _Iteration:
     """An iteration over a data set that can repeat the last batches."""
 
-    def __init__(self, loader: Any, epoch: int) -> None:
+    def __init__(self, loader: Any, epoch: int, is_compared: bool) -> None:
         self._epoch: int | None = epoch
-        self._batches = iter(loader)
-        # The batches that can be repeated, and the offset of the first such batch.
-        self._kept = collections.deque[Any]()
-        self._first = 0
+        self._batches, self._is_compared = iter(loader), is_compared
+        # The batches that can be repeated, with digests of the samples up to them.
+        self._kept = collections.deque[tuple[Any, int]]()
+        self._first = 0  # offset of the first such batch
+        self._read_digest = self.digest = 0  # of all samples, and of those up to the newest step
 
     def can_go_on(self, epoch: int, offset: int) -> bool:
         return self._epoch == epoch and self._first <= offset
@@ -314,9 +329,23 @@ class _Iteration:
                 self._first += 1
             if len(kept) >= size or (batch := next(self._batches, None)) is None:
                 break
-            kept.append(batch)
-        self._epoch = epoch
-        return list(itertools.islice(kept, size))
+            if self._is_compared:
+                self._read_digest = _digest_after(self._read_digest, batch)
+            kept.append((batch, self._read_digest))
+        self._epoch, group = epoch, list(itertools.islice(kept, size))
+        self.digest = group[-1][1] if group else self._read_digest
+        return [batch for batch, _ in group]
+
+
+def _digest_after(digest: int, batch: Any) -> int:
+    """Add elements of a batch to a digest: of its targets, because features can be noisy."""
+    has_target = isinstance(batch, tuple) and len(batch) > 1
+    for leaf in tf.nest.flatten(batch[1:] if has_target else batch, expand_composites=True):
+        array = np.ravel(leaf.numpy())
+        array = array[:: len(array) // _NUM_COMPARED + 1]
+        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        digest = zlib.crc32(content, digest)
+    return digest
 
 
 def _join(*columns: Any) -> Any:

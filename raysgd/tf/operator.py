@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.arguments import naming_typos
 from raysgd._internal.nested import check_rows, map_leaves
+from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, checked_metrics, in_parts
 from raysgd.metrics import NUM_SAMPLES
 
@@ -65,8 +67,9 @@ class TrainingOperator(OperatorBase):
         if num_steps is None:
             self._train_state.data.check_end()
         meters = self._new_meters()
+        first = self._train_state.global_step - self._train_state.call_start
         for batch in in_parts(iterator):
-            batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
+            batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)
             self._measure(meters, _plain(self.train_batch(batch, batch_info)))
         return self._metrics(meters)
 
@@ -148,6 +151,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- methods for user code
 
+    @naming_typos
     def register(
         self,
         models: Any,
@@ -190,6 +194,7 @@ class TrainingOperator(OperatorBase):
             self._check_own_steps("validate_batch")
         return registered
 
+    @naming_typos
     def register_data(
         self,
         *,
@@ -239,14 +244,14 @@ class TrainingOperator(OperatorBase):
         Returns:
             The result of `loss_of`.
         """
-        train_state, timers = self._train_state, self.timers
+        train_state = self._train_state
         optimizer = self._the_only("optimizer") if optimizer is None else optimizer
         models = [self._the_only("model")] if model is None else model
         models = models if isinstance(models, list | tuple) else [models]
         variables = [variable for each in models for variable in each.trainable_variables]
-        with timers.record("grad"):
+        with train_state.timing.within(BACKWARD):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
-        with timers.record("apply"):
+        with train_state.timing.within(OPTIMIZER):
             train_state.optimization.update(optimizer, gradients, variables)
         return result
 

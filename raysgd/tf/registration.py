@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from raysgd._internal.arguments import checked_dict
 from raysgd.loop.operator_base import listed, shaped_like
+from raysgd.tf.engine import NEXT_PHASE
 from raysgd.tf.keras import scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
 from raysgd.tf.train_state import KerasTrainState
@@ -31,12 +32,17 @@ def register(
             raise TypeError(
                 f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
             )
-        layers = [each for each in model._flatten_layers() if getattr(each, "synchronized", False)]
-        if layers and state.settings.options.num_workers > 1:
-            raise NotImplementedError(
-                f"TFTrainer does not synchronize the statistics of {layers[0].name!r} over the "
-                "workers. Pass synchronized=False to this layer."
-            )
+        for layer in model._flatten_layers() if state.settings.options.num_workers > 1 else ():
+            if getattr(layer, "synchronized", False):
+                raise NotImplementedError(
+                    f"TFTrainer does not synchronize the statistics of {layer.name!r} over the "
+                    "workers. Pass synchronized=False to this layer."
+                )
+            if getattr(layer, "stateful", False):
+                raise NotImplementedError(
+                    f"{layer.name!r} keeps states of rows from batch to batch, but several workers "
+                    "divide batches. Pass stateful=False to this layer, or use one worker."
+                )
     if any(model.run_eagerly for model in state.models):
         tf.config.run_functions_eagerly(True)
     model = state.models[0]
@@ -92,6 +98,22 @@ def complete(state: KerasTrainState) -> None:
     for optimizer, variables in state.trained():
         if not optimizer.built:
             optimizer.build(variables)
+    state.compiled = _compiled(state)
+
+
+def _compiled(state: KerasTrainState) -> list[Any]:
+    names = ("optimizer", "_compile_loss", "_compile_metrics")
+    return [getattr(model, name, None) for model in state.models for name in names]
+
+
+def check_compiled(state: KerasTrainState) -> None:
+    """Raise an error if a model was compiled after `setup`, which would have no effect."""
+    if any(now is not then for now, then in zip(_compiled(state), state.compiled, strict=True)):
+        raise RuntimeError(
+            "A model was compiled after setup, but TFTrainer trains with the optimizer, loss, and "
+            "metrics of setup. Change rates by optimizer.learning_rate, and freeze layers by "
+            f"layer.trainable. {NEXT_PHASE}"
+        )
 
 
 def _sample_of(spec: Any) -> Any:

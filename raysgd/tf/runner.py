@@ -36,12 +36,12 @@ class TFRunner(OperatorRunner):
             os.environ["CUDA_VISIBLE_DEVICES"] = context.visible_gpus[context.gpu_index]
         elif not self._options.use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-        if context.distributed and not self._options.use_horovod:
+        if self._options.forms_group_with_tensorflow:
+            _set_threads(context)
+        elif context.distributed:
             from raysgd._internal.dynamo import postpone_dynamo
 
             postpone_dynamo()
-        if self._options.use_horovod:
-            _set_threads(context)  # Horovod uses TensorFlow before `setup`
 
     def setup(self, context: WorkerContext) -> None:
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
@@ -51,7 +51,7 @@ class TFRunner(OperatorRunner):
             from raysgd.tf.generators import KerasGenerators
 
         options = self._options
-        if not (context.in_driver or options.use_horovod):
+        if not (context.in_driver or options.forms_group_with_tensorflow):
             _set_threads(context)
         if options.use_gpu and not tf.config.list_physical_devices("GPU"):
             raise RuntimeError(
@@ -59,7 +59,7 @@ class TFRunner(OperatorRunner):
                 "Install TensorFlow with CUDA there, or pass use_gpu=False."
             )
         operator_cls, config, arguments = self._worker_arguments(context)
-        communication = communication_of(context, options.use_horovod)
+        communication = communication_of(context, options)
         settings = TFSettings(**arguments)
         operator = build_operator(operator_cls, config, settings, communication)
         self.generators = KerasGenerators(operator)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd._internal.nested import deep_copied
+from raysgd.errors import ReplicasDifferError
+from raysgd.loop.differences import cpu_model, differing, hash_of, minority_of, shown
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
-from raysgd.tf.keras import named_arrays, overrides, set_arrays
+from raysgd.tf.keras import (
+    named_arrays,
+    overrides,
+    set_arrays,
+    set_trainable,
+    trainable_parts,
+)
 from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
 from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchMetrics, kept_metrics, mergeable
@@ -37,6 +46,7 @@ class KerasTrainState(TrainState):
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
         self.class_weight: Mapping[Any, float] = {}
+        self.compiled: list[Any] = []  # what the models were compiled with when `setup` ended
         self.optimization: Any = None  # the `KerasOptimization`, from `add_features`
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
@@ -108,11 +118,67 @@ class KerasTrainState(TrainState):
 
     # ---- the other workers
 
-    def minimum(self, value: int) -> int:
-        return -self.communication.largest([-value])[0]
+    def lowest(self, *values: int) -> list[int]:
+        return [-number for number in self.communication.largest([-value for value in values])]
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
+
+    def agree(self, variables: Sequence[Any] = (), lacks_gradient: bool = False) -> bool:
+        """Return whether any worker lacks a gradient. Every worker must call this.
+
+        Raise an error if others train other variables, have read other samples, or are at the end
+        of an epoch, without variables.
+        """
+        if self.communication.size == 1:
+            return False
+        numbers = self.engine.once(lambda: self._numbers_of(variables), *variables)
+        contents = {
+            "the samples that they have read": self.data.current.digest,
+            "what they train": numbers,
+        }
+        return self._check_equal(contents, lacks_gradient)
+
+    def _numbers_of(self, variables: Sequence[Any]) -> str:
+        own = {id(v): n for n, v in enumerate(v for model in self.models for v in model.weights)}
+        return ", ".join(f"variable {own.get(id(v))} {tuple(v.shape)}" for v in variables)
+
+    def check_values(self) -> None:
+        """Raise an error if weights or optimizers differ between workers with equal CPUs."""
+        if self.communication.size == 1:
+            return
+        weights = [(v, v.trainable) for model in self.models for v in model.weights]
+        states = [(v, True) for optimizer in self.optimizers for v in optimizer.variables]
+        digests = {
+            f"value {n} of {v.path}": zlib.crc32(v.numpy().tobytes()) if is_trained else "frozen"
+            for n, (v, is_trained) in enumerate(weights + states)
+        }
+        self._check_equal({**digests, "CPU": cpu_model()})
+
+    def _check_equal(self, contents: dict[str, Any], flag: bool = False) -> bool:
+        """Raise an error if contents differ between workers. Return whether any has the flag."""
+        values = [*contents.values()]  # names may differ between processes
+        digest = hash_of(values)
+        highest, of_inverse, found = self.communication.largest([digest, ~digest, flag])
+        if highest == ~of_inverse:
+            return bool(found)
+        size = self.communication.size
+        reports = [self.from_rank(lambda: values, rank) for rank in range(size)]
+        differences = differing([dict(zip(contents, each, strict=False)) for each in reports])
+        if differences.keys() == {"CPU"}:
+            return False
+        names = [f"{name} ({shown(values)})" for name, values in differences.items()]
+        message = (
+            f"After step {self.global_step}, the workers differ in: {'; '.join(names[:5])}. Common "
+            "causes: code that changes them on one worker only; data of other lengths, or in other "
+            "orders, such as deterministic=False, shuffles without a seed, and names from a set. "
+            "Correct the cause, and load a checkpoint or the state of worker 0: "
+            "trainer.load_state_dict(trainer.state_dict())."
+        )
+        if "CPU" in differences:
+            self.settings.warn_once("cpus", "%s Or rounding: their CPUs differ.", message)
+            return False
+        raise ReplicasDifferError(message, ranks=minority_of(differences, size))
 
     def copy_training_state(self, leader: int, follows: bool) -> None:
         state = self.from_rank(self.training_state, leader)
@@ -121,23 +187,24 @@ class KerasTrainState(TrainState):
 
     # ---- state
 
-    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
+    def copy_leaf(self, leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
         if hasattr(leaf, "numpy"):  # a tensor or a variable
             return np.array(leaf.numpy())
         if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
             return np.array(leaf)
         return deep_copied(leaf)
 
-    def to_cpu(self, state: Any) -> Any:
-        return map_leaves(state, self.copy_leaf)
-
     def user_settings(self) -> Any:
-        return [str(optimizer.get_config()) for optimizer in self.optimizers]
+        return self.trainable(), [str(optimizer.get_config()) for optimizer in self.optimizers]
+
+    def trainable(self) -> list[dict[str, bool]]:
+        return [trainable_parts(model) for model in self.models]
 
     def training_state(self) -> dict[str, Any]:
         return {
             "models": [named_arrays(model.weights) for model in self.models],
             "layers": [layer_states(model) for model in self.models],
+            "trainable": self.trainable(),
             "optimizers": [named_arrays(optimizer.variables) for optimizer in self.optimizers],
         }
 
@@ -145,6 +212,8 @@ class KerasTrainState(TrainState):
         weights = [model.weights for model in self.models]
         check_objects("models", weights, state.get("models"), _misfit)
         check_objects("layers", self.models, state.get("layers"), misfit)
+        trainable = self.trainable()
+        check_objects("trainable", trainable, state.get("trainable", trainable), _other_parts)
         variables = [optimizer.variables for optimizer in self.optimizers]
         check_objects("optimizers", variables, state.get("optimizers"), _misfit)
 
@@ -156,6 +225,9 @@ class KerasTrainState(TrainState):
         ):
             set_layer_states(model, layers)
             set_arrays(model.weights, arrays)
+        if "trainable" in state:  # older files lack it
+            for model, values in zip(self.models, state["trainable"], strict=True):
+                set_trainable(model, values)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
         self.transaction.is_partial = False
@@ -178,6 +250,11 @@ def _with_class_weight(class_weight: Mapping[Any, float], target: Any, sample_we
         return weights
     sample_weight = np.asarray(sample_weight, np.float32)
     return weights.reshape(sample_weight.shape) * sample_weight
+
+
+def _other_parts(own: Mapping[str, bool], saved: Mapping[str, bool]) -> str:
+    fits = len(own) == len(saved)
+    return "" if fits else f"it has {len(saved)} layers and variables, not {len(own)}"
 
 
 def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:

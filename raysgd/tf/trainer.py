@@ -9,20 +9,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raysgd._internal.arguments import check_flags
+from raysgd._internal.forwarding import forwarded
 from raysgd._internal.imports import load_triton_first
+from raysgd._internal.tracebacks import folding_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.compat.creators import KerasCreators, creator_class
-from raysgd.compat.tf_trainer import OldTFTrainer, fit_plan, number_of_workers, with_old_names
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
+from raysgd.loop.creators import creator_class
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
+from raysgd.tf import optimizer_options
+from raysgd.tf.creators import KerasCreators, fit_plan, number_of_workers, with_old_names
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
 from raysgd.trainer.base import OperatorTrainer
+from raysgd.trainer.info import argument
 from raysgd.trainer.state import TrainerState
 
 
@@ -36,7 +40,8 @@ class KerasTrainerState(TrainerState):
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
 
 
-class TFTrainer(OldTFTrainer, OperatorTrainer):
+@folding_tracebacks
+class TFTrainer(OperatorTrainer):
     """Trains a Keras model on one or several workers.
 
     The trainer runs on the driver, and takes a :class:`raysgd.tf.TrainingOperator`::
@@ -69,7 +74,8 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
         ImportError: If TensorFlow, or Horovod for ``backend="horovod"``, is not installed.
     """
 
-    _trainable = "TFTrainable"
+    _options_cls = TFOptions
+    _optimizer_options = optimizer_options
     _state_cls = KerasTrainerState
 
     def __init__(
@@ -100,31 +106,17 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
         check_tensorflow("TFTrainer")
         load_triton_first()
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
-        operator_cls = _operator(training_operator_cls, model_creator, data_creator)
-        made_from_functions = issubclass(operator_cls, KerasCreators)
-        options = TFOptions(
-            training_operator_cls=operator_cls,
-            config=config,
-            num_workers=number_of_workers(num_workers, num_replicas),
-            min_workers=min_workers,
-            num_cpus_per_worker=num_cpus_per_worker,
-            resources_per_worker=resources_per_worker,
-            use_gpu=use_gpu,
-            backend=backend,
-            timeout_s=timeout_s,
-            use_fp16=use_fp16,
-            use_tqdm=use_tqdm or verbose,
-            add_dist_sampler=add_dist_sampler,
-            use_local=use_local,
-            elastic=elastic,
-            splits_batches=made_from_functions,
-        )
+        training_operator_cls = _operator(training_operator_cls, model_creator, data_creator)
+        splits_batches = issubclass(training_operator_cls, KerasCreators)  # made from functions
+        num_workers = number_of_workers(num_workers, num_replicas)
+        use_tqdm = use_tqdm or verbose
+        options = TFOptions(**TFOptions.arguments_in(locals()))
         if options.elastic.shares == "measured":
             raise ValueError(
                 'TFTrainer does not support ElasticConfig(shares="measured"). Use "even", or give '
                 "relative shares by node label, accelerator type, or resource."
             )
-        self._plan = fit_plan(options.config) if made_from_functions else None
+        self._plan = fit_plan(options.config) if splits_batches else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 
     def train(  # type: ignore[override]  # without data sets of raysgd
@@ -181,6 +173,21 @@ class TFTrainer(OldTFTrainer, OperatorTrainer):
 
         models = [assembled(each) for each in self._state.models()]
         return models[0] if len(models) == 1 else models
+
+    # ---- older names
+
+    num_replicas: int = forwarded("max_workers", "Older name of ``max_workers``.")
+    verbose: bool = forwarded("use_tqdm", "Older name of ``use_tqdm``.")
+    model_creator = argument("training_operator_cls._model_creator")
+    data_creator = argument("training_operator_cls._data_creator")
+
+    @property
+    def workers(self) -> list[Any]:
+        """Raise an error. Older scripts use Ray actors here."""
+        raise AttributeError(
+            "TFTrainer has no attribute workers. Call a function on each worker with "
+            "apply_all_workers(fn) or apply_all_operators(fn)."
+        )
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a file. This is the older name of `load`."""

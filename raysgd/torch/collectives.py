@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
 import pickle
+import re
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives, distributed_c10d
 
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.digests import digest_of, has_bits
@@ -40,10 +44,6 @@ def _horovod() -> Any:
 def rank() -> int:
     hvd = _horovod()
     return dist.get_rank() if hvd is None else int(hvd.rank())
-
-
-def minimum(value: int, device: torch.device) -> int:
-    return int(lowest(torch.tensor([value], dtype=torch.int64, device=device)).item())
 
 
 def lowest(values: torch.Tensor) -> torch.Tensor:
@@ -114,6 +114,43 @@ def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
                 gradients, flat.split([g.numel() for g in gradients]), strict=True
             ):
                 gradient.copy_(part.view_as(gradient))
+
+
+# ---- collectives of user code
+
+_PREFIXES = ("all", "broadcast", "gather", "reduce", "scatter")
+_FIRST_CALLS = [
+    (module, name, getattr(module, name))
+    for module, name in (
+        (distributed_c10d, "_rank_not_in_group"),
+        (_functional_collectives, "_resolve_group"),
+        (_functional_collectives, "_resolve_group_name"),  # before PyTorch 2.13
+    )
+    if hasattr(module, name)
+]
+"""What the collectives of all groups and backends call first. PyTorch has no public hook."""
+
+
+def watch_user_code(report: Callable[[str], None]) -> None:
+    """Call a method with the name of each collective that user code calls, before it runs.
+
+    DistributedDataParallel and modules of PyTorch do not count.
+    """
+    reference = weakref.WeakMethod(report)  # PyTorch keeps it after the end of the trainer
+
+    def noting(function: Any, *arguments: Any, **keywords: Any) -> Any:
+        frame: Any = sys._getframe(1)
+        name = frame.f_code.co_name.lstrip("_")
+        if name.startswith(_PREFIXES) and torch._C._current_graph_task_id() == -1:
+            while re.match(r"torch\.(?!nn\.)", caller := frame.f_globals.get("__name__", "")):
+                frame = frame.f_back
+            living = reference()
+            if living is not None and caller.partition(".")[0] not in ("torch", "raysgd"):
+                living(name)
+        return function(*arguments, **keywords)
+
+    for module, name, function in _FIRST_CALLS:
+        setattr(module, name, functools.partial(noting, function))
 
 
 # ---- states

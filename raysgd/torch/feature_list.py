@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from raysgd.loop.feature import ShardedFeature, StepFeature
+from raysgd.loop.feature import StepFeature
+from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.rollback import Rollback
@@ -15,27 +16,26 @@ if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
 
-def features_of(
-    state: TorchTrainState,
-    sharded: Sequence[ShardedFeature],
-    replication: StepFeature | None,
-    norms: GradientNorms,
-) -> Iterator[StepFeature]:
+def features_of(state: TorchTrainState, norms: GradientNorms) -> Iterator[StepFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
     To add a feature, add a line. `TorchTrainState` creates those that work before ``register``.
     """
     options, optimization = state.settings.options, state.optimization
-    yield from sharded  # shards of optimizers and models; must roll back before Rollback
+    yield from state.replication.parts  # shards; must roll back before Rollback
     yield optimization.precision  # autocast, and the scale of losses
-    if replication is not None:
-        yield replication  # averages of gradients; equal models
+    yield state.exchange  # averages of gradients; equal models
     yield optimization  # from losses to updates
+    yield state.frozen  # which states can leave out
     yield state.checks  # errors for code that would make other updates
+    if options.bad_steps is not None:
+        bad_steps = BadStepFilter(state, optimization, options.bad_steps)
+        optimization.watched = bad_steps.watched
+        yield bad_steps  # updates that are not applied; must come before clipping and buffers
     yield norms  # clipping
     # Parameters and optimizers of discarded updates. Full sharding restores its own.
-    watched = ([], []) if replication is None else (state.optimizers, state.models)
-    yield Rollback(*watched, updates_late=bool(sharded))
+    watched = (state.optimizers, state.models) if state.has_whole_models else ([], [])
+    yield Rollback(*watched)
     yield state.buffers  # buffers of discarded updates
     yield state.micro_batching  # parts of batches that do not fit into memory
     yield state.schedules  # learning rates

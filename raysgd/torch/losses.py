@@ -12,7 +12,7 @@ import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from raysgd.torch.ddp import plain
+from raysgd.torch.strategies.ddp import plain
 
 IGNORED = -100
 """The default of ``ignore_index`` in PyTorch."""
@@ -29,8 +29,11 @@ _UNCOUNTED = (
 )
 
 
-def _parts(criterion: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the function that computes a loss, and a function that returns its settings."""
+Parts = tuple[Any, Callable[..., Any]]
+"""The function that computes a loss, and a function that returns its settings."""
+
+
+def parts_of(criterion: Any) -> Parts:
     if isinstance(criterion, functools.partial):
         return criterion.func, criterion.keywords.get
     if isinstance(criterion, torch.nn.Module):
@@ -39,14 +42,14 @@ def _parts(criterion: Any) -> tuple[Any, Callable[..., Any]]:
     return criterion, lambda name, default=None: default
 
 
-def is_sum(criterion: Any) -> bool:
+def is_sum(parts: Parts) -> bool:
     """Return whether a loss of PyTorch is a sum over the batch."""
-    function, setting = _parts(criterion)
+    function, setting = parts
     return setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
 
 
 def ignored_index(criterion: Any) -> int:
-    index = _parts(criterion)[1]("ignore_index")
+    index = parts_of(criterion)[1]("ignore_index")
     return index if isinstance(index, int) else IGNORED
 
 
@@ -60,22 +63,22 @@ def has_ignored(data: Any) -> bool:
 
 
 def num_counted(
-    criterion: Any, target: Any, ignores_targets: bool, step: int, warn_once: Callable[..., None]
+    parts: Parts, target: Any, data: Any, step: int, warn_once: Callable[..., None]
 ) -> float | None:
     """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
 
     Cross entropies leave out targets, and count the others by the weights of their classes. To
     exchange counts costs time, so plain classes count as samples, unless a data set is known to
-    have targets to leave out (`ignores_targets`).
+    have targets to leave out (`data.ignores_targets`).
     """
-    function, setting = _parts(criterion)
+    function, setting = parts
     if function not in _OF_CLASSES or setting("reduction", "mean") != "mean":
         return None
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None  # class probabilities
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
-    if is_plain and not ignores_targets:
+    if is_plain and not data.ignores_targets:
         is_checked = target.device.type == "cpu" or not step & (step - 1)  # a GPU would wait
         if not is_checked or not bool((target == index).any()):
             return None

@@ -18,37 +18,39 @@ Override any of these methods, or none.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from raysgd._internal.arguments import naming_typos
+from raysgd._internal.forwarding import forwarded
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
-from raysgd.compat.creators import TorchCreators
-from raysgd.compat.ray_sgd import OldOperator
+from raysgd.loop.creators import creator_class
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.operator_base import checked_metrics, in_parts
+from raysgd.loop.operator_base import OperatorBase, checked_metrics, in_parts
 from raysgd.metrics import NUM_SAMPLES
-from raysgd.torch.batches import (
+from raysgd.torch.creators import TorchCreators
+from raysgd.torch.input.batches import (
     Batch,
     accuracy_of,
+    has_masked_labels,
     loss_of,
     mean_of,
     move_to_device,
     read_batch,
     scores_in,
 )
-from raysgd.torch.ddp import plain
-from raysgd.torch.losses import as_count, ignored_index, is_sum, num_counted
-from raysgd.torch.operator_base import TorchOperatorBase
+from raysgd.torch.losses import as_count, ignored_index, is_sum, num_counted, parts_of
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
+from raysgd.torch.strategies.ddp import plain
 from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
 
 
-class TrainingOperator(OldOperator, TorchOperatorBase):
+class TrainingOperator(OperatorBase):
     """Defines training for :class:`raysgd.TorchTrainer`. Each worker has an instance.
 
     Override `setup`, and other methods if you need to::
@@ -67,6 +69,25 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
+
+    device: torch.device = forwarded("_train_state.settings.device", "This worker's device.")
+    device_ids: list[int] | None = forwarded(
+        lambda self: None if self.device.index is None else [self.device.index],
+        "List with the index of this worker's GPU, or None without a GPU.",
+    )
+    use_gpu: bool = forwarded(lambda self: self.device.type == "cuda", "Whether it has a GPU.")
+    use_fp16_native: bool = forwarded(
+        lambda self: self._train_state.settings.options.use_fp16 is True,
+        "Whether ``torch.amp`` provides mixed precision.",
+    )
+    use_fp16_apex: bool = forwarded(
+        lambda self: self._train_state.settings.options.use_fp16 == "apex",
+        "Whether NVIDIA Apex provides mixed precision.",
+    )
+    scheduler_step_freq: str | None = forwarded(
+        "_train_state.settings.options.scheduler_step_freq",
+        'When schedulers step: "batch", "epoch", "manual", or None.',
+    )
 
     # ---- methods to override
 
@@ -88,19 +109,24 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             num_steps: Requested number of batches. None for a whole epoch.
             epoch_idx: Number of completed epochs.
         """
-        self.train_mode(True)
+        if self._train_state.sets_modes:
+            self.train_mode(True)
+        self._train_state.sets_modes = True
         # An override may call this without the argument.
         epoch_idx = epoch_idx or self._train_state.epoch
         train_state, meters = self._train_state, self._new_meters()
+        first = train_state.global_step - train_state.call_start
         per_batch = self.scheduler_step_freq == "batch"
         for batch in in_parts(iterator):
-            batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
+            batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx, iterator)
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
                 if per_batch and train_state.transaction.counts(raised=True):
                     self.step_schedulers()  # the step counts as done
                 raise
+            if not batch_info["batch_idx"]:
+                self._warn_of_masked_labels(batch)
             if per_batch and train_state.transaction.is_last:
                 self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
@@ -120,29 +146,27 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
 
         Returns:
             ``train_loss``, the mean over the batch, and ``num_samples``. If raysgd or `num_items`
-            counts items, ``train_loss`` is a `raysgd.metrics.Sums` weighted by them.
+            counts items, ``train_loss`` is a `raysgd.metrics.Sums` weighted by them. Without
+            ``num_samples`` of an own step, all batches have the same weight.
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
-        timers = self.timers
         batch = self.to_device(batch)
         self._train_state.timing.enter(FORWARD)
         read = read_batch(batch, model)
-        with timers.record("fwd"), self.autocast():
+        with self.autocast():
             # Without a name, the output needs no memory in the backward pass.
             loss = loss_of(self, model(*read.arguments, **read.keywords), read)
-        with timers.record("grad"):
-            num_samples = self._count_samples(read, batch_info)
-            count = self._count_loss(batch, num_samples, read.target)
-            self.backward(loss, num_samples=count)
-        with timers.record("apply"):
-            self.optimizer_step(optimizer)
+        num_samples = self._count_samples(read, batch_info)
+        count = self._count_loss(batch, num_samples, read.target)
+        self.backward(loss, num_samples=count)
+        self.optimizer_step(optimizer)
         return {"train_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
 
     def _mean_of(self, loss: torch.Tensor, count: LossCount) -> Any:
         loss = loss / (count.samples or 1) if count.is_sum else loss
         # A sum of tensors on an accelerator depends on their order.
-        is_exact = self._train_state.settings.options.num_shards is not None
+        is_exact = self._train_state.transaction.gathers_metrics
         return mean_of(loss.cpu() if is_exact else loss, count.items)
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
@@ -160,10 +184,25 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         """
         return None
 
+    def _warn_of_masked_labels(self, batch: Any) -> None:
+        """Warn if a loss counts samples, although losses usually ignore some of the labels."""
+        state = self._train_state
+        is_weighted = state.accumulation_steps > 1 or self.world_size > 1
+        has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `num_counted` warns
+        counts_items = has_own or state.optimization.counts_items
+        if is_weighted and not counts_items and has_masked_labels(batch):
+            state.settings.warn_once(
+                "masked",
+                "Some labels are -100, which losses ignore, but raysgd weights each batch by its "
+                "samples. If the loss is a mean over the other labels, override num_items(batch): "
+                "return (batch['labels'] != -100).sum().",
+            )
+
     def _count_samples(self, batch: Batch, batch_info: Mapping[str, Any] | None) -> int:
         drawn = (batch_info or {}).get(NUM_SAMPLES)
         count, is_clear = batch.count_samples(drawn)
-        if not is_clear:
+        # Elsewhere, the number is the weight of the loss, too.
+        if not is_clear and type(self).num_items is TrainingOperator.num_items:
             self._train_state.settings.warn_once(
                 "samples",
                 "The number of samples in a batch is not clear: its tensors have %s rows, and the "
@@ -188,14 +227,9 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             )
         criterion = None if target is None else getattr(self, "criterion", None)
         state = self._train_state
-        items = num_counted(
-            criterion,
-            target,
-            state.data.ignores_targets,
-            state.global_step,
-            state.settings.warn_once,
-        )
-        return LossCount(items, num_samples, is_sum(criterion))
+        parts, warn_once = parts_of(criterion), state.settings.warn_once
+        items = num_counted(parts, target, state.data, state.global_step, warn_once)
+        return LossCount(items, num_samples, is_sum(parts))
 
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
@@ -205,18 +239,16 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         If `train_epoch` calls this method, training continues in the modes of before. Workers may
         have different numbers of batches, so do not call collectives in this method.
         """
-        state = self._train_state
-        before = [(module, module.training) for module in state.modules()]
-        self.train_mode(False)
-        meters = self._new_meters(evaluates=True)
-        with torch.no_grad(), state.timing.paused():
+        state, meters = self._train_state, self._new_meters(evaluates=True)
+        # Within an epoch of training, the loop has not prepared the evaluation.
+        evaluating = contextlib.nullcontext if state.segment is None else state.evaluating
+        with torch.no_grad(), state.timing.paused(), evaluating():
+            self.train_mode(False)
             for batch_idx, batch in enumerate(val_iterator):
-                epoch = state.epoch
-                batch_info = self._batch_info(info, batch_idx, epoch, val_iterator)
+                batch_info = self._batch_info(info, batch_idx, state.epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
-        if state.segment is not None:  # within an epoch of training
-            state.modes = before
+        if state.segment is not None:
             state.resume_modes()
         return meters.summary()
 
@@ -266,6 +298,7 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
 
     # ---- registration, in setup
 
+    @naming_typos
     def register(
         self,
         *,
@@ -307,21 +340,10 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
             (models, optimizers), then criterion and schedulers if you passed them. Each has the
             shape of its argument: a single object, a list, or a tuple.
         """
-        return register(
-            self._train_state,
-            models,
-            optimizers,
-            criterion,
-            schedulers,
-            ddp_args,
-            apex_args,
-            gradient_accumulation_steps,
-            max_grad_norm,
-            horovod_args,
-            sharding,
-            sharding_args,
-        )
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        return register(self._train_state, **arguments)
 
+    @naming_typos
     def register_data(
         self,
         *,
@@ -393,8 +415,9 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
         Args:
             loss: A tensor of one element, the mean over the samples of the batch.
             num_samples: Number of items, such as tokens, if `loss` is a mean over these items. A
-                batch of 0 items is ignored. Pass `num_samples` on all workers or on none, and
-                the same number for all losses of a batch. None counts samples. The default
+                batch of 0 items is ignored. Pass `num_samples` on all workers or on none. None
+                counts samples, or the items of the previous loss of the batch. With accumulation
+                or equal bits, all losses of a batch need the same number. The default
                 ``train_batch`` passes a `LossCount`, which an override of this method passes on.
         """
         timing = self._train_state.timing
@@ -438,6 +461,39 @@ class TrainingOperator(OldOperator, TorchOperatorBase):
 
     def _seed_worker(self) -> None:
         """Seed this worker after `setup`. The ready-made operators override this method."""
+
+    # ---- older scripts
+
+    @classmethod
+    def from_creators(
+        cls,
+        model_creator: Callable[..., Any],
+        optimizer_creator: Callable[..., Any],
+        data_creator: Callable[..., Any] | None = None,
+        loss_creator: Callable[..., Any] | type | None = None,
+        scheduler_creator: Callable[..., Any] | None = None,
+        serialize_data_creation: bool = True,
+    ) -> type[Any]:
+        """Return an operator class made of creator functions, see :class:`CreatorOperator`."""
+        creators = {
+            "model_creator": model_creator,
+            "optimizer_creator": optimizer_creator,
+            "data_creator": data_creator,
+            "loss_creator": loss_creator,
+            "scheduler_creator": scheduler_creator,
+        }
+        is_known = cls in (TrainingOperator, CreatorOperator)
+        bases = (CreatorOperator,) if is_known else (cls, CreatorOperator)
+        required = ("model_creator", "optimizer_creator")
+        return creator_class("from_creators", bases, creators, required, serialize_data_creation)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_amp", "_amp_scaler"):
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}. Use self.autocast(), self.backward(loss), "
+                "and self.optimizer_step(optimizer) instead."
+            )
+        return super().__getattr__(name)
 
 
 class CreatorOperator(TorchCreators, TrainingOperator):

@@ -19,22 +19,20 @@ raises the errors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch import ddp
+from raysgd.loop.loss_weights import Factors, LossCount
+from raysgd.loop.transaction import UpdateTransaction, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
-from raysgd.torch.gradient_exchange import GradientExchange
 from raysgd.torch.losses import as_count
 from raysgd.torch.precision import Precision
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.tensors import multiply_all, parameters_of
+from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
 
 
 class Optimization(StepFeature):
@@ -49,14 +47,10 @@ class Optimization(StepFeature):
         self.precision, self._checks = precision, checks
         self._transaction = state.transaction
         self._accumulated = AccumulatedGradients()
-        self.exchange = GradientExchange()
-
-    @property
-    def needs_warm_up(self) -> bool:  # type: ignore[override]
-        state = self._state
-        if state.fully_sharded is not None:
-            return False
-        return state.settings.device.type == "cuda" or any(map(ddp.is_compiled, state.models))
+        self.counts_items = False
+        """Whether the newest loss is a mean over items, and not over samples."""
+        self.watched: Callable[[torch.Tensor, Factors], torch.Tensor] | None = None
+        """Replaces each loss, to find bad steps."""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -68,15 +62,14 @@ class Optimization(StepFeature):
         The hooks of user code and of Horovod come first, because they may reject a step. Those that
         shard the step come last. After a step, parameters are whole before other hooks see them.
         """
-        self.exchange = self._state.feature(GradientExchange) or self.exchange
+        exchange, self._transaction.optimizers = self._state.exchange, self.optimizers
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
-            for inner in vars(optimizer).values():  # as in sharpness-aware minimization
-                if isinstance(inner, torch.optim.Optimizer) and inner not in self.optimizers:
-                    inner.register_step_pre_hook(lambda inner, *_: self.exchange.average(inner))
-        for feature in self._state.sharded_features:
-            feature.shard_steps()
+            for inner in inner_optimizers(optimizer):
+                if inner not in self.optimizers:
+                    inner.register_step_pre_hook(lambda inner, *_: exchange.average(inner))
+        self._state.replication.wrap_steps()
 
     # ---- hooks of a step
 
@@ -87,7 +80,7 @@ class Optimization(StepFeature):
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
-        if tx.weights.uses_backward and len(self.optimizers) > 1 and tx.has_optimizer_steps:
+        if tx.weights.uses_backward and len(self.optimizers) > 1 and tx.optimizer_steps:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
@@ -106,25 +99,31 @@ class Optimization(StepFeature):
         tx, state = self._transaction, self._state
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))
+        self.counts_items = count.items is not None
         if not state.data.knows_sizes:
             count = count.counting_samples()
+            if count.items is None and not count.is_sum:
+                self._checks.check_size()
         self._checks.before_backward(count)
         copies = len(self.optimizers) > 1
         self._accumulated.put_back(is_first=not tx.weights.has_loss, copies=copies)
-        factors = tx.weights.add(count, state.num_averaged, state.sum_over_workers)
+        factors = tx.weights.add(count, state.exchange.num_workers, state.exchange.total)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
+        elif self.watched is not None:
+            loss = self.watched(loss, factors)
         self.precision.backward(loss if factors.loss == 1.0 else loss * factors.loss, tx.is_last)
         self._checks.after_backward()
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         tx = self._transaction
-        tx.check_warm_up()
+        if tx.is_warm_up:
+            raise WarmedUp
         self._checks.before_step(optimizer)
         if not tx.is_last:
-            if not self.exchange.keep(optimizer):
+            if not self._state.exchange.keep(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
         self._update(optimizer)
@@ -135,16 +134,18 @@ class Optimization(StepFeature):
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         tx = self._transaction
-        tx.in_helper = True
+        tx.in_helper, before = True, tx.optimizer_steps.get(id(optimizer))
         try:
-            self.exchange.average(optimizer)
-            for feature in self._state.features_with("before_update"):
-                feature.before_update(tx, optimizer)
-            before = tx.num_optimizer_steps(optimizer)
-            self.precision.step(optimizer)
+            self._state.exchange.average(optimizer)
+            if not tx.weights.is_empty:
+                for before_update in self._state.hooks["before_update"]:
+                    if tx.bad_step is None:
+                        before_update(tx, optimizer)
+                if tx.bad_step is None:
+                    self.precision.step(optimizer)
         finally:
             tx.in_helper = False
-        if tx.num_optimizer_steps(optimizer) == before:  # an overflow, so the update was skipped
+        if tx.optimizer_steps.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._after_optimizer_step(optimizer)
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
@@ -153,9 +154,7 @@ class Optimization(StepFeature):
         The tensors have this worker's gradients. The norm covers all workers.
         """
         self.precision.unscale(optimizer)
-        own = self.exchange.rows(self.precision.parameters(optimizer))
-        norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
-        return own, self.exchange.whole_norm(norm)
+        return self._state.exchange.norm(self.precision.parameters(optimizer))
 
     def _multiply_gradients(self, factor: float) -> None:
         parameters = [p for model in self._state.models for p in model.parameters()]
@@ -175,31 +174,33 @@ class Optimization(StepFeature):
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        tx = self._transaction
-        tx.check_warm_up()
+        tx, exchange = self._transaction, self._state.exchange
+        if tx.is_warm_up:
+            raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not tx.in_helper:
             self._state.timing.enter(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
             if closure is None:
-                self.exchange.average(optimizer)
+                exchange.average(optimizer)
+                if tx.weights.is_empty:
+                    optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
         tx.begin_optimizer_step(optimizer)
         if closure is None:
             return args, kwargs
 
         def averaging() -> Any:
             loss = closure()
-            self.exchange.average(optimizer)
+            exchange.average(optimizer)
             if not isinstance(loss, torch.Tensor):
                 return loss
             # A line search must take the same steps on all workers.
-            mean = self._state.sum_over_workers(loss.item()) / self._state.num_averaged
-            return loss.new_tensor(mean)
+            return loss.new_tensor(exchange.total(loss.item()) / exchange.num_workers)
 
         return args[:1], {**kwargs, "closure": averaging}
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if any(optimizer is registered for registered in self.optimizers):
+        if optimizer in self.optimizers:
             self._transaction.end_optimizer_step(optimizer)
             if not self._transaction.in_helper:
                 self._state.timing.enter(OTHER)

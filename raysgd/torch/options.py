@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 
-from raysgd._internal.arguments import check_choice, check_int, set_fields
+from raysgd._internal.arguments import check_choice, check_int, check_number, set_fields
 from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
+from raysgd.data.step_layout import StepLayout
 from raysgd.loop.options import Options
+from raysgd.torch import conflicts
 from raysgd.torch.precision import PRECISIONS
 
-__all__ = ["EqualBits", "Guard"]
+__all__ = ["BadSteps", "EqualBits", "Guard"]
+
+logger = logging.getLogger(__name__)
+
+_OLD_ARGUMENTS = {
+    "model_creator": "training_operator_cls=TrainingOperator.from_creators(model_creator, ...)",
+    "data_creator": "training_operator_cls=TrainingOperator.from_creators(..., data_creator=...)",
+    "optimizer_creator": "training_operator_cls=TrainingOperator.from_creators(...)",
+    "scheduler_creator": "TrainingOperator.from_creators(..., scheduler_creator=...)",
+    "loss_creator": "TrainingOperator.from_creators(..., loss_creator=...)",
+    "num_replicas": "num_workers",
+    "batch_size": "config={raysgd.utils.BATCH_SIZE: ...}",
+    "apex_args": "the arguments of self.register(...) in setup",
+    "data_loader_args": "the arguments of the DataLoader that you make in setup",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,29 +48,17 @@ class Guard:
     every: int = 500
     """Steps between two complete comparisons. With gradient accumulation, this counts updates.
     After a call with fewer steps, workers compare small tensors, and a share of large tensors."""
-    on_difference: Literal["error", "repair"] = "error"
-    """``"repair"``: a minority of the workers takes the state of the majority. Without a majority,
-    and with sharding, a difference is an error."""
-    crosscheck_every: int | None = None
-    """Steps between two tests of the hardware. In a test, all workers compute the gradients of the
-    same batch, which takes about as long as a step. None: no tests."""
 
     def __post_init__(self) -> None:
         set_fields(self, every=check_int("Guard", "every", self.every, 1))
-        if self.crosscheck_every is not None:
-            number = check_int("Guard", "crosscheck_every", self.crosscheck_every, 1)
-            set_fields(self, crosscheck_every=number)
-        check_choice("Guard", "on_difference", self.on_difference, ("error", "repair"))
 
 
 def _checked_guard(trainer: str, guard: Any) -> Guard | None:
     if guard is None or isinstance(guard, Guard):
         return guard
-    if guard in ("check", "repair"):
-        return Guard(on_difference="repair" if guard == "repair" else "error")
-    raise ValueError(
-        f'{trainer}(guard={guard!r}): must be "check", "repair", None, or raysgd.Guard(...).'
-    )
+    if guard == "check":
+        return Guard()
+    raise ValueError(f'{trainer}(guard={guard!r}): must be "check", None, or raysgd.Guard(...).')
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,31 @@ class EqualBits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BadSteps:
+    """Which updates are not applied, see ``TorchTrainer(bad_steps=...)``.
+
+    An update is bad if its loss or its averaged gradient is not finite.
+
+    Raises:
+        TypeError: if a value has the wrong type.
+        ValueError: if a value is out of its range.
+    """
+
+    max_skipped: int = 10
+    """Number of bad updates in a call. The next one raises a :class:`raysgd.errors.BadStepsError`.
+    """
+    spike: float | None = None
+    """An update is also bad if its loss is more than `spike` times the median of the last 100."""
+
+    def __post_init__(self) -> None:
+        set_fields(self, max_skipped=check_int("BadSteps", "max_skipped", self.max_skipped, 0))
+        if self.spike is not None:
+            check_number("BadSteps", "spike", self.spike)
+            if self.spike <= 1:
+                raise ValueError(f"BadSteps(spike={self.spike!r}): must be above 1, or None.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TorchOptions(Options):
     wrap_ddp: bool = True
     amp_dtype: torch.dtype | None = None
@@ -78,6 +110,7 @@ class TorchOptions(Options):
     split_on_oom: bool = True
     exact: Any = None
     guard: Any = "check"
+    bad_steps: BadSteps | None = None
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     trainer = "TorchTrainer"
@@ -90,7 +123,10 @@ class TorchOptions(Options):
         frequencies = (None, "batch", "epoch", "manual")
         check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
         set_fields(self, guard=_checked_guard(self.trainer, self.guard))
-        self._check_crosscheck()
+        if not isinstance(self.bad_steps, BadSteps | None):
+            raise TypeError(
+                f"{self.trainer}(bad_steps={self.bad_steps!r}): must be None or a raysgd.BadSteps."
+            )
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
         if self.amp_dtype is not None and self.use_fp16 is not True:
@@ -98,44 +134,22 @@ class TorchOptions(Options):
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
                 "is for native AMP. Also pass use_fp16=True."
             )
-        if self.num_shards is not None:
+        if self.exact is not None:
             self._check_exact()
 
-    def _check_crosscheck(self) -> None:
-        every = self.guard and self.guard.crosscheck_every
-        is_possible = self.wrap_ddp and not self.use_horovod and self.num_workers > 1
-        is_possible = is_possible and self.num_shards is None
-        if every and not is_possible:
-            raise ValueError(
-                f"{self.trainer}(guard=Guard(crosscheck_every={every})): this needs at least two "
-                "workers, wrap_ddp=True, and neither Horovod nor exact. Leave out crosscheck_every."
-            )
-
-    @property
-    def num_shards(self) -> int | None:  # type: ignore[override]
-        """Parts of each step with ``exact="bits"``, which do not depend on the workers."""
+    @functools.cached_property
+    def layout(self) -> StepLayout:
         if self.exact is None:
-            return None
-        return self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
+            return super().layout
+        exact = self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
+        return StepLayout(exact, is_fixed=True)
 
     def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):
             check_choice(self.trainer, "exact", self.exact, (None, "bits"))
-        conflicts = {
-            "use_horovod": self.use_horovod and 'backend="horovod"',
-            "apex": self.use_fp16 == "apex" and 'use_fp16="apex"',
-            "wrap_ddp": not self.wrap_ddp and "wrap_ddp=False",
-            "sampler": not self.add_dist_sampler and "add_dist_sampler=False",
-            "batch": self.elastic.global_batch != "keep"
-            and f"ElasticConfig(global_batch={self.elastic.global_batch!r})",
-        }
-        for conflict in filter(None, conflicts.values()):
-            raise ValueError(
-                f"{self.trainer}(exact={self.exact!r}) does not work with {conflict}. Leave out "
-                "one of the two."
-            )
+        conflicts.check("exact", f"{self.trainer}(exact={self.exact!r})", self)
         set_fields(self, split_on_oom=False)  # smaller parts would change the result
-        if self.num_shards is not None and self.num_workers > self.num_shards:
+        if self.num_workers > self.layout.full_size(self.num_workers):
             raise ValueError(
                 f"{self.trainer}(num_workers={self.num_workers}, exact={self.exact!r}): each "
                 "worker trains at least one shard. Pass at most as many workers as shards."
@@ -156,3 +170,23 @@ class TorchOptions(Options):
             has_own = decided.use_gpu and self.resources_per_worker.get("GPU", 1) >= 1
             return dataclasses.replace(decided, backend="nccl" if has_own else "gloo")
         return decided
+
+
+def without_old_arguments(
+    arguments: Mapping[str, Any], creators: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Return the arguments of a TorchTrainer without old ones that have no effect."""
+    arguments = {**dict(zip(_OLD_ARGUMENTS, creators, strict=False)), **arguments}
+    left = {
+        n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None
+    }
+    for name in (name for name in _OLD_ARGUMENTS if name in left):
+        raise DeprecationWarning(
+            f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
+        )
+    if left.pop("serialize_data_creation", None):
+        logger.warning(
+            "TorchTrainer(serialize_data_creation=True) does nothing. Pass it to "
+            "TrainingOperator.from_creators(...)."
+        )
+    return left

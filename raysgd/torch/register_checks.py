@@ -18,10 +18,9 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd._internal.nested import is_of_user
 from raysgd.data.source import own_split
 from raysgd.loop.operator_base import listed
-from raysgd.torch import ddp
-from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
+from raysgd.torch import conflicts
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.tensors import parameters_of
+from raysgd.torch.tensors import ELEMENTWISE, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +90,29 @@ def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
             )
 
 
+def check_related(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+) -> None:
+    """Reject optimizers that train no registered model, and schedulers of other optimizers."""
+    registered = _parameters_of(models)
+    for each in optimizers:
+        if registered.isdisjoint(map(id, parameters_of(each))):
+            raise ValueError(
+                f"register(optimizers=...): no registered model has a parameter of "
+                f"{type(each).__name__}. Give it the parameters of the models that you register."
+            )
+    groups = {id(group) for each in optimizers for group in each.param_groups}
+    for each in schedulers:
+        own = getattr(getattr(each, "optimizer", None), "param_groups", ())
+        if own and groups.isdisjoint(map(id, own)):
+            raise ValueError(
+                f"register(schedulers=...): {type(each).__name__} changes an optimizer that is not "
+                "registered. Create it with an optimizer that you register."
+            )
+
+
 def is_trained(
     criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
 ) -> bool:
@@ -138,36 +160,18 @@ def checked_sharding_args(sharding: Any, arguments: Any) -> Mapping[str, Any]:
 
 
 def check_sharding(
-    sharding: str,
+    sharding: str | None,
     options: TorchOptions,
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    has_ddp_args: bool,
+    ddp_args: Mapping[str, Any],
     scales: bool,
 ) -> None:
     """Raise an error if models or optimizers cannot be sharded, or another option prevents it."""
-    others = {
-        "TorchTrainer(exact=...)": options.num_shards is not None,
-        'backend="horovod" of the trainer': options.use_horovod,
-        'use_fp16="apex" of the trainer': options.use_fp16 == "apex",
-        "wrap_ddp=False of the trainer": not options.wrap_ddp,
-        "Guard(crosscheck_every=...) of the trainer": options.guard
-        and options.guard.crosscheck_every,
-    }
-    if sharding == "full":
-        others |= {
-            'ElasticConfig(shares="measured"), but with a mapping of shares': (
-                options.elastic.shares == "measured"
-            ),
-            "torch.compile": any(map(ddp.is_compiled, models)),
-            "DistributedDataParallel(model)": any(map(ddp.replicated, models)),
-            "register(ddp_args=...)": has_ddp_args,
-            "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16": scales,
-        }
+    if sharding is None:
+        return
     call = f'register(sharding="{sharding}")'
-    for name, is_given in others.items():
-        if is_given:
-            raise ValueError(f"{call} does not work with {name}. Leave out one of the two.")
+    conflicts.check(sharding, call, options, models, ddp_args, scales)
     if sharding == "full" and len(optimizers) != 1:
         raise ValueError(
             f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
@@ -235,8 +239,8 @@ def check_same_parameters(
                 how = "is new" if before is None else f"was cast from {before} to {parameter.dtype}"
                 raise RuntimeError(
                     f"The registered model {index}, a {type(model).__name__}, changed after "
-                    f"register(): its parameter {name} {how}. The workers would not average its "
-                    "gradients. Complete and cast the model before you register it."
+                    f"register(): its parameter {name} {how}. Its gradients would not be averaged, "
+                    "or no optimizer has it. Complete and cast the model before you register it."
                 )
 
 

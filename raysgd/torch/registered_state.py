@@ -6,21 +6,22 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from raysgd._internal.nested import unchanged
-from raysgd._internal.step_timing import new_timing
-from raysgd.loop.feature import ShardedFeature
+from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.options import Settings
 from raysgd.loop.train_state import TrainState
 from raysgd.torch import collectives
-from raysgd.torch.device_timing import DeviceTiming
 from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.loading import TorchSources
+from raysgd.torch.frozen import FrozenParameters
+from raysgd.torch.input.loading import TorchSources
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.strategies.exchange import GradientExchange
 
 
 @dataclass
@@ -41,12 +42,18 @@ class RegisteredState(TrainState):
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
         self.data = TorchSources(settings, self.seed)
         if settings.device.type == "cuda":
-            self.timing = new_timing(DeviceTiming)
+            self.timing = StepTiming(partial(torch.cuda.Event, enable_timing=True))
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
         self.buffers = BufferCopies([], self)
+        self.exchange = GradientExchange(self)
+        self.frozen = FrozenParameters()
+        self.not_finite: list[str] = []
+        """Names of the buffers with NaN or infinity at `register`, such as masks."""
         self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
         """Models without trainable parameters, with the modes of their modules at `register`."""
+        self.trained_at_first: list[dict[str, bool]] = []
+        """Whether ``setup`` has left each parameter of each model trainable, by name."""
 
     def note_frozen_modes(self) -> None:
         self.frozen_modes = [
@@ -79,36 +86,24 @@ class RegisteredState(TrainState):
         with contextlib.ExitStack() as stack:
             stack.callback(self.roll_back)
             modules = itertools.chain(self.models, self.modules())  # models may be wrappers
-            for module in modules if self.fully_sharded is None else ():
+            for module in modules if self.has_whole_models else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                     stack.enter_context(unchanged(module))
             yield
 
     @property
-    def fully_sharded(self) -> ShardedFeature | None:
-        """The feature that shards models, if there is one."""
-        return next((each for each in self.sharded_features if each.is_fully_sharded), None)
+    def has_whole_models(self) -> bool:
+        """Whether every worker has all parameters."""
+        return all(map(self.replication.is_whole, self.models))
 
     # ---- the other workers
 
-    def minimum(self, value: int) -> int:
-        return collectives.minimum(value, self.settings.device)
+    def lowest(self, *values: int) -> list[int]:
+        own = torch.tensor(values, dtype=torch.int64, device=self.settings.device)
+        return [int(number) for number in collectives.lowest(own).tolist()]
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return collectives.broadcast_state(make, rank, self.settings.device)
-
-    @property
-    def num_averaged(self) -> int:
-        """Number of workers that average their gradients."""
-        if self.settings.options.num_shards is not None:  # the gradients are summed
-            return 1
-        return self.context.world_size if self.context.distributed and self.replicated else 1
-
-    def sum_over_workers(self, value: float) -> float:
-        """Return the sum of a number over the workers that average their gradients."""
-        if not (self.context.distributed and self.replicated):
-            return value
-        return collectives.total(value, self.settings.device)
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
         buffers = [buffer for buffer in buffers if buffer.layout is torch.strided]

@@ -9,18 +9,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_int, checked_dict
-from raysgd._internal.step_timing import OTHER
+from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import listed, shaped_like
-from raysgd.torch import ddp
 from raysgd.torch.feature_list import features_of
-from raysgd.torch.features.equal_bits import EqualBitsReplication
 from raysgd.torch.features.gradient_norms import GradientNorms
-from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.interop.horovod import HorovodGradients
-from raysgd.torch.precision.native import NativeAmp
+from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.register_checks import (
+    check_related,
     check_sharding,
     check_step_freq,
     checked,
@@ -28,10 +24,9 @@ from raysgd.torch.register_checks import (
     checked_sharding_args,
     is_trained,
 )
-from raysgd.torch.tensors import parameters_of
+from raysgd.torch.strategies.table import choose_strategy
 
 if TYPE_CHECKING:
-    from raysgd.torch.features.fully_sharded import FullyShardedModel
     from raysgd.torch.train_state import TorchTrainState
 
 
@@ -43,7 +38,7 @@ def register(
     schedulers: Any = None,
     ddp_args: Any = None,
     apex_args: Any = None,
-    accumulation_steps: Any = 1,
+    gradient_accumulation_steps: Any = 1,
     max_grad_norm: Any = None,
     horovod_args: Any = None,
     sharding: Any = None,
@@ -64,30 +59,30 @@ def register(
     state.num_criteria = len(trained)
     modules += trained
     sharding_args = checked_sharding_args(sharding, sharding_args)
-    if sharding is not None:
-        has_ddp_args, scales = bool(ddp_args), precision.scales
-        check_sharding(sharding, options, modules, state.optimizers, has_ddp_args, scales)
-    _move_models(state, modules, keeps_parameters=sharding == "full")
-    if apex_args and options.use_fp16 != "apex":
-        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        state.settings.warn_once("apex", unused, apex_args, precision.name)
-    sharded = _shard(state, sharding, sharding_args) if state.context.distributed else []
+    check_sharding(sharding, options, modules, state.optimizers, ddp_args, precision.scales)
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
+    check_related(modules, state.optimizers, state.schedulers)
+    _move_models(state, modules, keeps_parameters=sharding == "full")
+    state.not_finite = [*bad_arrays({"models": [dict(m.named_buffers()) for m in modules]})]
+    if apex_args and options.use_fp16 != "apex":
+        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
+        state.settings.warn_once("apex", unused, apex_args, precision.name)
+    choose_strategy(state, sharding, sharding_args)
     state.accumulation_steps = check_int(
-        "register", "gradient_accumulation_steps", accumulation_steps, 1
+        "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
     norms = GradientNorms(state.optimization, max_grad_norm)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
-    is_full = any(each.is_fully_sharded for each in sharded)
-    replication = None if is_full else _replicate(state, ddp_args, horovod_args)
+    state.frozen = FrozenParameters(state.models)  # before other workers write them
+    state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
     state.buffers = BufferCopies(state.models, state)
-    state.features = list(features_of(state, sharded, replication, norms))
+    state.set_features(list(features_of(state, norms)))
     state.optimization.register_hooks()
+    state.averaging.begin_call(False)  # a loaded state has the weights of training
     state.criteria = criteria = _moved_criteria(state, criteria, trained)
     state.note_frozen_modes()
-    state.transaction.optimizers = state.optimizers
     state.registered = True
     results = [shaped_like(models, state.given_models), optimizers]
     if criterion is not None:
@@ -134,73 +129,7 @@ def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[A
     ]
 
 
-def _shard(
-    state: TorchTrainState, sharding: str | None, arguments: dict[str, Any]
-) -> list[ShardedOptimizer]:
-    if sharding is None:
-        return []
-    if sharding == "full":
-        return [_shard_fully(state, arguments)]
-    return [
-        ShardedOptimizer(each, arguments.get("copies"), state)
-        for each in state.optimizers
-        if any(parameter.requires_grad for parameter in parameters_of(each))
-    ]
-
-
-def _replicate(
-    state: TorchTrainState, ddp_args: dict[str, Any], horovod_args: dict[str, Any]
-) -> HorovodGradients | Replication:
-    options, distributed = state.settings.options, state.context.distributed
-    if options.num_shards is not None:
-        shards = EqualBitsReplication(state, options.num_shards, state.optimization.precision)
-        state.gathers_metrics = True
-        return shards
-    if distributed and options.use_horovod:
-        return HorovodGradients(state, horovod_args)
-    wraps = distributed and options.wrap_ddp
-    if wraps:
-        device, count = state.settings.device, len(state.given_models)
-        state.models = [
-            ddp.wrapped(model, device, ddp_args, is_criterion=index >= count)
-            for index, model in enumerate(state.models)
-        ]
-        state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
-    return Replication(state, wraps)
-
-
-def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShardedModel:
-    from torch.distributed.fsdp import FSDPModule  # takes a second to import
-
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise ImportError(
-            'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
-            f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
-        )
-    from raysgd.torch.features.fully_sharded import FullyShardedModel
-
-    precision, (optimizer,) = state.optimization.precision, state.optimizers
-    dtype = precision.dtype if isinstance(precision, NativeAmp) else None
-    model = FullyShardedModel(optimizer, state, arguments, dtype)
-    if state.micro_batching.batch_norms:
-        state.micro_batching.why_not_split = (
-            "batch normalization may need fewer parts on some workers"
-        )
-    return model
-
-
 def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     """Replace registered models with DistributedDataParallel wrappers from user code."""
     values = [value for attribute in attributes for value in listed(attribute)]
-    wrapped = {id(v.module): v for v in values if isinstance(v, DistributedDataParallel)}
-    state.models = [wrapped.get(id(model), model) for model in state.models]
-    if (replication := state.feature(Replication)) is not None:
-        replication.note_wrappers()
-    if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in state.models):
-        state.micro_batching.why_not_split = (
-            "DistributedDataParallel(static_graph=True) cannot accumulate"
-        )
-        if state.accumulation_steps > 1:
-            raise ValueError(
-                f"{state.micro_batching.why_not_split} gradients. Leave out one of the two."
-            )
+    state.exchange.adopt([each for each in values if isinstance(each, DistributedDataParallel)])

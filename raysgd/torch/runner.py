@@ -22,7 +22,8 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import adopt_wrappers
-from raysgd.torch.sharding.shards import gather_state
+from raysgd.torch.strategies.ddp import plain, required_gradients
+from raysgd.torch.strategies.shards import gather_state
 from raysgd.torch.train_state import TorchTrainState
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -47,7 +48,7 @@ class TorchRunner(OperatorRunner):
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
             torch.set_default_dtype(self._options.default_dtype)
-        if self._options.num_shards is not None:
+        if self._options.exact is not None:
             self._fix_arithmetic(max(1, int(context.num_cpus)))
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
@@ -96,7 +97,7 @@ class TorchRunner(OperatorRunner):
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         if "shares" in state and incoming is not None:
-            incoming.fill({})
+            incoming.fill()
         super().load_state_dict(gather_state(state), incoming)
 
     def update_schedulers(self, call: int, metric: float) -> None:
@@ -132,6 +133,7 @@ def build_operator(
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     state.untracked.watch(operator)
+    state.trained_at_first = [required_gradients(plain(model)) for model in state.models]
     return operator
 
 

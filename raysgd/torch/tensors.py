@@ -5,44 +5,50 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
+import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import optim
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
-from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd._internal.nested import deep_copied
+from raysgd.cluster.streams import Incoming
 from raysgd.comm.mesh import as_bytes
+from raysgd.loop.differences import cpu_model
+
+ELEMENTWISE = (
+    optim.ASGD,
+    optim.SGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.Adamax,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+"""Optimizers that update each element independently of the others."""
 
 
-def to_cpu(tree: Any, shares: bool = False) -> Any:
-    """Return a copy of nested dicts, lists, and tuples, with every tensor on the CPU.
-
-    If `shares`, the copy shares CPU tensors and other objects with `tree`.
-    """
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach().to("cpu", copy=not shares)
-        return leaf if shares else deep_copied(leaf)
-
-    return map_leaves(tree, move)
-
-
-def copy_leaf(leaf: Any, on_host: bool = False) -> Any:
+def copy_leaf(leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
     """Return a copy of a leaf of a state. Tensors stay on their device, unless `on_host`.
 
-    A copy to the host waits for the GPU, and needs no memory there for contiguous tensors.
+    If it `shares`, the copy shares CPU tensors and other objects with the leaf. A copy to the host
+    waits for the GPU, and needs no memory there for contiguous tensors.
     """
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().to("cpu" if on_host else leaf.device, copy=True)
+        return leaf.detach().to("cpu" if on_host else leaf.device, copy=not shares)
     # Copying a scheduler inside another one's state, or its method, would copy the optimizer.
     is_data = not (callable(leaf) or hasattr(leaf, "optimizer"))
-    return deep_copied(leaf) if is_data else leaf
+    return deep_copied(leaf) if is_data and not shares else leaf
 
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
@@ -99,7 +105,11 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state exactly. ``load_state_dict`` alone casts tensors to the parameters' dtypes."""
+    if "param_groups" in state and (problem := _groups_problem(optimizer, state)):
+        raise ValueError(problem)
     optimizer.load_state_dict(dict(state))
+    if "param_groups" not in state:  # a wrapper, which loads the state of the inner optimizer
+        return
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(own["params"], saved["params"], strict=True):
             if parameter in optimizer.state and key in state["state"]:
@@ -119,28 +129,25 @@ def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
     return loaded
 
 
-class Places:
-    """Finds tensors of `own` state whose memory can receive the content of another state."""
+def adopt(state: Any, own: Any, incoming: Incoming) -> Any:
+    """Return `state` with own tensors in place of equal ones whose content is still to come."""
+    addresses = incoming.addresses
+    adopted: dict[int, torch.Tensor] = {}  # by the address of the other tensor
 
-    def __init__(self, addresses: set[int]) -> None:
-        self._addresses = addresses
-        self._own: dict[int, torch.Tensor] = {}  # by the address of the other tensor
-
-    @property
-    def memory(self) -> dict[int, Any]:
-        return {at: as_bytes(own).numpy() for at, own in self._own.items()}
-
-    def adopt(self, state: Any, own: Any) -> Any:
-        """Return `state` with own tensors in place of the equal ones at the addresses."""
+    def walk(state: Any, own: Any) -> Any:
         if isinstance(state, dict) and isinstance(own, Mapping):
-            adopted = copy.copy(state)
-            adopted |= {key: self.adopt(state[key], own[key]) for key in state if key in own}
-            return adopted
+            changed = copy.copy(state)
+            changed |= {key: walk(state[key], own[key]) for key in state if key in own}
+            return changed
         if isinstance(state, list) and isinstance(own, list) and len(state) == len(own):
-            return list(map(self.adopt, state, own))
-        if not isinstance(state, torch.Tensor) or state.data_ptr() not in self._addresses:
+            return list(map(walk, state, own))
+        if not isinstance(state, torch.Tensor) or state.data_ptr() not in addresses:
             return state
-        return self._own.setdefault(state.data_ptr(), own) if _is_equal(state, own) else state
+        return adopted.setdefault(state.data_ptr(), own) if _is_equal(state, own) else state
+
+    result = walk(state, own)
+    incoming.places = {at: as_bytes(tensor).numpy() for at, tensor in adopted.items()}
+    return result
 
 
 def _is_equal(tensor: torch.Tensor, own: Any) -> bool:
@@ -205,11 +212,14 @@ def is_like(saved: Any, value: torch.Tensor) -> bool:
 
 
 def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+    if "param_groups" not in state and "param_groups" not in (whole := optimizer.state_dict()):
+        missing, unknown = whole.keys() - state.keys(), state.keys() - whole.keys()
+        return _differing("it", missing, unknown) if missing or unknown else ""
     groups, _ = state["param_groups"], state["state"].items()
-    sizes = [len(group["params"]) for group in groups]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != expected:
-        return f"its groups have {sizes} parameters, not {expected}"
+    if problem := _groups_problem(optimizer, state):
+        return problem
+    if type(optimizer) in ELEMENTWISE and (problem := _entries_problem(optimizer, state)):
+        return problem
     # Releases of PyTorch add and remove flags.
     defaults = getattr(optimizer, "defaults", {}).items()
     options = {name for name, value in defaults if not isinstance(value, bool | None)}
@@ -221,6 +231,32 @@ def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
             return _differing("a group", missing, unknown)
         if problem := _number_problem({name: own[name] for name in own.keys() & options}, group):
             return f"in a group, {problem}"
+    return ""
+
+
+def _groups_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes == expected:
+        return ""
+    return (
+        f"its groups have {sizes} parameters, not {expected}. Create all groups in setup, also "
+        "those that train later: freeze their parameters until then"
+    )
+
+
+def _entries_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
+    """Return which entry of a parameter is missing or has another shape, or an empty string."""
+    for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        entries = [state["state"].get(number) or {} for number in group["params"]]
+        names = set().union(*entries)
+        for parameter, number, saved in zip(own["params"], group["params"], entries, strict=True):
+            if saved and (missing := names - saved.keys()):
+                return _differing(f"the state of parameter {number}", missing, set())
+            for name, value in saved.items():
+                shape, expected = tuple(getattr(value, "shape", ())), tuple(parameter.shape)
+                if math.prod(shape) > 1 and shape != expected:
+                    return f"{name} of parameter {number} has shape {shape}, not {expected}"
     return ""
 
 
@@ -283,6 +319,14 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         torch._foreach_copy_(into, content)
 
 
+def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the same as ``torch.nn.utils.get_total_norm``, with fewer calls on one device."""
+    if len({each.device for each in tensors}) != 1:
+        return torch.nn.utils.get_total_norm(tensors)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return norm
+
+
 def multiply_all(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply tensors in place. On a GPU, one kernel multiplies many tensors."""
     if tensors := list(tensors):
@@ -293,5 +337,46 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that an optimizer wraps, as sharpness-aware minimization does."""
+    return [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+
+
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """Returns how often a tensor was changed in place."""
+
+
+class Versions:
+    """The versions of the tensors that `read` returns, to find later changes.
+
+    This keeps no tensor alive, so a new one may have the ID of a lost one. PyTorch does not count
+    changes through ``data``.
+    """
+
+    def __init__(self, read: Callable[[], Iterable[torch.Tensor | None]]) -> None:
+        self._read = read
+        self._seen = self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        tensors = [tensor for tensor in self._read() if tensor is not None]
+        return list(zip(map(id, tensors), map(version_of, tensors), strict=True))
+
+    def changed(self) -> set[int]:
+        """Return the IDs of the tensors that have changed, are missing, or are new.
+
+        If only their order has changed, return those of the tensors at another place.
+        """
+        seen, now = self._seen, self._now()
+        if seen == now:
+            return set()
+        pairs = {*seen} ^ {*now} or {b for a, b in zip(seen, now, strict=False) if a != b}
+        return {each for each, _ in pairs}
+
+
+def kind_of(device: torch.device) -> str:
+    """Return what determines the rounding of a computation, apart from data and seeds."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{name} with PyTorch {torch.__version__} and {torch.get_num_threads()} threads"

@@ -11,24 +11,27 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import loading
+from raysgd.cluster.streams import Incoming
+from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
-from raysgd.torch import collectives, ddp
+from raysgd.torch import collectives
 from raysgd.torch.features.averaging import Averaging
-from raysgd.torch.features.equal_bits import EqualBitsMicroBatching, EqualBitsTransaction
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.untracked import Untracked
+from raysgd.torch.frozen import KEY, completed, without
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import create_precision
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
+from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import (
-    Places,
+    adopt,
     copy_leaf,
     copy_to_cpu,
     load_optimizer,
+    parameters_of,
     state_problem,
-    to_cpu,
     version_of,
 )
 
@@ -39,13 +42,10 @@ class TorchTrainState(RegisteredState):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings)
         options = settings.options
-        if options.num_shards is not None:
-            self.transaction = EqualBitsTransaction()
         precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
-        kind = TorchMicroBatching if options.num_shards is None else EqualBitsMicroBatching
-        self.micro_batching: TorchMicroBatching = kind(self)
+        self.micro_batching: TorchMicroBatching = TorchMicroBatching(self)
         self.untracked = Untracked(self)
-        self.features = [self.micro_batching, self.untracked]  # `register` adds the others
+        self.set_features([self.micro_batching, self.untracked])  # `register` adds the others
         self.checks = StepChecks(self, precision)
         self.optimization = Optimization(self, precision, self.checks)
         self.schedules = Schedules(self, self.checks.check_complete)
@@ -62,7 +62,7 @@ class TorchTrainState(RegisteredState):
         device, lacks = self.settings.device, follows
         # Do not read a large state if no other worker can have it.
         if self.minimum(-int(follows and not self.is_new)) < 0:
-            state = self.training_state()
+            state = without(self.training_state(), self._unchanged())
             for index, model in enumerate(map(ddp.plain, self.models)):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
@@ -70,7 +70,10 @@ class TorchTrainState(RegisteredState):
             expected = collectives.broadcast_object(own, leader)
             lacks = follows and own != expected
         if self.minimum(-int(lacks)) < 0:
-            state = collectives.broadcast_state(self.training_state, leader, device, lacks)
+            self.compare_setup(leader)
+            state = collectives.broadcast_state(
+                lambda: self.without_frozen(self.training_state(), True), leader, device, lacks
+            )
         # Receive shards last, because they are valid from then on.
         received = [feature.receive(leader) for feature in reversed(self.features)][::-1]
         # Apply the state only if all of it has arrived: `leader` may be lost meanwhile.
@@ -79,26 +82,52 @@ class TorchTrainState(RegisteredState):
         for apply in received if follows else ():
             apply()
 
+    def compare_setup(self, leader: int) -> None:
+        own = self._unchanged()
+        pairs = zip(self.from_rank(lambda: own, leader), own, strict=True)
+        has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
+        self.frozen.are_reproducible = self.minimum(has_all) > 0
+
+    def _unchanged(self) -> list[dict[str, int]]:
+        self.frozen.forget()
+        return self.frozen.unchanged(list(map(ddp.plain, self.models)))
+
     # ---- state
 
+    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
+        if for_workers:
+            known = self.frozen.unchanged(list(map(ddp.plain, self.models)))
+            return without(state, known if self.frozen.are_reproducible else [])
+        digests = self._unchanged()
+        changed = [
+            f"{name} of model {index}"
+            for index, (model, kept) in enumerate(zip(self.models, digests, strict=False))
+            for name, parameter in ddp.plain(model).named_parameters()
+            if not (parameter.requires_grad or name in kept)
+        ]
+        if changed:
+            self.settings.warn_once(
+                "frozen",
+                "frozen=False: %s is saved, although it is frozen, because it has changed since "
+                "setup, or was frozen after it.",
+                changed[0],
+            )
+        return without(state, digests)
+
     def whole_models(self) -> list[torch.nn.Module]:
-        """Return copies of the models on the CPU. If models are sharded, only rank 0 gets any."""
-        if (full := self.fully_sharded) is not None:
-            return full.copies(len(self.given_models))
-        if self.sharded_features and self.context.world_rank != 0:
+        """Return copies of the models on the CPU of rank 0. All ranks with shards must call it."""
+        if (copies := self.replication.export_models(len(self.given_models))) is not None:
+            return copies
+        if self.context.world_rank != 0:
             return []
         with self.evaluating():
             return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
 
-    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
-        return copy_leaf(leaf, on_host)
+    def copy_leaf(self, leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
+        return copy_leaf(leaf, on_host, shares)
 
     def num_rows(self, batch: Any) -> int:
         return num_rows(batch)
-
-    def to_cpu(self, state: Any) -> Any:
-        # No copy is needed for another process, because pickling copies the state.
-        return to_cpu(state, shares=not self.context.in_driver)
 
     def user_settings(self) -> Any:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -122,50 +151,82 @@ class TorchTrainState(RegisteredState):
                 module.training = training
 
     def training_state(self) -> dict[str, Any]:
-        models = [ddp.plain(model).state_dict() for model in self.models]
+        models = [(model, model.state_dict()) for model in map(ddp.plain, self.models)]
         state: dict[str, Any] = {
-            "models": list(map(self._without_shards, models, itertools.count())),
+            "models": list(itertools.starmap(self._shared_part, models)),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
+        if self.not_finite:
+            state["not_finite"] = self.not_finite
         if self.schedulers:
             state["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
+        state["requires_grad"] = self._changed_since_setup()
         for feature in self.features:
             state |= feature.state_dict()
-        return state
+        return state | {"parameters": list(map(self._parameters_of, self.optimizers))}
 
-    def _without_shards(self, state: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-        """Return the state of a model without sharded parameters."""
-        if (full := self.fully_sharded) is None:
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+        """Return name and shape of each parameter of an optimizer, in the order of its state."""
+        names: dict[Any, str] = {}
+        for index, model in enumerate(map(ddp.plain, self.models)):
+            for name, parameter in model.named_parameters():
+                names.setdefault(parameter, f"models[{index}].{name}")
+        parameters = enumerate(parameters_of(optimizer))
+        return {names.get(each, f"number {n}"): list(each.shape) for n, each in parameters}
+
+    def _order_problem(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+        pairs = itertools.zip_longest(self._parameters_of(optimizer).items(), saved.items())
+        for own, then in pairs:
+            if own != then:
+                return (
+                    f"its next parameter was {then} (name and shape), and is {own} now. Pass the "
+                    "same parameters in the same order. If you renamed them on purpose, also "
+                    "delete state['parameters']"
+                )
+        return ""
+
+    def _changed_since_setup(self) -> list[dict[str, bool]]:
+        """Return which parameters user code has frozen or thawed after ``setup``, by model."""
+        pairs = zip(self.models, self.trained_at_first, strict=False)
+        return [
+            dict(ddp.required_gradients(ddp.plain(model)).items() - first.items())
+            for model, first in pairs
+        ]
+
+    def _shared_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the part of a model's state that every worker has."""
+        if self.replication.is_whole(model):
             return state
-        return {k: value for k, value in state.items() if k not in full.parameter_names[index]}
+        sharded = dict(model.named_parameters(remove_duplicate=False))
+        return {key: value for key, value in state.items() if key not in sharded}
 
     def check_training_state(self, state: dict[str, Any]) -> None:
+        state = completed(state, self._unchanged(), list(map(ddp.plain, self.models)))
         for name, objects, saved in self._stateful(state):
             check_objects(name, objects, saved, state_problem)
+        if "parameters" in state:  # older files lack it
+            check_objects("optimizers", self.optimizers, state["parameters"], self._order_problem)
         if state.get("schedulers") and not self.schedulers:
             self.settings.warn_once(
                 "schedulers",
                 "The loaded state has schedulers, which are ignored because the operator has none.",
             )
+        if not all(isinstance(each, Mapping) for each in state.get("requires_grad", ())):
+            raise CheckpointError(
+                "The state's 'requires_grad' must be a list of dicts from the names of parameters."
+            )
         for feature in self.features:
             feature.check_state(state)
 
-    def places_of(
-        self, state: dict[str, Any], addresses: set[int]
-    ) -> tuple[dict[str, Any], dict[int, Any]]:
-        if self.sharded_features:
-            return state, {}
-        places, own = Places(addresses), self.training_state()
-        adopted = {key: places.adopt(state[key], own[key]) for key in ("optimizers", "models")}
-        return state | adopted, places.memory
+    def adopt(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+        own = self.training_state()
+        adopted: dict[str, Any]
+        adopted = adopt(state, {key: own[key] for key in ("optimizers", "models")}, incoming)
+        return adopted
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        shared: Mapping[str, Any] = state
-        for feature in self.sharded_features:
-            shared = feature.without_shards(shared)
-        self._load(shared)
-        for feature in self.sharded_features:
-            feature.load_shards(state)
+        self._load(self.replication.shared_state(state))
+        self.replication.load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         stateful = self._stateful(state)
@@ -183,11 +244,14 @@ class TorchTrainState(RegisteredState):
                     load, own = None, each.state_dict()
                     if kind == "optimizers" and keeps_dtypes:
                         load = functools.partial(load_optimizer, each)
-                    elif kind == "models" and self.fully_sharded is not None:
+                    elif kind == "models" and (KEY in state or not self.replication.is_whole(each)):
                         load = functools.partial(each.load_state_dict, strict=False)
-                        own, saved = (self._without_shards(s, index) for s in (own, saved))
+                        own, saved = (self._shared_part(each, state) for state in (own, saved))
                     place = f"{kind}[{index}]"
                     undoing.enter_context(loading(each, own, saved, place, load))
+        changed = state.get("requires_grad", ())  # older files lack it
+        for model, first, now in zip(self.models, self.trained_at_first, changed, strict=False):
+            ddp.require_gradients(ddp.plain(model), {**first, **now})
         for feature in self.features:
             feature.load_state_dict(state)
         self.transaction.is_partial = False

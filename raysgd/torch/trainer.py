@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,15 +13,18 @@ import numpy as np
 import torch
 
 from raysgd._internal.arguments import unknown_argument
+from raysgd._internal.forwarding import forwarded
+from raysgd._internal.imports import lazy_names
+from raysgd._internal.tracebacks import folding_tracebacks
 from raysgd.callbacks.base import Callback
-from raysgd.compat.creators import check_creators
-from raysgd.compat.ray_sgd import OldTorchTrainer, without_old_arguments
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
+from raysgd.torch import optimizer_options
+from raysgd.torch.creators import check_creators
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.options import EqualBits, Guard, TorchOptions
+from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, without_old_arguments
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.sharding.shards import gather_state
+from raysgd.torch.strategies.shards import gather_state
 from raysgd.trainer.base import OperatorTrainer, known_arguments
 from raysgd.trainer.info import argument
 from raysgd.trainer.state import TrainerState
@@ -35,7 +39,8 @@ class _State(TrainerState):
         return gather_state(state)
 
 
-class TorchTrainer(OldTorchTrainer, OperatorTrainer):
+@folding_tracebacks
+class TorchTrainer(OperatorTrainer):
     """Trains a :class:`TrainingOperator` on one or several workers.
 
     Each worker is a Ray actor with its own copy of the operator. The workers average gradients at
@@ -75,9 +80,11 @@ class TorchTrainer(OldTorchTrainer, OperatorTrainer):
         split_on_oom: Whether to repeat a step that runs out of memory with micro-batches.
         exact: "bits", or an :class:`raysgd.EqualBits`: parameters, metrics, and predictions have
             the same bits with any number of workers, kills, and joins. Training takes longer.
-        guard: "check": workers compare their replicas, and a difference is an error. "repair": a
-            minority takes the state of the majority. None: no comparison. Or a
-            :class:`raysgd.Guard`.
+        guard: "check": workers compare their replicas, and a difference is an error. None: no
+            comparison. Or a :class:`raysgd.Guard`.
+        bad_steps: A :class:`raysgd.BadSteps`: an update is not applied if its loss or gradient is
+            not finite. `bad_steps` of the trainer, and ``bad_steps.jsonl`` in the run folder, name
+            its samples. None: no check.
         use_local: Whether worker 0 lives in this process. With ``num_workers=1``, Ray is neither
             started nor imported, and PyTorch keeps the threads of this process.
         elastic: How to react when workers are lost or can be added.
@@ -92,12 +99,13 @@ class TorchTrainer(OldTorchTrainer, OperatorTrainer):
         BaseException: An error of ``setup`` of the operator on a worker.
     """
 
-    _trainable = "BaseTorchTrainable"
+    _options_cls = TorchOptions
+    _optimizer_options = optimizer_options
     _state_cls = _State
 
     def __init__(
         self,
-        *,
+        *creators: Any,
         training_operator_cls: type[TrainingOperator] | None = None,
         initialization_hook: Callable[[], None] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -117,41 +125,38 @@ class TorchTrainer(OldTorchTrainer, OperatorTrainer):
         split_on_oom: bool = True,
         exact: str | EqualBits | None = None,
         guard: str | Guard | None = "check",
+        bad_steps: BadSteps | None = None,
         use_local: bool = False,
         elastic: ElasticConfig | None = None,
         callbacks: Iterable[Callback] = (),
         logdir: str | os.PathLike[str] | None = None,
         **others: Any,
     ) -> None:
-        for name in without_old_arguments(others):
+        for name in without_old_arguments(others, creators):
             kind = type(self)
             raise unknown_argument(kind.__name__, name, known_arguments(kind))
-        options = TorchOptions(
-            training_operator_cls=_checked_operator(training_operator_cls),
-            config=config,
-            num_workers=num_workers,
-            min_workers=min_workers,
-            num_cpus_per_worker=num_cpus_per_worker,
-            resources_per_worker=resources_per_worker,
-            use_gpu=use_gpu,
-            backend=backend,
-            wrap_ddp=wrap_ddp,
-            timeout_s=timeout_s,
-            use_fp16=use_fp16,
-            amp_dtype=amp_dtype,
-            use_tqdm=use_tqdm,
-            add_dist_sampler=add_dist_sampler,
-            scheduler_step_freq=scheduler_step_freq,
-            split_on_oom=split_on_oom,
-            exact=exact,
-            guard=guard,
-            use_local=use_local,
-            elastic=elastic,
-        )
+        training_operator_cls = _checked_operator(training_operator_cls)
+        options = TorchOptions(**TorchOptions.arguments_in(locals()))
         super().__init__(options, TorchRunner, initialization_hook, callbacks, logdir)
 
     wrap_ddp = argument("wrap_ddp")
     scheduler_step_freq = argument("scheduler_step_freq")
+    max_replicas: int = forwarded("max_workers", "Older name of ``max_workers``.")
+
+    @property
+    def bad_steps(self) -> list[dict[str, Any]]:
+        """The updates that ``TorchTrainer(bad_steps=...)`` did not apply, oldest first.
+
+        Each has ``step``, ``epoch``, ``reason``, ``value``, and ``samples``: indices in the data
+        set; for a `raysgd.data.Stream` [file, record]; for other streams positions in the epoch;
+        none if user code selects the samples.
+        """
+        return [dict(each) for each in self._dispatcher.bad_steps]
+
+    @functools.cached_property
+    def temp_dir(self) -> str:
+        """A temporary folder on the driver for older scripts, which delete it themselves."""
+        return tempfile.mkdtemp(prefix="raysgd")
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.
@@ -190,8 +195,7 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
     return cast(type[TrainingOperator], operator_cls)
 
 
-def __getattr__(name: str) -> Any:
-    """Return `BaseTorchTrainable`, which needs Ray Tune. Older scripts import it from here."""
-    if name != "BaseTorchTrainable":
-        raise AttributeError(f"raysgd.torch has no attribute {name!r}")
-    return importlib.import_module("raysgd.tune").BaseTorchTrainable
+# Older scripts import it from here. It needs Ray Tune.
+__getattr__ = lazy_names(
+    "raysgd.torch", {"BaseTorchTrainable": "raysgd.trials.operators:BaseTorchTrainable"}
+)

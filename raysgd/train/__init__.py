@@ -5,9 +5,10 @@ Importing this package imports neither Ray nor a framework.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import functools
 
+from raysgd._internal.imports import lazy_names
+from raysgd.train import api, session
 from raysgd.train.api import (
     TrainContext,
     get_checkpoint,
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("horovod", "lightning", "tensorflow", "torch"):  # without a second import
-        return importlib.import_module(f"raysgd.train.{name}")
-    raise AttributeError(f"module 'raysgd.train' has no attribute {name!r}")
+# Older scripts call the functions of this module.
+vars(session)["__getattr__"] = functools.partial(getattr, api)
+_MODULES = ("horovod", "lightning", "tensorflow", "torch")  # scripts need no second import
+__getattr__ = lazy_names(__name__, {name: f"{__name__}.{name}" for name in _MODULES})

@@ -193,3 +193,11 @@ def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
     plan = Plan() if here.session is None else here.session.plan
     return TrainContext(worker_context(), plan)
+
+
+def __getattr__(name: str) -> Any:
+    """Let this module take the place of ``ray.air.session``, which has further names of a context.
+
+    The functions of Ray only log a warning in training functions of raysgd.
+    """
+    return getattr(get_context(), name)

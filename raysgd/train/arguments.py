@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import inspect
 import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import MOST_WORKERS, checked_dict, is_deferred
+from raysgd._internal.arguments import is_deferred
 from raysgd._internal.paths import checked_path
 from raysgd.cluster.serialization import dumps, unpicklable_key
 
 logger = logging.getLogger(__name__)
-
-
-def checked_size(num_workers: Any) -> tuple[int, int]:
-    """Return the minimum and the maximum number of workers that ``num_workers`` asks for."""
-    pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
-    if (
-        len(pair) != 2
-        or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
-        or not 1 <= pair[0] <= pair[1] <= MOST_WORKERS
-    ):
-        raise ValueError(
-            f"num_workers={num_workers!r}: must be an int from 1 to {MOST_WORKERS}, or a pair "
-            "(min, max) of such ints."
-        )
-    return pair[0], pair[1]
 
 
 def bound_function(
@@ -63,22 +49,6 @@ def bound_function(
     return train_func
 
 
-def worker_resources(
-    use_gpu: bool, resources: Mapping[str, float] | None
-) -> tuple[float, float, dict[str, float]]:
-    """Return the CPUs, GPUs, and other resources of each worker."""
-    others = checked_dict("ScalingConfig", "resources_per_worker", resources)
-    if use_gpu not in (True, False):  # 1 and 0 as well
-        raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
-    num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
-    if bool(use_gpu) != (num_gpus > 0):
-        raise ValueError(
-            f"resources_per_worker={{'GPU': {num_gpus!r}}} contradicts use_gpu={use_gpu}. Change "
-            "one of them."
-        )
-    return num_cpus, num_gpus, others
-
-
 def env_flag(name: str, default: bool = False) -> bool:
     return os.environ.get(name, str(int(default))) in ("1", "true", "True")
 
@@ -96,16 +66,20 @@ def run_folder(
 
 def make_folder(wanted: Path) -> Path:
     """Create and return a folder for one run: `wanted`, or a numbered name if it exists."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    folder = wanted
-    for number in itertools.count(2):
-        try:
-            folder.mkdir()
-            break
-        except FileExistsError:
-            folder = wanted.with_name(f"{wanted.name}_{number:03d}")
+    others = (f"{wanted.name}_{number:03d}" for number in itertools.count(2))
+    folder = new_folder(wanted.parent, itertools.chain([wanted.name], others))
     if folder != wanted:
         logger.warning("%s exists, so this run is in %s.", wanted, folder)
+    return folder
+
+
+def new_folder(parent: Path, names: Iterable[str]) -> Path:
+    """Create and return the first of these folders that does not exist."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for folder in map(parent.joinpath, names):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
     return folder
 
 

@@ -1,14 +1,49 @@
-"""Backends, which set up a framework on the workers before a training function runs."""
+"""Starts workers and a backend, and runs training functions on them, one after the other."""
 
-from raysgd.train.executor import BackendExecutor
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raysgd._internal.arguments import check_function, check_int, checked_dict
+from raysgd._internal.context import Request
+from raysgd._internal.forwarding import forwarded
+from raysgd.cluster import actor_group as core
+from raysgd.cluster import functions
+from raysgd.elastic.call import Call
+from raysgd.elastic.config import ElasticConfig, checked_elastic
+from raysgd.elastic.controller import Controller
+from raysgd.elastic.events import Event
+from raysgd.elastic.machine import Ready
+from raysgd.errors import WorkerLostError
+from raysgd.loop.requests import ApplyRequest
+from raysgd.train import session
+from raysgd.train.arguments import pickled_function
+from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.configs import FailureConfig, ScalingConfig
+from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.datasets import Datasets
 from raysgd.train.framework import (
     Backend,
     BackendConfig,
     InactiveWorkerGroupError,
     TrainBackendError,
     TrainingWorkerError,
+    backend_class,
 )
-from raysgd.train.worker_group import WorkerGroup
+from raysgd.train.report_queue import Turn
+from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
+from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
+from raysgd.train.session import Plan
+from raysgd.train.worker_group import WorkerGroup, group_options
 
 __all__ = [
     "Backend",
@@ -19,3 +54,432 @@ __all__ = [
     "TrainingWorkerError",
     "WorkerGroup",
 ]
+
+logger = logging.getLogger(__name__)
+
+_ACTIONS = {  # of a worker, by the kind of its turn
+    "report": "reported",
+    "checkpoint": "saved a checkpoint",
+    "end": "returned from the function",
+}
+
+
+@dataclass(eq=False)
+class _Run:
+    """The training function that is running."""
+
+    controller: Controller
+    plan: Plan
+    """The function, and the checkpoint that it starts from."""
+    datasets: Datasets
+    call: Call
+    """Counts the losses of workers over all requests of the run."""
+    is_silent: bool = False
+    """Whether to skip reports."""
+    saves_first: bool | None = None
+    """Whether the function saves a checkpoint before its first report; None before both."""
+    can_grow: bool = False
+    """Whether workers may join at the next report, because the function has saved a checkpoint."""
+    values: list[Any] | None = None
+    """The results of the function by rank; None until it has returned."""
+
+    def send(self, request: Request) -> list[Any]:
+        """Return the answers of the workers by rank."""
+        self.call.request = request
+        return [outcome.value() for outcome in self.controller.run(self.call)]
+
+    def begin(self) -> None:
+        """Start the function on all workers."""
+        try:
+            self.share_data()
+        except WorkerLostError as error:
+            # If only the connection is lost, kill the process. The next call restarts it.
+            self.controller.members[error.rank].kill_process()
+        self.send(BeginRequest(plan=self.plan))
+
+    def share_data(self) -> None:
+        """Send each worker its shards of the data."""
+        members: list[Any] = self.controller.members
+        shares = self.datasets.shared_out([member.actor for member in members])
+        references = [
+            member.execute(session.receive_shards, share)
+            for member, share in zip(members, shares, strict=True)
+        ]
+        functions.results(members, references)
+
+
+class BackendExecutor:
+    """Starts workers and a backend, and runs training functions on them.
+
+    Methods that need the workers raise InactiveWorkerGroupError before `start` and after
+    `shutdown`. Methods of training raise TrainBackendError if they are called out of order.
+
+    Arguments are those of :class:`raysgd.train.Trainer` and :class:`raysgd.train.ScalingConfig`.
+    ``snapshot_every`` of `elastic` is ignored.
+    """
+
+    def __init__(
+        self,
+        backend_config: BackendConfig,
+        num_workers: int | tuple[int, int] = 1,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float = 0,
+        additional_resources_per_worker: Mapping[str, float] | None = None,
+        max_retries: int = 3,
+        *,
+        elastic: ElasticConfig | None = None,
+        placement_strategy: str | None = None,
+    ) -> None:
+        max_retries = check_int("BackendExecutor", "max_retries", max_retries, -1)
+        self.options = group_options(
+            num_workers,
+            num_cpus_per_worker,
+            num_gpus_per_worker,
+            additional_resources_per_worker,
+            placement_strategy,
+        )
+        self._backend_config = backend_config
+        self._backend: Backend = backend_class(backend_config)()
+        self._max_losses = math.inf if max_retries < 0 else max_retries
+        elastic = checked_elastic("BackendExecutor", elastic)
+        if elastic.shares == "measured":
+            raise ValueError(
+                'ElasticConfig(shares="measured") is for TorchTrainer: raysgd cannot time the '
+                'steps of a training function. Use "even", or give relative shares by node '
+                "label, accelerator type, or resource."
+            )
+        # The newest checkpoint of the run is its snapshot.
+        self._elastic = dataclasses.replace(elastic, snapshot_every="auto")
+        self._controller: Controller | None = None
+        self._workers: WorkerGroup | None = None
+        self.checkpoints = self._earlier = RunCheckpoints()
+        """The checkpoints of the newest run."""
+        self._run: _Run | None = None
+        self._finalizer: Any = None
+
+    # ---- lifecycle
+
+    def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
+        """Start the workers and the backend. Each worker first calls the hook."""
+        if self.is_started:
+            raise RuntimeError("The workers are already started. Call shutdown() first.")
+        if initialization_hook is not None:
+            check_function("start", "initialization_hook", initialization_hook)
+        group = core.ActorGroup(self.options)
+        self._workers = WorkerGroup.over(group)
+        controller = Controller(
+            group,
+            FunctionRunner(self._backend.share_cuda_visible_devices),
+            self._backend_config.transport(use_gpu=self.options.num_gpus > 0),
+            initialization_hook,
+            self._backend_config.timeout_s,
+            self._elastic,
+            can_join=False,
+        )
+        proxy = weakref.proxy(self)  # a reference would keep the executor from being collected
+        controller.forming.on_start = lambda: proxy._prepare_workers()
+        self._controller = controller
+        # Shut down even if the script never calls shutdown().
+        self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
+        try:
+            controller.start()
+        except BaseException:
+            self._forget()
+            raise
+
+    def _prepare_workers(self) -> None:
+        """Set up the backend and share the data on workers that have just started."""
+        self._backend.on_start(self.worker_group, self._backend_config)
+        if self._run is not None:
+            self._run.share_data()
+
+    def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
+        """Stop the workers. You can call `start` again afterwards.
+
+        With `graceful_termination`, backend and workers clean up. Busy workers have `patience_s`
+        seconds to finish.
+        """
+        controller, is_gentle = self._controller, False
+        if controller is None:
+            return
+        controller.check_process()
+        try:
+            if graceful_termination and self._run is None and isinstance(controller.state, Ready):
+                # The `on_shutdown` hook of the backend would wait for busy workers forever.
+                is_gentle = functions.are_idle(controller.members, patience_s)
+            if is_gentle:
+                self._backend.on_shutdown(self.worker_group, self._backend_config)
+        except Exception:
+            logger.warning("%s.on_shutdown failed.", type(self._backend).__name__, exc_info=True)
+        finally:
+            controller.shutdown(force=not is_gentle)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._run = self._controller = self._workers = None
+        self._finalizer.detach()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there are workers."""
+        return self._controller is not None
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        """The workers."""
+        self._supervised("worker_group")
+        assert self._workers is not None
+        return self._workers
+
+    @property
+    def events(self) -> list[Event]:
+        """Losses, restarts, and growth of the workers since `start`, oldest first."""
+        return [] if self._controller is None else list(self._controller.events)
+
+    # ---- training
+
+    def start_training(
+        self,
+        train_func: Callable[[], Any],
+        run_dir: Path | str | None = None,
+        dataset: Any = None,
+        checkpoint: Any = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+        latest_checkpoint_id: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        name: str = "",
+        iteration: int = 0,
+        resume: bool = False,
+    ) -> None:
+        """Start a function of no arguments on every worker. Checkpoints go into `run_dir`.
+
+        `dataset`, `checkpoint`, and `checkpoint_strategy` mean the same as in `Trainer.run`.
+        `latest_checkpoint_id` is the number of the newest checkpoint so far, by default 0.
+        `iteration` is the number of earlier reports. `resume` continues from the newest checkpoint
+        in `run_dir`, if there is one.
+        """
+        controller = self._supervised("start_training")
+        if self._run is not None:
+            raise TrainBackendError(
+                "start_training(): another training function is running. Call finish_training() "
+                "first."
+            )
+        checkpoints = RunCheckpoints(
+            None if run_dir is None else Path(run_dir) / TRAIN_CHECKPOINT_SUBDIR,
+            checkpoint_strategy,
+            latest_checkpoint_id or 0,
+            self._overridden("decode_data"),
+        )
+        if resume and (manifest := checkpoints.restore()) is not None:
+            iteration = manifest.global_step
+        else:
+            checkpoints.blob = packed_checkpoint(checkpoint)
+        keeps_batch = self._elastic.global_batch == "keep"
+        plan = Plan(
+            uuid.uuid4().hex,
+            pickled_function(train_func),
+            checkpoints.blob,
+            iteration,
+            metadata=dict(metadata or {}),
+            name=name,
+            folder="" if run_dir is None else str(run_dir),
+            encode=self._overridden("encode_data"),
+            full_size=self.options.num_workers if keeps_batch else None,
+        )
+        datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
+        # From here on there is a run, and a failure must end it.
+        self._earlier, self.checkpoints = self._saved, checkpoints
+        call = Call(method="run", max_losses=self._max_losses)
+        self._run = run = _Run(controller, plan, datasets, call)
+        with self.aborting():
+            controller.snapshots.keep(lambda: {"plan": run.plan})
+            self._repair(controller)
+            run.begin()
+
+    def fetch_next_result(self) -> list[dict[str, Any]] | None:
+        """Wait until every worker has reported, and return the reports by rank.
+
+        Return None when the function has returned on all workers. Raise the exception of the
+        function, or WorkerLostError if workers are lost more often than ``max_retries`` allows.
+        """
+        run = self._training("fetch_next_result")
+        with self.aborting():
+            while run.values is None:
+                turns: list[Turn] = run.send(NextRequest())
+                if len({turn.kind for turn in turns}) > 1:
+                    each = (f"worker {n} {_ACTIONS[turn.kind]}" for n, turn in enumerate(turns))
+                    raise RuntimeError(
+                        f"The workers are out of step: {'; '.join(each)}. Every worker must call "
+                        "report() and save_checkpoint() equally often and in the same order."
+                    )
+                self._keep_checkpoint(run, turns)
+                _grow(run, turns[0])
+                if turns[0].kind == "end":
+                    run.values = [turn.value for turn in turns]
+                elif turns[0].kind == "report" and not run.is_silent:
+                    return [self._backend.decode_data(turn.metrics) for turn in turns]
+        return None
+
+    def pause_reporting(self) -> None:
+        """Skip reports from now on. Checkpoints are still kept."""
+        self._training("pause_reporting").is_silent = True
+
+    def finish_training(self) -> list[Any]:
+        """Skip reports until the end of the function, and return its results by rank."""
+        run = self._training("finish_training")
+        run.is_silent = True
+        while run.values is None:
+            self.fetch_next_result()
+        self._run = None
+        self.checkpoints.finish()
+        return run.values
+
+    @contextlib.contextmanager
+    def aborting(self) -> Iterator[None]:
+        """End the current run if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            run = self._run
+            self.abort()
+            if run is None or not isinstance(error, WorkerLostError):
+                raise
+            number, allowed = run.call.num_losses, run.call.max_losses
+            raise WorkerLostError(
+                f"The training function lost workers {number} time{'s' * (number != 1)}, but "
+                f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",
+                error.rank,
+                error.node_id,
+                error.cause,
+            ) from error
+
+    def abort(self) -> None:
+        """End the current run, if any."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.controller.stop(EndRunRequest())
+
+    def run(self, train_func: Callable[[], Any]) -> list[Any]:
+        """Call a function on every worker, without reports, and return the results by rank.
+
+        Raise WorkerLostError if a worker is lost. The call is not repeated.
+        """
+        controller = self._supervised("run")
+        if self._run is not None:  # an error must not stop the other function
+            return self.worker_group.execute(train_func)
+        self._repair(controller)
+        call = Call(request=ApplyRequest(function=train_func), method="run")
+        return [outcome.value() for outcome in controller.run(call)]
+
+    # ---- checkpoints
+
+    latest_checkpoint = forwarded(
+        "_saved.latest", "The newest checkpoint of the newest run that saved one, or None."
+    )
+    latest_checkpoint_path = forwarded(
+        "_saved.latest_path",
+        "Path of the newest checkpoint on disk of the newest run, or None.",
+    )
+    best_checkpoint_path = forwarded(
+        "_saved.best_path",
+        "Path of the best checkpoint on disk of the newest run, or None.",
+    )
+
+    latest_checkpoint_id: int = forwarded("checkpoints.number", "Number of the newest checkpoint.")
+
+    @property
+    def latest_checkpoint_dir(self) -> Path | None:
+        """Folder of the newest run's checkpoints; None if no checkpoint is on disk."""
+        folder = self.checkpoints.folder
+        return folder if folder is not None and folder.is_dir() else None
+
+    # ---- helpers
+
+    @property
+    def _saved(self) -> RunCheckpoints:
+        """The checkpoints of the newest run that has saved one."""
+        return self.checkpoints if self.checkpoints.has_saved else self._earlier
+
+    def _keep_checkpoint(self, run: _Run, turns: list[Turn]) -> None:
+        rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
+        if rank is None:
+            return
+        turn = turns[0]
+        if turn.checkpoint is None:
+            raise RuntimeError(
+                f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
+                "checkpoint of worker 0: report a checkpoint there."
+            )
+        self.checkpoints.keep(turn, turn.checkpoint, len(turns))
+        run.plan = dataclasses.replace(
+            run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration
+        )
+        run.controller.snapshots.keep(lambda: {"plan": run.plan})
+
+    def _repair(self, controller: Controller) -> None:
+        """Replace dead workers, and wait for workers that still run a failed function.
+
+        These losses do not count against the retries of a run.
+        """
+        most = self._elastic.max_attempts
+        controller.run(Call(request=EndRunRequest(), method="run", max_losses=most))
+
+    def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        own = getattr(self._backend, name)
+        return None if own is getattr(Backend, name) else own
+
+    def _supervised(self, method: str) -> Controller:
+        if self._controller is None:
+            raise InactiveWorkerGroupError(f"{method}: there are no workers. Call start() first.")
+        self._controller.check_process()
+        return self._controller
+
+    def _training(self, method: str) -> _Run:
+        self._supervised(method)
+        if self._run is None:
+            raise TrainBackendError(
+                f"{method}(): no training function is running. Call start_training() first."
+            )
+        return self._run
+
+
+def _grow(run: _Run, turn: Turn) -> None:
+    """Add workers after a checkpoint if there is room. All workers restart from it.
+
+    If the function saves before it reports, growth waits for the report, which a restart would
+    skip. The function waits at both, so a restart repeats no step.
+    """
+    if run.saves_first is None:
+        run.saves_first = turn.kind == "checkpoint"
+    if run.can_grow and turn.kind == "report":  # it counts, although it follows the checkpoint
+        run.plan = dataclasses.replace(run.plan, iteration=turn.iteration)
+    waits = run.saves_first and turn.kind == "checkpoint"
+    if turn.kind != "end" and (run.can_grow or (turn.has_checkpoint and not waits)):
+        run.controller.grow()
+    run.can_grow = waits
+
+
+def executor_for(
+    config: BackendConfig, scaling: ScalingConfig, failure: FailureConfig
+) -> BackendExecutor:
+    use_gpu = scaling.use_gpu
+    others = checked_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
+    if use_gpu not in (True, False):  # 1 and 0 as well
+        raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
+    num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
+    if bool(use_gpu) != (num_gpus > 0):
+        raise ValueError(
+            f"resources_per_worker={{'GPU': {num_gpus!r}}} contradicts use_gpu={use_gpu}. Change "
+            "one of them."
+        )
+    return BackendExecutor(
+        config,
+        scaling.num_workers,
+        num_cpus,
+        num_gpus,
+        others,
+        failure.max_failures,
+        elastic=failure.elastic,
+        placement_strategy=scaling.placement_strategy,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import logging
 import os
 import pickle
@@ -15,14 +14,15 @@ from typing import Any, ClassVar, Self
 import cloudpickle
 
 from raysgd._internal.arguments import checked_dict, unknown_argument
+from raysgd._internal.tracebacks import folding_tracebacks
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bound_function, make_folder, run_folder
+from raysgd.train.backend import BackendExecutor, executor_for
 from raysgd.train.callbacks.callback import CallbackHandler
 from raysgd.train.configs import checked_run, checked_scaling
 from raysgd.train.datasets import Datasets
-from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.framework import BackendConfig
 from raysgd.train.result import REPORTS, ReportLog, Result
 
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _TRAINER = "trainer.pkl"
 
 
+@folding_tracebacks
 @dataclasses.dataclass(eq=False, repr=False)
 class DataParallelTrainer:
     """Runs a training function on several workers, each with its shard of the data.
@@ -267,6 +268,7 @@ def function_trainable(
     name: str, trial_trainer: Callable[[Mapping[str, Any]], DataParallelTrainer]
 ) -> type[Any]:
     """Return a class of trials. `trial_trainer` returns the trainer for the config of a trial."""
-    base = importlib.import_module("raysgd.tune.functions").FunctionTrainable
+    from raysgd.trials.functions import FunctionTrainable
+
     # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
-    return type(name, (base,), {"trial_trainer": staticmethod(trial_trainer)})
+    return type(name, (FunctionTrainable,), {"trial_trainer": staticmethod(trial_trainer)})

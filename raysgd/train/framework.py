@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import pkgutil
 from typing import Any
 
 from raysgd.backends import CollectiveBackend
-from raysgd.compat.ray_train import warn_of_old_methods
 from raysgd.errors import RaySGDError, WorkerLostError
 from raysgd.train.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
 
 CONFIGS = {
     "torch": "raysgd.train.torch:TorchConfig",
@@ -27,13 +29,8 @@ class InactiveWorkerGroupError(RaySGDError, RuntimeError):
     """The executor has no workers: it was not started, or was shut down."""
 
 
-class TrainingWorkerError(WorkerLostError, TrainBackendError):
-    """A run lost workers more often than ``max_retries`` allows. The message lists the causes."""
-
-    @classmethod
-    def after(cls, error: WorkerLostError, message: str) -> TrainingWorkerError:
-        """Return a TrainingWorkerError with the details of a WorkerLostError."""
-        return cls(f"{message} {error}", error.rank, error.node_id, error.cause)
+TrainingWorkerError = WorkerLostError
+"""Older name. A run raises it if it loses workers more often than ``max_retries`` allows."""
 
 
 class Backend:
@@ -89,7 +86,11 @@ def backend_class(config: BackendConfig) -> type[Backend]:
             f"{type(config).__name__}.backend_cls={backend_cls!r}: must be a subclass of "
             "raysgd.train.backend.Backend."
         )
-    warn_of_old_methods(backend_cls)
+    if hasattr(backend_cls, "handle_failure"):  # of Ray Train 1
+        logger.warning(
+            "raysgd does not call %s.handle_failure. After a failure, raysgd calls on_start again.",
+            backend_cls.__name__,
+        )
     return backend_cls
 
 

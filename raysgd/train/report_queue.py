@@ -1,8 +1,8 @@
 """A queue of one turn between the thread of a training function and the driver.
 
 `put` waits until the driver has taken the previous turn, so no worker gets more than one report
-ahead of the slowest. With a checkpoint, it also waits until the driver asks for the next turn. Then
-the driver holds the checkpoint, and a loss of workers cannot lose it.
+ahead of the slowest. With a checkpoint, and with the report after it, `put` also waits until the
+driver asks for the next turn. Then the driver holds both, and a loss of workers cannot lose them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raysgd.cluster.serialization import Packed
+from raysgd.cluster.serialization import Parcel
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Turn:
     """One result of a training function. All workers must produce the same sequence of kinds."""
 
     kind: TurnKind
-    content: Packed | None = None
+    content: Parcel | None = None
     """The encoded report, or the return value of the function."""
     checkpoint: bytes | None = None
     """The pickled checkpoint; only worker 0 sends one."""
@@ -75,20 +75,21 @@ class ReportQueue:
         self._changed = threading.Condition()
         self._turn: Turn | None = None
         self._taken: Turn | None = None
-        self._stopped = False
+        self._stopped = self._has_saved = False
         self.blocked_on_driver = False
         """Whether the function is waiting for the driver or has ended."""
 
     # ---- used by the function
 
     def put(self, turn: Turn) -> None:
-        """Pass a turn to the driver. With a checkpoint, wait until the driver has handled it."""
+        """Pass a turn to the driver. Wait until it has handled a checkpoint or the next report."""
         with self._changed:
             self._wait_until(lambda: self._turn is None)
             self._turn = turn
             self._changed.notify_all()
-            if turn.has_checkpoint:
+            if turn.has_checkpoint or self._has_saved:
                 self._wait_until(lambda: turn is not self._turn and turn is not self._taken)
+            self._has_saved = turn.kind == "checkpoint"
 
     def end(self, turn: Turn) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.imports import import_extra
-from raysgd.callbacks.base import end_line
+from raysgd.callbacks.base import end_line, read_lines
 from raysgd.callbacks.values import json_dict
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
@@ -52,16 +51,12 @@ class Result:
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
     """Return the reports in a file of JSON lines, except those that a restart has repeated."""
-    if not path.exists():
-        return []
     reports: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # the writer was killed while writing this line
-            report = json.loads(line)
-            number = report.get(TRAINING_ITERATION, math.inf)
-            while reports and reports[-1].get(TRAINING_ITERATION, 0) >= number:
-                reports.pop()
-            reports.append(report)
+    for report in read_lines(path):
+        number = report.get(TRAINING_ITERATION, math.inf)
+        while reports and reports[-1].get(TRAINING_ITERATION, 0) >= number:
+            reports.pop()
+        reports.append(report)
     return reports
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd.cluster import process
-from raysgd.compat import ray_session
 from raysgd.elastic.call import LoadRequest
+from raysgd.loop.requests import ApplyRequest
+from raysgd.train import api
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
+from raysgd.train.integrations import Finder
 from raysgd.train.report_queue import ReportQueue
 from raysgd.train.session import Plan, Session, here
 
@@ -55,7 +57,9 @@ class FunctionRunner(Runner):
     def setup(self, context: WorkerContext) -> None:
         here.context = context
         if process.is_worker:
-            sys.modules["ray.air.session"] = ray_session
+            sys.modules["ray.air.session"] = api
+            if Finder not in sys.meta_path:
+                sys.meta_path.insert(0, Finder)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         self.setup(context)
@@ -95,6 +99,8 @@ class FunctionRunner(Runner):
                 self.request_stop(True)
                 if self._session is not None:
                     self._session.thread.join()
+            case ApplyRequest(function=function):
+                return function()
             case LoadRequest(state=state):
                 self._plan, self._session = state["plan"], None
             case _:

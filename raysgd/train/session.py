@@ -20,8 +20,7 @@ import cloudpickle
 
 from raysgd._internal.context import WorkerContext
 from raysgd.callbacks.values import numbers_in
-from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
-from raysgd.compat.ray_session import __getattr__ as __getattr__  # for older scripts
+from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
@@ -56,8 +55,6 @@ class Session:
     def __init__(self, plan: Plan, report_queue: ReportQueue) -> None:
         self.plan = plan
         self.report_queue = report_queue
-        self.extras: dict[str, Any] = {}
-        """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
         self._checkpoint = plan.checkpoint
         self._pid = os.getpid()
@@ -65,7 +62,7 @@ class Session:
         self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
 
     def _run(self) -> None:
-        here.session = self
+        here.session, here.accelerator, here.seed = self, None, None
         try:
             if (state := sys.modules.get("accelerate.state")) is not None:
                 state.AcceleratorState._reset_state(True)  # a run may use another precision
@@ -128,7 +125,7 @@ class Session:
     def _hand_over(
         self,
         kind: TurnKind,
-        content: Packed | None,
+        content: Parcel | None,
         numbers: Mapping[str, float] | None = None,
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
@@ -154,14 +151,11 @@ class Session:
         )
 
 
-class _Pickler(Portable, cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles checkpoints for readers without a GPU, a process group, or raysgd."""
-
-
 def _pickled(state: Any) -> bytes:
+    """Pickle a checkpoint for readers without a GPU, a process group, or raysgd."""
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(state)
+        portable_pickler(cloudpickle.Pickler)(file).dump(state)
     except Exception as error:
         raise TypeError(
             f"This checkpoint cannot be pickled: {error}. Save state_dict() of models and "
@@ -170,11 +164,11 @@ def _pickled(state: Any) -> bytes:
     return file.getvalue()
 
 
-def _reported(metrics: Any) -> Packed:
+def _reported(metrics: Any) -> Parcel:
     """Pack reported metrics immediately, so that the function may change the originals."""
     try:
         packed = pack(metrics, portable=True)  # its buffers still share memory with the originals
-        return Packed(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
+        return Parcel(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
     except Exception as error:
         name = unpicklable_key(metrics) if isinstance(metrics, Mapping) else None
         raise TypeError(
@@ -190,7 +184,7 @@ def num_collectives() -> int | None:
     return getattr(dist.group.WORLD, "num_operations", None)
 
 
-def _returned(value: Any) -> Packed | None:
+def _returned(value: Any) -> Parcel | None:
     """Pack what the function returned; None, with a warning, if it cannot be pickled."""
     try:
         return pack(value, portable=True)
@@ -214,8 +208,10 @@ class _Here:
     """Context of this worker, also between runs. None outside of a worker."""
     shards: Any = None
     """This worker's data sets, for the current session or the next one."""
-    extras: dict[str, Any] = field(default_factory=dict)
-    """Replaces `Session.extras` outside of a run."""
+    accelerator: Any = None
+    """Precision and prepared optimizers of the run, if it uses `raysgd.train.torch`."""
+    seed: int | None = None
+    """Argument of ``enable_reproducibility`` in the run."""
 
 
 here = _Here()

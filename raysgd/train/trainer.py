@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import operator
+import itertools
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd.compat.ray_train import OldNames
+from raysgd._internal.forwarding import forwarded
+from raysgd._internal.tracebacks import folding_tracebacks
 from raysgd.elastic.config import ElasticConfig
-from raysgd.train.arguments import bound_function, make_folder, run_folder
+from raysgd.train.arguments import bound_function, make_folder, new_folder, run_folder
+from raysgd.train.backend import BackendExecutor, executor_for
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer, function_trainable
-from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.framework import BackendConfig, checked_config
 from raysgd.train.worker_group import TrainWorkerGroup
 
@@ -26,10 +27,11 @@ __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
 def _of_executor(name: str) -> Any:
     """Return a property of the trainer: a property of its executor."""
     doc = getattr(BackendExecutor, name).__doc__
-    return property(operator.attrgetter(f"_executor.{name}"), doc=doc)
+    return forwarded(f"_executor.{name}", doc or "")
 
 
-class Trainer(OldNames):
+@folding_tracebacks
+class Trainer:
     """Runs training functions on a group of workers.
 
     Runs on the driver::
@@ -41,6 +43,8 @@ class Trainer(OldNames):
 
     If a worker or node is lost, all workers restart and run the function again.
     `raysgd.train.load_checkpoint` returns the newest checkpoint to continue from.
+
+    Each run has a new folder in `logdir`: ``run_001``, ``run_002``, and so on.
 
     Args:
         backend: "torch", "tensorflow", "horovod", or a BackendConfig.
@@ -70,7 +74,6 @@ class Trainer(OldNames):
         self._scaling = ScalingConfig(num_workers, use_gpu, resources_per_worker)
         self._failure = FailureConfig(max_retries, elastic)
         self._executor = executor_for(self._config, self._scaling, self._failure)
-        self._num_runs = 0
         self.latest_run_dir: Path | None = None
         """Folder of the newest run; None before the first run."""
         self._iterator: TrainingIterator | None = None
@@ -120,15 +123,13 @@ class Trainer(OldNames):
             checkpoint: checkpoint to start from: a dict, or the path of a checkpoint.
             checkpoint_strategy: which checkpoints stay on disk; by default all.
         """
-        callback_handler = CallbackHandler(callbacks)
-        function, run_dir = self._prepared("run", train_func, config)
-        with callback_handler.run(run_dir, config or {}):
-            executor = self._executor
-            executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
-            with executor.aborting():  # also after errors and Ctrl-C in a callback
-                while (results := executor.fetch_next_result()) is not None:
-                    callback_handler.handle(results)
-                return executor.finish_training()
+        handler = CallbackHandler(callbacks)
+        reports = self.run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)
+        assert self.latest_run_dir is not None
+        with self._executor.aborting(), handler.run(self.latest_run_dir, config or {}):
+            for each in reports:
+                handler.handle(each)
+        return reports.get_final_results() or []
 
     def run_iterator(
         self,
@@ -143,8 +144,15 @@ class Trainer(OldNames):
         The arguments are the same as in `run`. The iterator raises errors of the run. The next run
         ends this run.
         """
-        function, run_dir = self._prepared("run_iterator", train_func, config)
-        self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
+        function = bound_function(train_func, config)
+        if not self._executor.is_started:
+            raise RuntimeError("The trainer is not started. Call start() first.")
+        if self._iterator is not None:
+            self._iterator.abandon()
+            self._iterator = None
+        folder = new_folder(self.logdir, (f"run_{number:03d}" for number in itertools.count(1)))
+        self.latest_run_dir = folder
+        self._executor.start_training(function, folder, dataset, checkpoint, checkpoint_strategy)
         self._iterator = TrainingIterator(self._executor)
         return self._iterator
 
@@ -187,6 +195,11 @@ class Trainer(OldNames):
     latest_checkpoint = _of_executor("latest_checkpoint")
     latest_checkpoint_dir = _of_executor("latest_checkpoint_dir")
     latest_checkpoint_path = _of_executor("latest_checkpoint_path")
+
+    def get_latest_checkpoint(self) -> Any:
+        """Return ``latest_checkpoint``. Older name."""
+        return self.latest_checkpoint
+
     best_checkpoint_path = _of_executor("best_checkpoint_path")
     events = _of_executor("events")
     load_checkpoint_from_path = staticmethod(load_checkpoint_from_path)
@@ -196,23 +209,6 @@ class Trainer(OldNames):
         """The best checkpoint of the newest run; None if no checkpoint is on disk."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
-
-    def _prepared(
-        self, method: str, train_func: Callable[..., Any], config: dict[str, Any] | None
-    ) -> tuple[Callable[[], Any], Path]:
-        """Return the function with its config, and a new folder for its run."""
-        function = bound_function(train_func, config)
-        if not self._executor.is_started:
-            raise RuntimeError(
-                f"Trainer.{method}(): the trainer is not started. Call start() first."
-            )
-        if self._iterator is not None:
-            self._iterator.abandon()
-            self._iterator = None
-        self._num_runs += 1
-        self.latest_run_dir = self.logdir / f"run_{self._num_runs:03d}"
-        self.latest_run_dir.mkdir(parents=True, exist_ok=True)
-        return function, self.latest_run_dir
 
 
 class TrainingIterator(Iterator[list[dict[str, Any]]]):

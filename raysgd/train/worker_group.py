@@ -9,14 +9,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd._internal.arguments import check_number
+from raysgd._internal.arguments import MOST_WORKERS, check_number
 from raysgd._internal.config import env_seconds
 from raysgd.cluster import actor_group as core
 from raysgd.cluster.functions import results
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.train.arguments import checked_size, env_flag
+from raysgd.train.arguments import env_flag
 from raysgd.train.constants import (
     TRAIN_ENABLE_WORKER_SPREAD_ENV,
     TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV,
@@ -140,12 +140,21 @@ def group_options(
     resources: Mapping[str, float] | None = None,
     strategy: str | None = None,
 ) -> GroupOptions:
-    fewest, most = checked_size(num_workers)
+    pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
+    if (
+        len(pair) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
+        or not 1 <= pair[0] <= pair[1] <= MOST_WORKERS
+    ):
+        raise ValueError(
+            f"num_workers={num_workers!r}: must be an int from 1 to {MOST_WORKERS}, or a pair "
+            "(min, max) of such ints."
+        )
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
         check_number("resources_per_worker", name, amount)
     options = GroupOptions(
-        num_workers=most,
-        min_workers=fewest,
+        num_workers=pair[1],
+        min_workers=pair[0],
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=dict(resources or {}),

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import operator
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from raysgd._internal.arguments import check_hook, check_int, checked_dict, unknown_argument
+from raysgd._internal.arguments import (
+    check_function,
+    check_int,
+    checked_dict,
+    is_number,
+    unknown_argument,
+)
 from raysgd._internal.config import BATCH_SIZE, env_seconds
 from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
+from raysgd._internal.tracebacks import folding_tracebacks
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList, checked_logdir, trainer_callbacks
 from raysgd.cluster.actor_group import ActorGroup
@@ -41,11 +48,15 @@ from raysgd.trainer.info import TrainerInfo
 from raysgd.trainer.state import TrainerState
 
 
+@folding_tracebacks
 class OperatorTrainer(TrainerInfo):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 
-    _trainable: ClassVar[str]
+    _options_cls: type[Options]
+    _optimizer_options: ModuleType
+    """Module that changes the options of optimizers for the config of a trial."""
     _state_cls: ClassVar[type[TrainerState]] = TrainerState
+    _concatenate: Callable[[Sequence[Any]], Any] = staticmethod(np.concatenate)
 
     def __init__(
         self,
@@ -55,7 +66,8 @@ class OperatorTrainer(TrainerInfo):
         callbacks: Iterable[Callback],
         logdir: str | os.PathLike[str] | None,
     ) -> None:
-        check_hook(options.trainer, initialization_hook)
+        if initialization_hook is not None:
+            check_function(options.trainer, "initialization_hook", initialization_hook)
         self._logdir = checked_logdir(logdir)
         attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
@@ -134,12 +146,10 @@ class OperatorTrainer(TrainerInfo):
             )
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
-            hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-            self._dispatcher.show(hook, self, metrics, result.call)
+            self._fit_loop.show_training(self, metrics, result)
         if reduce_results:
             return metrics
-        plain = [merge_workers([each]) for each in result.by_worker]
-        return [{"epoch": epoch} | each | {"epoch": epoch} for each in plain]
+        return [{"epoch": epoch} | each | {"epoch": epoch} for each in result.by_worker]
 
     def validate(
         self,
@@ -168,9 +178,7 @@ class OperatorTrainer(TrainerInfo):
             num_steps = check_int("validate", "num_steps", num_steps, 1)
         checked_dict("validate", "info", info)
         result = self._fit_loop.validate(self, info, num_steps, profile)
-        if reduce_results:
-            return result.merged
-        return [merge_workers([each]) for each in result.by_worker]
+        return result.merged if reduce_results else result.by_worker
 
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on another loader, without callbacks and `latest_metrics`.
@@ -208,10 +216,6 @@ class OperatorTrainer(TrainerInfo):
         parts = itertools.chain.from_iterable(self._dispatcher.make(call, moves=True))
         in_order = sorted(parts, key=operator.itemgetter(0))
         return join_outputs([output for _, output in in_order], self._concatenate)
-
-    @staticmethod
-    def _concatenate(parts: Sequence[Any]) -> Any:
-        return np.concatenate(parts)
 
     def fit(
         self,
@@ -266,25 +270,25 @@ class OperatorTrainer(TrainerInfo):
 
     # ---- state
 
-    def state_dict(self, copy: bool = True) -> dict[str, Any]:
+    def state_dict(self, copy: bool = True, *, frozen: bool = True) -> dict[str, Any]:
         """Return the state, on CPU: the content of the files of `save`.
 
         Its keys are ``epoch``, ``global_step``, ``operator`` (the ``state_dict`` of the operator),
         ``models``, ``optimizers``, ``schedulers``, ``data`` (the position in the data, and the
         states of random number generators), ``callbacks``, and ``config`` (its numbers and
-        strings).
+        strings), and ``provenance``.
         Some states also have ``averages`` (of weights), ``amp_native`` or ``amp_apex`` (a loss
         scaler), and ``validation_due`` (the newest metrics, before a validation of `fit`).
 
         Args:
             copy: for older scripts; without effect.
+            frozen: as in `save`.
 
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.
         """
-        del copy
         self._dispatcher.check_open()
-        return self._state.collect()
+        return self._state.collect(frozen=frozen)
 
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
         """Load a state on any number of workers.
@@ -297,14 +301,22 @@ class OperatorTrainer(TrainerInfo):
             CheckpointError: if the state is from another trainer, or the operator or a callback
                 cannot load it. If so, the trainer is unchanged.
         """
-        del blocking
         self._state.load(state)
 
-    def save(self, path: str | os.PathLike[str]) -> str:
+    def save(
+        self, path: str | os.PathLike[str], *, provenance: bool = True, frozen: bool = True
+    ) -> str:
         """Write the state to one file, completely or not at all.
 
         Args:
             path: a path, or a URL such as ``s3://bucket/state.pt``.
+            provenance: whether the manifest says where the state came from, as far as it is known:
+                ``started``, ``command`` (without secrets), ``commit`` of the script's repository,
+                ``dirty``, ``seed``, ``loaders`` (``samples``, ``fingerprint``), and ``parent``, the
+                checkpoint that was loaded.
+            frozen: False (for PyTorch) leaves out frozen parameters that still are as ``setup``
+                made them, and keeps their digests. `load` compares these with the parameters of the
+                new ``setup``.
 
         Returns:
             The absolute path, or the URL.
@@ -313,18 +325,19 @@ class OperatorTrainer(TrainerInfo):
             CheckpointError: if the file cannot be written there.
             WorkerLostError: if all workers are lost, and there is no snapshot.
         """
-        return self._state.save(path)
+        return self._state.save(path, provenance, frozen)
 
-    def save_model(self, path: str | os.PathLike[str]) -> str:
+    def save_model(self, path: str | os.PathLike[str], *, frozen: bool = True) -> str:
         """Write the weights of the models to a ``.safetensors`` file, as `save` writes the state.
 
-        With several models the keys begin with ``0.``, ``1.``, ….
+        With several models the keys begin with ``0.``, ``1.``, …. With ``frozen=False``, the file
+        lacks the same parameters as a file of ``save(frozen=False)``.
 
         Raises:
             CheckpointError: if the file cannot be written there.
             ImportError: if safetensors is not installed.
         """
-        return self._state.save_model(path)
+        return self._state.save_model(path, frozen)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a file that `save` wrote, from a path or a URL. Loading runs no code from the file.
@@ -345,7 +358,7 @@ class OperatorTrainer(TrainerInfo):
             TypeError: if `fn` is not a function, or if `fn` or its result cannot be pickled.
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
-        _check_callable("apply_all_workers", fn)
+        check_function("apply_all_workers", "fn", fn)
         return self._dispatcher.make(Call(request=ApplyRequest(function=fn)))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
@@ -354,7 +367,7 @@ class OperatorTrainer(TrainerInfo):
         New workers receive its changes of learning rates, parameters, ``requires_grad``, and batch
         sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
-        _check_callable("apply_all_operators", fn)
+        check_function("apply_all_operators", "fn", fn)
         return self._dispatcher.make(Call(request=ApplyOperatorRequest(function=fn)))
 
     def describe_data(self) -> dict[str, str]:
@@ -385,8 +398,12 @@ class OperatorTrainer(TrainerInfo):
         """
         if (node_id is None) == (rank is None):
             raise ValueError(f"drain(node_id={node_id!r}, rank={rank!r}): pass one of the two.")
-        if deadline_s is not None and not deadline_s >= 0:
+        if deadline_s is not None and not (is_number(deadline_s) and deadline_s >= 0):
             raise ValueError(f"drain(deadline_s={deadline_s!r}): must be at least 0, or None.")
+        if rank is not None:
+            rank = check_int("drain", "rank", rank)
+        elif not isinstance(node_id, str):
+            raise TypeError(f"drain(node_id={node_id!r}): must be the ID of a node, a str.")
         self._controller.drain(node_id, rank, deadline_s)
 
     def get_local_operator(self) -> Any:
@@ -460,10 +477,9 @@ class OperatorTrainer(TrainerInfo):
             ValueError: if `override_tune_step` does not take two arguments.
         """
         arguments = cls._trial_arguments(trainer_kwargs)
-        tune = importlib.import_module("raysgd.tune")  # tune is a layer above this module
-        base = getattr(tune, cls._trainable)
-        made: type[Any] = tune.trainable_class(base, cls, override_tune_step, arguments)
-        return made
+        from raysgd.trials import operators
+
+        return operators.trainable_class(cls, override_tune_step, arguments)
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -479,8 +495,3 @@ def known_arguments(trainer_cls: type[OperatorTrainer]) -> list[str]:
     """Return the arguments of a trainer class, and of the base class that it passes them to."""
     kinds = [kind for kind in trainer_cls.__mro__ if OperatorTrainer in kind.__mro__[1:]]
     return [name for kind in kinds for name in inspect.signature(kind).parameters]
-
-
-def _check_callable(method: str, function: Any) -> None:
-    if not callable(function):
-        raise TypeError(f"{method}({function!r}): must be a function.")

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from raysgd._internal.context import Progress
-from raysgd.callbacks.base import LastCall, Trainer
+from raysgd._internal.finite import bad_loss
+from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
+from raysgd.callbacks.stopping import TerminateOnNaN
+from raysgd.cluster.serialization import Parcel
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
+from raysgd.elastic.points import Part, Points
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerMetrics(NamedTuple):
     """The result of a call of train or validate."""
 
-    by_worker: list[dict[str, Any]]
+    results: list[dict[str, Any]]
     merged: dict[str, Any]
     completed_epoch: bool
     call: LastCall
+
+    @property
+    def by_worker(self) -> list[dict[str, Any]]:
+        return [merge_workers([each]) for each in self.results]
 
 
 @dataclass(kw_only=True)
@@ -42,8 +54,6 @@ class TrainCall(Call):
     can_pause: bool = True
     start: Progress | None = None
     seconds: float = 0.0
-    logged_s: float = 0.0
-    """Value of `seconds` at the last logged step."""
 
     def __post_init__(self) -> None:
         self.farewell = MeasuredRequest(call=self.request.call)
@@ -53,8 +63,7 @@ class TrainCall(Call):
         request, step = self.request, progress.global_step
         if self.start is None:
             self.start = progress
-            logged = None if request.logged is None else step
-            request = replace(request, start_step=step, logged=logged)
+            request = replace(request, start_step=step)
             if self.num_steps is None:
                 request = replace(request, until_epoch=progress.epoch + 1)
             else:
@@ -80,21 +89,25 @@ class Dispatcher:
     max_steps: int | None = None
     """Argument of the running ``fit()``, as `log_every`."""
     log_every: int | None = None
+    bad_steps: list[dict[str, Any]] = field(default_factory=list)
+    """Steps that were not applied, oldest first."""
     _shown: dict[str, Any] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of calls. Workers recognize a repeated call by its number."""
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
+    _is_bad: bool = False
+    """Whether the newest metrics had a loss that is not finite."""
 
     def check_open(self, moves: bool = False) -> None:
         """Check that the trainer may call its workers now and, if `moves`, change the state."""
         for hook in self.callback_list.inside:
-            if hook in ("on_event", "on_progress"):
+            if hook in ("on_event", "on_progress", "on_log"):
                 raise RuntimeError(
                     f"A callback cannot call the workers in {hook}, during another call. Make the "
                     "call in on_epoch_end."
                 )
-            if hook in ("on_pause", "on_log") and moves:
+            if hook == "on_pause" and moves:
                 raise RuntimeError(
                     f"A callback cannot train, validate, or load in {hook}, during train(). It can "
                     "read and save the state."
@@ -136,6 +149,8 @@ class Dispatcher:
             until_epoch=None if reached.in_epoch else reached.epoch,
             until_step=reached.global_step if reached.in_epoch else None,
             callback_pause=None,
+            log_every=None,
+            until_nan=False,
         )
         return Call(request=request, has_batches=True, can_pause=True)
 
@@ -152,63 +167,97 @@ class Dispatcher:
         request = TrainRequest(
             call=next(self.numbers),
             until_step=self.max_steps,
-            logged=None if self.log_every is None else 0,  # `begin` sets the step
+            log_every=self.log_every,
             info=dict(info or {}),
             profile=profile,
             dataset=dataset,
+            until_nan=self._ends_at_nan,
         )
         call = TrainCall(
             request=request,
             num_steps=num_steps,
-            next_pause=self._next_pause,
+            next_pause=self.callback_list.next_pause,
             max_losses=max_retries,
+            points=Points(request.call),
         )
         controller = self.controller
         self._newest = call
         ended = 0.0
         results: list[Any] = [None]
-        while results[0] is None:
-            call.request = replace(call.request, info=dict(info or {}))
-            call.on_wait = self.callback_list.watcher(trainer, "train")
-            started = time.perf_counter()
-            results = [outcome.value() for outcome in controller.run(call)]
-            call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
-            self._log(trainer, call)
-            self.callback_list.pause(trainer)
+        try:
+            while results[0] is None:
+                call.request = replace(call.request, info=dict(info or {}))
+                call.on_wait = self.callback_list.watcher(trainer, "train")
+                call.points.show = partial(self._log, trainer) if self.log_every else None
+                started = time.perf_counter()
+                results = [outcome.value() for outcome in controller.run(call)]
+                call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
+                self.callback_list.pause(trainer)
+        finally:
+            call.on_wait = call.points.show = None  # they keep the trainer alive
+            self._note_bad_steps(trainer)
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
-        merged = merge_workers(results)
-        last_call = LastCall("train", ended, call.seconds, controller.speed.lap("train"))
+        merged = self._merged(results)
+        num_samples = controller.progress.epoch_samples
+        last_call = LastCall(
+            "train", ended, call.seconds, controller.speed.lap("train"), num_samples
+        )
         return WorkerMetrics(results, merged, completed, last_call)
 
-    def _log(self, trainer: Trainer, call: TrainCall) -> None:
-        """Pass the metrics since the last logged step to callbacks, if logging is due.
-
-        Steps that a restart repeats are not logged again.
-        """
-        since = call.request.logged
-        if self.log_every is None or since is None:
+    def _log(self, trainer: Trainer, parts: Sequence[Part]) -> None:
+        """Pass the metrics of a point to callbacks. Meanwhile, the trainer has its step."""
+        packed = [part.metrics for _, part in parts if part.metrics is not None]
+        if not packed:
             return
-        step = self.controller.progress.global_step
-        if step < _next_multiple(self.log_every, since):
-            return
-        call.request = replace(call.request, logged=step)
-        request = MeasuredRequest(call=call.request.call, since=since)
-        parts = self.make(Call(request=request, method="train", max_losses=3))
-        merged = merge_workers([each for each in parts if each is not None])
-        metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
-        speed = self.controller.speed.lap("step")
-        point = LastCall("step", time.time(), call.seconds - call.logged_s, speed)
-        call.logged_s = call.seconds
-        self.callback_list.call("on_log", trainer, point, metrics)
+        newest, journal, timing = parts[-1][1], self.controller.journal, dict(parts)
+        members = [member for member in self.controller.members if member in timing]
+        speed = self.controller.speed.lap("step", {m: timing[m].timing for m in members})
+        call = LastCall("step", time.time(), max(part.seconds for _, part in parts), speed)
+        before, step = journal.progress, newest.global_step
+        journal.progress = replace(before, epoch=newest.epoch, in_epoch=False, global_step=step)
+        try:
+            measured = [each.value() if isinstance(each, Parcel) else each for each in packed]
+            merged = self._merged(measured)
+            metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
+            self.callback_list.call("on_log", trainer, call, metrics)
+        finally:
+            journal.progress = before
 
-    def _next_pause(self, global_step: int, immediately: bool) -> int | None:
-        steps = (
-            self.callback_list.next_pause(global_step, immediately),
-            None if self.log_every is None else _next_multiple(self.log_every, global_step),
+    def _note_bad_steps(self, trainer: Trainer) -> None:
+        """Keep, write, and report the steps of a call that were not applied."""
+        newest = max((each["step"] for each in self.bad_steps), default=0)
+        new = [each for each in self.controller.progress.bad_steps if each["step"] > newest]
+        if not new:
+            return
+        self.bad_steps += new
+        if trainer.logdir is not None:
+            append_lines(logdir_of(trainer) / "bad_steps.jsonl", new)
+        logger.warning(
+            "Bad steps that were not applied: %d. The newest is step %d, because %s. "
+            "trainer.bad_steps has their samples.",
+            len(new),
+            new[-1]["step"],
+            new[-1]["reason"],
         )
-        return min((step for step in steps if step is not None), default=None)
+
+    def _merged(self, results: list[Any]) -> dict[str, Any]:
+        """Return the merged metrics, and warn once of a loss that is not finite."""
+        merged = merge_workers(results)
+        if (bad := bad_loss(merged)) and not (self._is_bad or self._ends_at_nan):
+            logger.warning(
+                "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
+                "the first such step. A CheckpointCallback keeps the last finite state.",
+                bad,
+                self.controller.progress.global_step,
+            )
+        self._is_bad = bool(bad)
+        return merged
+
+    @property
+    def _ends_at_nan(self) -> bool:
+        return any(isinstance(each, TerminateOnNaN) for each in self.callback_list)
 
     def validate(
         self,
@@ -240,13 +289,12 @@ class Dispatcher:
             has_batches=True,
             on_wait=self.callback_list.watcher(trainer, "validate"),
         )
+        start = 0 if from_start else self.controller.progress.validation_offset
         started = time.perf_counter()
         results = self.make(call)
         seconds = time.perf_counter() - started
         self._failed_validation = None
-        merged = merge_workers(results)
-        return WorkerMetrics(results, merged, False, LastCall("validate", time.time(), seconds))
-
-
-def _next_multiple(number: int, step: int) -> int:
-    return (step // number + 1) * number
+        merged = self._merged(results)
+        is_complete = start == self.controller.progress.validation_offset == 0
+        last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
+        return WorkerMetrics(results, merged, False, last_call)

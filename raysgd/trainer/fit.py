@@ -6,18 +6,20 @@ import contextlib
 import itertools
 import logging
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.arguments import check_int, checked_dict, set_fields
-from raysgd.callbacks.base import Callback, History, Trainer
+from raysgd.callbacks.base import Callback, History, LastCall, Trainer
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
-from raysgd.metrics import merge_workers
+from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
+from raysgd.loop.sources import missing_loader
+from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
 from raysgd.trainer.dispatcher import Dispatcher, WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,10 @@ class FitLoop:
     """Number of epochs that need no validation anymore."""
     _owed_at: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
+    _parts: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
+    """Metrics of the newest training, and of its validation, unless that had a result."""
+    _of_validation: set[str] = field(default_factory=set)
+    """Names of the metrics of validations."""
 
     def run(
         self,
@@ -86,7 +92,7 @@ class FitLoop:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
-        own = checked_callbacks(where, callbacks, trainer.logdir)
+        own = checked_callbacks(where, callbacks, trainer.logdir, callback_list)
         if verbose and not any(isinstance(c, EpochLines) for c in (*own, *callback_list)):
             own.insert(0, ProgressBar() if is_interactive() else EpochLines())
         dispatcher.check_open(moves=True)
@@ -98,11 +104,12 @@ class FitLoop:
         self.stop_reason = None
         every = options.validate_every
         with callback_list.attached(trainer, own):
+            why = "fit() does not validate."
             if every and not self._can_validate():
-                logger.info("fit() does not validate: there is no validation loader.")
-                every = None
+                why, every = f"{why} {missing_loader('validation')}", None
+                logger.info("%s", why)
             if every is None:
-                _check_monitored(self._monitored(), ())
+                _check_monitored(self._monitored(), (), why)
             self.num_epochs, self._every = options.num_epochs, every
             self._num_settled = self._num_completed
             dispatcher.max_steps, dispatcher.log_every = options.max_steps, options.log_every
@@ -114,7 +121,7 @@ class FitLoop:
                     logger.warning("%s", sentence)
                 return history
             finally:
-                self.note_owed(self.lacks_validation)
+                self._note_owed(self.lacks_validation)
                 self.num_epochs = self._every = None
                 dispatcher.max_steps = dispatcher.log_every = None
 
@@ -126,11 +133,11 @@ class FitLoop:
                 return self.stop_reason or f"max_steps={options.max_steps} is reached"
             return self.stop_reason
 
-        if self._is_owed and self._is_due:
+        if self.lacks_validation and self._is_due:  # since an earlier fit()
             self.validate(trainer, options.info, from_start=True)
         if self._num_completed >= num_epochs:
             logger.warning(
-                "fit(%d) trains nothing, because the run has already completed %d epochs.",
+                "fit(%d) trains nothing, because the run has already completed epoch %d.",
                 num_epochs,
                 self._num_completed,
             )
@@ -144,6 +151,7 @@ class FitLoop:
             if self._num_completed > epoch and self._is_due:
                 validated = self.validate(trainer, options.info, from_start=True).merged
                 history[-1] = {**validated, **history[-1]}
+        history.stop_reason = f"num_epochs={num_epochs} is reached"
         if (reason := end()) is not None and self._num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
@@ -168,7 +176,12 @@ class FitLoop:
             )
             self._has_validated = True
             self._owed_at, self._num_settled = None, self._num_completed
+            if result.call.is_complete:  # otherwise the user looks at some batches
+                self._parts[1:] = [(result.merged, result.call)] if self._parts else []
             self.dispatcher.show("on_validation_end", trainer, result.merged, result.call)
+            self._of_validation.update(result.merged)
+            if len(self._parts) > 1:
+                self._show_result(trainer)
         return result
 
     @property
@@ -183,18 +196,48 @@ class FitLoop:
         return self._num_completed % self._every == 0 or self._num_completed >= self.num_epochs
 
     @property
-    def _is_owed(self) -> bool:
-        """Whether an earlier ``fit()`` skipped a validation, and no training followed."""
-        return self._owed_at == self.dispatcher.controller.progress.global_step
-
-    @property
     def lacks_validation(self) -> bool:
-        """Whether the validation of the newest epoch is missing."""
-        return self._is_owed or (self._num_completed > self._num_settled and self._is_due)
+        """Whether the validation of the newest epoch is missing, and no training followed."""
+        if self._owed_at == self.dispatcher.controller.progress.global_step:
+            return True
+        return self._num_completed > self._num_settled and self._is_due
 
-    def note_owed(self, owed: bool) -> None:
-        """Record whether a validation is missing at the end of a ``fit()`` or after a load."""
+    def _note_owed(self, owed: bool) -> None:
         self._owed_at = self.dispatcher.controller.progress.global_step if owed else None
+
+    def note_loaded(self, due: dict[str, Any] | None) -> None:
+        """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
+        self._note_owed(due is not None)
+        self._parts = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
+
+    # ---- results
+
+    def show_training(
+        self, trainer: Trainer, metrics: dict[str, Any], result: WorkerMetrics
+    ) -> None:
+        """Pass the metrics of ``train()`` to the callbacks."""
+        self._parts = [(metrics, result.call)]
+        hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
+        self.dispatcher.show(hook, trainer, metrics, result.call)
+        if result.completed_epoch and not self._is_due:
+            self._show_result(trainer)
+
+    def _show_result(self, trainer: Trainer) -> None:
+        """Pass the result of an epoch to the callbacks, unless a callback made the call."""
+        if self.dispatcher.callback_list.inside:
+            return
+        merged: dict[str, Any] = {}
+        seconds = 0.0
+        for metrics, call in self._parts:
+            merged |= metrics
+            seconds += call.seconds
+        if call.kind == "validate":
+            self._parts = []
+        else:
+            names = self._of_validation - {NUM_SAMPLES, BATCH_COUNT}
+            merged = {name: value for name, value in merged.items() if name not in names}
+        whole = call._replace(seconds=seconds)
+        self.dispatcher.callback_list.call("on_result", trainer, whole, merged)
 
     # ---- checks
 
@@ -206,7 +249,9 @@ class FitLoop:
         """Try the validation on some batches, unless a validation has run or runs next."""
         if self._has_validated or self.lacks_validation or self.stop_reason is not None:
             return
-        request = RehearseRequest(num_steps=_SANITY_STEPS, info=dict(info or {}))
+        request = ValidateRequest(
+            call=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=dict(info or {})
+        )
         call = Call(request=request, method="fit", max_losses=3, has_batches=True)
         try:
             # A worker without a batch has no metrics.
@@ -215,10 +260,13 @@ class FitLoop:
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 parts.append(merge_workers(parts))
             names = dict.fromkeys(itertools.chain.from_iterable(parts))
+            self._of_validation.update(names)
             if names:
-                _check_monitored(self._monitored(), list(names))
+                why = f"a validation has: {', '.join(names)}."
+                _check_monitored(self._monitored(), list(names), why)
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
+            error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last
             raise
         self._has_validated = True
 
@@ -234,16 +282,13 @@ class FitLoop:
         return {f"{who}(monitor={name!r})": name for who, name in named if isinstance(name, str)}
 
 
-def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
+def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str], why: str) -> None:
     """Check that monitored metrics of validation exist. Others may be metrics of training."""
-    there_is = "fit() does not validate"
-    if metrics:
-        there_is = f"a validation has: {', '.join(metrics)}"
     for argument, name in monitored.items():
         if name in metrics:
             continue
         if name.startswith(_OF_VALIDATION):
-            raise ValueError(f"{argument}: there is no such metric, because {there_is}.")
+            raise ValueError(f"{argument}: there is no such metric, because {why}")
         if f"val_{name}" in metrics:
             logger.warning("%s: validation has 'val_%s', but not this metric.", argument, name)
 

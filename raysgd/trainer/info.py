@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from pathlib import Path
 from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE
+from raysgd._internal.forwarding import forwarded
 from raysgd.callbacks.base import LastCall
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -14,11 +14,12 @@ from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
+from raysgd.trainer.state import TrainerState
 
 
 def argument(name: str) -> Any:
     """Return a property of trainers: an argument of the constructor."""
-    return property(operator.attrgetter(f"_options.{name}"), doc="The argument of the constructor.")
+    return forwarded(f"_options.{name}", "The argument of the constructor.")
 
 
 class TrainerInfo:
@@ -30,6 +31,7 @@ class TrainerInfo:
     _fit_loop: FitLoop
     _keeps_batch: bool
     _logdir: Path | None
+    _state: TrainerState
 
     @property
     def config(self) -> dict[str, Any]:
@@ -57,16 +59,29 @@ class TrainerInfo:
     max_workers = argument("num_workers")
     backend = argument("backend")
     use_fp16 = argument("use_fp16")
-
-    @property
-    def use_gpu(self) -> bool:
-        """Whether workers use GPUs."""
-        return bool(self._options.use_gpu)
-
-    @property
-    def operator_name(self) -> str:
-        """Name of the class of the operator."""
-        return str(self._options.training_operator_cls.__qualname__)
+    use_gpu: bool = forwarded("_options.use_gpu", "Whether workers use GPUs.")
+    operator_name: str = forwarded(
+        "_options.training_operator_cls.__qualname__", "Name of the class of the operator."
+    )
+    logdir: Path | None = forwarded("_logdir", "The run folder.")
+    global_step: int = forwarded(
+        "_controller.progress.global_step", "Finished training steps of all calls."
+    )
+    split: int = forwarded(
+        "_controller.progress.split", "Micro-batches per batch, above 1 after memory ran out."
+    )
+    latest_metrics: dict[str, Any] = forwarded(
+        "_dispatcher.metrics", "The newest metrics of `train` and `validate`, in one dict."
+    )
+    last_call: LastCall | None = forwarded(
+        "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
+    )
+    num_epochs: int | None = forwarded(
+        "_fit_loop.num_epochs", "The number of epochs at which the current `fit` ends, or None."
+    )
+    stop_reason: str | None = forwarded(
+        "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
+    )
 
     @property
     def epoch(self) -> int:
@@ -75,29 +90,9 @@ class TrainerInfo:
         return progress.epoch + progress.in_epoch
 
     @property
-    def global_step(self) -> int:
-        """Finished training steps of all calls."""
-        return self._controller.progress.global_step
-
-    @property
-    def split(self) -> int:
-        """Number of micro-batches per batch, above 1 after memory ran out."""
-        return self._controller.progress.split
-
-    @property
     def events(self) -> list[Event]:
         """Events of the group of workers, such as losses and resizes, oldest first."""
         return list(self._controller.events)
-
-    @property
-    def latest_metrics(self) -> dict[str, Any]:
-        """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
-        return self._dispatcher.metrics
-
-    @property
-    def last_call(self) -> LastCall | None:
-        """Kind, end time, and duration of the newest call of `train` or `validate`."""
-        return self._dispatcher.last_call
 
     def speed(self) -> SpeedReport:
         """Return where the time of training goes: a table, and a sentence if something is slow.
@@ -107,21 +102,6 @@ class TrainerInfo:
         return self._controller.speed.report()
 
     @property
-    def logdir(self) -> Path | None:
-        """The run folder."""
-        return self._logdir
-
-    @property
-    def num_epochs(self) -> int | None:
-        """The number of epochs at which the current `fit` ends. None outside of `fit`."""
-        return self._fit_loop.num_epochs
-
-    @property
-    def validation_due(self) -> bool:
-        """Whether `fit` has yet to validate the newest epoch."""
-        return self._fit_loop.lacks_validation
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The reason passed to `request_stop`. None if no stop was requested since `fit` began."""
-        return self._fit_loop.stop_reason
+    def provenance(self) -> dict[str, Any]:
+        """Where the state comes from, as far as the driver knows it: see `save`."""
+        return self._state.provenance()

@@ -12,14 +12,19 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from raysgd import checkpoint
+from raysgd._internal.arguments import check_flags
 from raysgd._internal.context import Request
+from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd._internal.provenance import of_process, without_homes
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
-from raysgd.cluster.streams import Content, ReceivedFile, ReceivedValue, StorageError
+from raysgd.checkpoint.weights import check_suffix
+from raysgd.cluster.streams import Content, Inbox, StorageError
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shards
+from raysgd.errors import WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
 from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
@@ -42,6 +47,14 @@ class TrainerState:
     options: Options
     dispatcher: Dispatcher
     fit_loop: FitLoop
+    parent: str | None = None
+    """The checkpoint that was loaded."""
+
+    def __post_init__(self) -> None:
+        of_process()  # the files of the script may change later
+
+    def provenance(self) -> dict[str, Any]:
+        return {**of_process(), **({} if self.parent is None else {"parent": self.parent})}
 
     # ---- methods of each framework
 
@@ -55,78 +68,91 @@ class TrainerState:
 
     # ---- collection from the workers
 
-    def collect(self, method: str = "state_dict") -> dict[str, Any]:
+    def collect(
+        self, method: str = "state_dict", provenance: bool = True, frozen: bool = True
+    ) -> dict[str, Any]:
         """Return the state. Errors name the `method` that the user called."""
         with self.dispatcher.controller.speed.saving():
-            of_driver = self._of_driver()
-            return {**self._collect_from_workers(method), **of_driver}
+            of_driver = self._of_driver(provenance)
+            return {**self._collect_from_workers(method, frozen), **of_driver}
 
-    def _of_driver(self) -> dict[str, Any]:
+    def _of_driver(self, provenance: bool) -> dict[str, Any]:
         callbacks = self.dispatcher.callback_list.state_dict()
         parts = {"callbacks": callbacks} if callbacks else {}
         parts["config"] = scalars(shown_config(self.options.config))
+        if provenance:
+            parts["provenance"] = self.provenance()
         if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
             parts["validation_due"] = scalars(self.dispatcher.metrics)
         return parts
 
-    def _collect_from_workers(self, method: str) -> dict[str, Any]:
+    def _collect_from_workers(self, method: str, frozen: bool) -> dict[str, Any]:
         controller, snapshot = self.dispatcher.controller, None
         with controller.alone():  # no other thread restarts the workers now
             if not controller.members and controller.can_restart():
                 snapshot = controller.snapshots.state()
-        if snapshot:
-            # Copy the state, because it may be one that the user loaded.
-            return copy.deepcopy(without_call(self.assemble(snapshot)))
-        generators = self._generators(method)
-        state = self.assemble(with_shards(self._fetch(StateRequest(), method)))
-        state["data"]["rng"] = generators
-        return state
+        reached, kept = controller.progress.global_step, (snapshot or {}).get("global_step", 0)
+        lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
+        if not snapshot or kept < reached or lacks:
+            try:  # new workers repeat the steps after the snapshot
+                generators = self._generators(method)
+                state = self.assemble(with_shards(self._fetch(StateRequest(frozen=frozen), method)))
+                state["data"]["rng"] = generators
+                return state
+            except WorkerLostError:
+                if not snapshot:
+                    raise
+                text = "%s(): no worker starts, so the state is that of step %d, not %d."
+                logger.warning(text, method, kept, reached)
+        # Copy the state, because it may be one that the user loaded.
+        copied: dict[str, Any] = map_leaves(without_call(self.assemble(snapshot)), deep_copied)
+        return copied
 
     def models(self, method: str = "get_model") -> Any:
         self._generators(method)  # workers also compare their replicas
         return self._fetch(ModelsRequest(), method)[0]
 
     def _generators(self, method: str) -> list[Any]:
-        request = RngStateRequest()
-        return self.dispatcher.make(
-            Call(request=request, method=method, max_losses=3, any_size=True)
-        )
+        return self._fetch(RngStateRequest(), method, rank=None, receives=None)
 
-    def _fetch(
-        self, request: Request, method: str, kind: Callable[..., Any] = ReceivedValue
-    ) -> list[Any]:
-        rank = None if self.dispatcher.controller.progress.is_sharded else 0
-        call = Call(
-            request=request, method=method, rank=rank, receives=kind, max_losses=3, any_size=True
-        )
-        return self.dispatcher.make(call)
+    def _fetch(self, request: Request, method: str, **options: Any) -> list[Any]:
+        """Return the answers of all workers that have a part of the state."""
+        rank = 0 if self.dispatcher.controller.progress.holdings.complete else None
+        options = {"rank": rank, "receives": Inbox, "max_losses": 3, "any_size": True, **options}
+        return self.dispatcher.make(Call(request=request, method=method, **options))
 
     # ---- files
 
-    def save(self, path: str | os.PathLike[str]) -> str:
+    def save(self, path: str | os.PathLike[str], provenance: bool, frozen: bool) -> str:
+        check_flags("save", provenance=provenance, frozen=frozen)
         with self.dispatcher.controller.speed.saving():
-            return self._save(path)
+            return self._save(path, provenance, frozen)
 
-    def _save(self, path: str | os.PathLike[str]) -> str:
+    def _save(self, path: str | os.PathLike[str], provenance: bool, frozen: bool) -> str:
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
         manifest = checkpoint.Manifest(
             world_size=len(controller.members),
             operator=self.options.training_operator_cls.__qualname__,
         )
-        if controller.progress.is_sharded or not controller.members or _allows_own_types():
-            return checkpoint.write_file(self.collect("save"), target.name, manifest)
-        of_driver, errors = self._of_driver(), []
+        is_complete = controller.progress.holdings.complete
+        if not (is_complete and controller.members) or _allows_own_types():
+            state = self.collect("save", provenance, frozen)
+            return checkpoint.write_file(state, target.name, manifest)
+        of_driver, errors = self._of_driver(provenance), []
         request = SaveRequest(
-            of_driver=of_driver, generators=self._generators("save"), shown=target.shown
+            of_driver=of_driver,
+            generators=self._generators("save"),
+            shown=target.shown,
+            frozen=frozen,
         )
 
         def fill(file: IO[bytes]) -> None:
             hashing: Any = HashingFile(file)
             try:
-                kind = functools.partial(ReceivedFile, hashing)
-                (answer,) = self._fetch(request, "save", kind)
+                receives = functools.partial(Inbox, open_file=hashing.emptied)
+                (answer,) = self._fetch(request, "save", receives=receives)
             except StorageError as error:
                 raise error.args[0] from None
             except Exception as error:
@@ -136,19 +162,27 @@ class TrainerState:
                 raise answer
             if isinstance(answer, Content):  # of a worker in this process
                 answer.write(hashing)
-            hashing.seal(replace(manifest, **answer.facts))
+                answer = answer.facts
+            hashing.seal(replace(manifest, **answer))
 
         return target.write(fill, unchanged=errors)
 
-    def save_model(self, path: str | os.PathLike[str]) -> str:
-        return checkpoint.save_model(self.weights(), path)
+    def save_model(self, path: str | os.PathLike[str], frozen: bool) -> str:
+        check_suffix(path)
+        check_flags("save_model", frozen=frozen)
+        weights, left_out = self.weights(), set()
+        if not frozen:
+            names = self._collect_from_workers("save_model", frozen).get("frozen", ())
+            many = isinstance(weights, list)
+            left_out = {f"{i}.{n}" if many else n for i, own in enumerate(names) for n in own}
+        return checkpoint.save_model(weights, path, left_out)
 
     # ---- loading
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         self.dispatcher.check_open(moves=True)
-        file = OpenFile(path)
-        self.load(file.read(), again=file.read)
+        file, parent = OpenFile(path), {"path": Location(path).shown}
+        self.load({**file.read(), "parent": parent}, again=file.read)
 
     def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
         """Load a state. `again` reads it from a file, so that it need not be kept."""
@@ -159,6 +193,8 @@ class TrainerState:
         with self.dispatcher.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
             self.dispatcher.make(call, moves=True)
+        path = of_driver["parent"].get("path")
+        self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
         if again is not None:
             snapshots.keep(lambda: for_workers(again()))
@@ -166,9 +202,9 @@ class TrainerState:
             snapshots.store(of_workers)
         else:  # packing needs Ray
             snapshots.keep(lambda: of_workers)
+        self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest.update(of_driver["validation_due"])
-        # An empty dict counts too: the state was saved before any metric.
-        self.fit_loop.note_owed("validation_due" in state)
+        self.fit_loop.note_loaded(state.get("validation_due"))
         self._warn_of_changes(of_driver["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:

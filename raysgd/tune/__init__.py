@@ -1,17 +1,17 @@
-"""Ray Tune integration: trainers and functions as trials. Imports Ray on first use."""
+"""Trainers as trials of Ray Tune. Imports Ray on first use."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raysgd._internal.imports import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.tune.trials import BaseTorchTrainable, BaseTrainable, TFTrainable, trainable_class
+    from raysgd.tf.trials import TFTrainable
+    from raysgd.trials.operators import BaseTorchTrainable, BaseTrainable, trainable_class
 
 __all__ = ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'raysgd.tune' has no attribute {name!r}")
-    return getattr(importlib.import_module("raysgd.tune.trials"), name)
+_HOMES = {name: f"raysgd.trials.operators:{name}" for name in __all__}
+__getattr__ = lazy_names(__name__, _HOMES | {"TFTrainable": "raysgd.tf.trials:TFTrainable"})

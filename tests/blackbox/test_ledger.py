@@ -121,8 +121,8 @@ def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement
         metrics = trainer.train()
         killing.result()
     (hit,) = injected.injected
-    # the processes of a DataLoader must not hide the death, which they could for 5 s
-    assert three.events[0].time - hit.time < 2 * SOON_S
+    # the processes of a DataLoader must not hide the death, which they could for twice as long
+    assert three.events[0].time - hit.time < SOON_S
     assert three.kinds.count("lost") == 2
     assert {*pids_of(trainer)} & {*pids} == {pids[1]}
     assert trainer.num_workers == NUM_WORKERS

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.data import Dataset as ItemDataset
-from raysgd.torch import CreatorOperator, constants
-from raysgd.utils import BATCH_SIZE, NUM_SAMPLES, AverageMeterCollection, override
-from tests.operators import replica_hash
+from raysgd.torch import constants
+from raysgd.utils import NUM_SAMPLES, AverageMeterCollection, override
 
 NUM_TRAIN = 160
 NUM_VALIDATION = 101
@@ -72,68 +71,6 @@ def all_equal(values):
 
 
 # ---- creator functions, with a loss class, a scheduler and two loaders
-
-
-def model_creator(config):
-    torch.manual_seed(1)
-    return nn.Linear(1, config.get("hidden_size", 1))
-
-
-def optimizer_creator(model, config):
-    return torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-2))
-
-
-def step_scheduler_creator(optimizer, config):
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=config["gamma"])
-
-
-def data_creator(config):
-    train_loader = DataLoader(Line(NUM_TRAIN), batch_size=config["batch_size"], shuffle=True)
-    validation_loader = DataLoader(Line(NUM_VALIDATION, seed=6), batch_size=config["batch_size"])
-    return train_loader, validation_loader
-
-
-def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(tmp_path):
-    LineTrainingOperator = TrainingOperator.from_creators(  # noqa: N806  as scripts named it
-        model_creator=model_creator,
-        optimizer_creator=optimizer_creator,
-        data_creator=data_creator,
-        scheduler_creator=step_scheduler_creator,
-        loss_creator=nn.MSELoss,
-    )
-    assert issubclass(LineTrainingOperator, CreatorOperator)
-    trainer = TorchTrainer(
-        training_operator_cls=LineTrainingOperator,
-        num_workers=1,
-        use_local=True,
-        config={"lr": 0.4, "gamma": 0.5, "hidden_size": 1, "batch_size": 8},
-        scheduler_step_freq="epoch",
-    )
-    with trainer:
-        before = trainer.validate()
-        stats = [trainer.train() for _ in range(2)]
-        after = trainer.validate()
-
-        assert [s["epoch"] for s in stats] == [1, 2]
-        assert [s["num_samples"] for s in stats] == [NUM_TRAIN, NUM_TRAIN]
-        assert stats[0]["batch_count"] == NUM_TRAIN / 8
-        assert stats[1]["train_loss"] < stats[0]["train_loss"]
-        assert after["num_samples"] == NUM_VALIDATION
-        assert after["val_loss"] < 0.1 * before["val_loss"]
-        # halved after each of two epochs
-        assert learning_rates(trainer.get_local_operator()) == [0.1]
-
-        model = trainer.get_model()
-        assert type(model) is nn.Linear
-        held_out = Line(NUM_VALIDATION, seed=6)
-        loss = nn.functional.mse_loss(model(held_out.x), held_out.y).item()
-        assert after["val_loss"] == pytest.approx(loss, rel=1e-5)
-
-        path = trainer.save(tmp_path / "line.pt")
-        trainer.train()
-        trainer.load(path)
-        assert trainer.validate()["val_loss"] == pytest.approx(loss, rel=1e-5)
-    trainer.shutdown()
 
 
 # ---- custom loops with the older signatures, and DistributedDataParallel in the user's code
@@ -254,108 +191,6 @@ class TestLoopsOfOnesOwn:
             old_loops_trainer.train(info={"fail_on": 1})
         assert old_loops_trainer.train()["num_samples"] == NUM_TRAIN
         assert all_equal(old_loops_trainer.apply_all_operators(weights_of_every_copy))
-
-
-# ---- one stream per worker, and items that the workers download and transform
-
-
-class Stream(IterableDataset):
-    """A stream of `num_points` points, without a length. Each worker has its own."""
-
-    num_replicas = None  # so that raysgd does not read one stream on all workers
-
-    def __init__(self, rank, num_points):
-        self.rank = rank
-        self.num_points = num_points
-
-    def __iter__(self):
-        for i in range(self.num_points):
-            x = torch.tensor([self.rank + i / 100])
-            yield x, 2 * x + 1
-
-
-class StreamOperator(ModelOperator):
-    def setup(self, config):
-        super().setup(config)
-        own = Stream(self.world_rank, config["num_points"][self.world_rank])
-        self.register_data(
-            train_loader=DataLoader(own, batch_size=config[BATCH_SIZE]),
-            validation_loader=DataLoader(own, batch_size=config[BATCH_SIZE]),
-        )
-
-    def train_batch(self, batch, batch_info):
-        metrics = super().train_batch(batch, batch_info)
-        metrics["x"] = batch[0].mean()
-        return metrics
-
-
-def download(name):
-    return float(name.removeprefix("item-"))
-
-
-def to_sample(number):
-    x = torch.tensor([[number / 10]])
-    return x, 2 * x + 1
-
-
-@pytest.fixture(scope="class")
-def stream_trainer(module_cluster):
-    config = {BATCH_SIZE: 21, "num_points": [20, 31]}
-    with pytest.warns(UserWarning, match=r"21.*20"):
-        trainer = TorchTrainer(
-            training_operator_cls=StreamOperator,
-            config=config,
-            num_workers=2,
-            timeout_s=120,  # so that a hang ends soon
-        )
-    assert config[BATCH_SIZE] == 21
-    with trainer:
-        yield trainer
-
-
-class TestDataWithoutAnIndex:
-    def test_items_are_downloaded_and_transformed_on_the_workers(self, stream_trainer):
-        trainer = stream_trainer
-        names = [f"item-{i}" for i in range(21)]
-        dataset = ItemDataset(
-            names, batch_size=4, download_func=download, max_concurrency=2, transform=to_sample
-        )
-        shorter = ItemDataset(iter(names[:8]), batch_size=4, download_func=download)
-        stats = [trainer.train(dataset=dataset) for _ in range(3)]
-        for result in stats:
-            assert result["num_samples"] == 21
-            assert result["x"] == pytest.approx(1.0)  # the mean of 0.0, 0.1, ... 2.0
-        assert stats[-1]["train_loss"] < stats[0]["train_loss"]
-
-        trainer.train(num_steps=1, dataset=dataset)
-        rest = trainer.train(dataset=dataset)
-        assert rest["num_samples"] == 21 - 8
-
-        # without a transform the items are bare numbers, which this operator cannot take
-        with pytest.raises(TypeError):
-            trainer.train(dataset=shorter)
-        assert trainer.train(dataset=dataset)["num_samples"] == 21
-
-    def test_streams_of_uneven_length_end_together(self, stream_trainer):
-        trainer = stream_trainer
-        begun, done = trainer.epoch, trainer.global_step
-        for epoch in (1, 2):
-            each = trainer.train(reduce_results=False)
-            # as many steps as the shorter stream has
-            assert [stats["batch_count"] for stats in each] == [2, 2]
-            assert [stats["epoch"] for stats in each] == [begun + epoch] * 2
-            # each worker read its own stream
-            assert each[0]["x"] < 1 <= each[1]["x"]
-        assert all_equal(trainer.apply_all_operators(replica_hash))
-
-        by_worker = trainer.validate(reduce_results=False)
-        assert [stats["num_samples"] for stats in by_worker] == [20, 31]
-        assert [stats["batch_count"] for stats in by_worker] == [2, 4]
-
-        # beyond the end of the streams
-        assert trainer.train(num_steps=3)["batch_count"] == 3
-        assert trainer.global_step - done == 7
-        assert trainer.epoch - begun == 4
 
 
 # ---- a whole file, run as a program

@@ -22,14 +22,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback, session
-from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.logging import (
     JsonLoggerCallback,
 )
 from raysgd.train.callbacks.print import PrintCallback
 from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
 from raysgd.train.callbacks.results_preprocessors import AverageResultsPreprocessor
-from raysgd.train.constants import TIMESTAMP, TRAINING_ITERATION
+from raysgd.train.constants import TIMESTAMP
 from raysgd.train.torch import TorchWorkerProfiler  # also makes train.torch
 from tests.conftest import wait_until
 
@@ -295,33 +294,7 @@ def test_busy_workers_are_killed_after_patience_s(trainer, tmp_path):
     workers.shutdown(patience_s=0.1)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(calls[1])
+    trainer.start()  # for the other tests
 
 
 # ---- Ray Tune
-
-
-@pytest.mark.slow("Tune, and a trial's process and its workers, take seconds to start")
-def test_a_search_with_tune(module_cluster, tmp_path):
-    def tune_func(config):
-        for step in range(3):
-            train.report(loss=config["lr"] * (3 - step))
-        train.save_checkpoint(lr=config["lr"])
-
-    trainer = Trainer(BackendConfig(), num_workers=1, logdir=tmp_path / "logs")
-    trainable = trainer.to_tune_trainable(tune_func)
-    from ray import tune
-
-    analysis = tune.run(
-        trainable,
-        config={"lr": tune.grid_search([0.1, 0.2])},
-        metric="loss",
-        mode="min",
-        storage_path=str(tmp_path),
-        max_concurrent_trials=1,
-        reuse_actors=True,
-        verbose=0,
-    )
-    assert analysis.best_config == {"lr": 0.1}
-    assert analysis.best_result[TRAINING_ITERATION] == 3
-    file = os.path.join(analysis.best_checkpoint.path, "checkpoint")
-    assert trainer.load_checkpoint_from_path(file)["lr"] == 0.1

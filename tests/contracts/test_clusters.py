@@ -63,7 +63,10 @@ def commands(path):
     return [command.replace('"', "").replace("'", "").split() for command in found]
 
 
-WITH_COMMANDS = [*PAGES, *(CLUSTERS / name for name in ("aws.yaml", "rayjob.yaml", "slurm.sh"))]
+WITH_COMMANDS = [
+    *PAGES,
+    *(CLUSTERS / name for name in ("aws.yaml", "rayjob.yaml", "slurm.sh", "slurm_worker.sh")),
+]
 
 
 @pytest.mark.parametrize("path", WITH_COMMANDS, ids=lambda path: path.name)
@@ -134,14 +137,15 @@ def test_the_autoscaler_accepts_the_aws_cluster():
 # ---- Slurm and spot notices
 
 
-def test_bash_can_parse_the_slurm_script():
-    subprocess.run(["bash", "-n", CLUSTERS / "slurm.sh"], check=True)
+def test_bash_can_parse_the_slurm_scripts():
+    for path in CLUSTERS.glob("*.sh"):
+        subprocess.run(["bash", "-n", path], check=True)
 
 
 SLURM = {
     # start a step: skip the options, and record the process that scancel signals
-    "srun": 'while [[ $1 == --* ]]; do shift; done; echo $$ >> steps; exec "$@"',
-    "scancel": "xargs kill -TERM < steps",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; echo $$ >> "$STEPS"; exec "$@"',
+    "scancel": 'xargs kill -TERM < "$STEPS"',
     "scontrol": 'echo "$@" > requeued',
 }
 
@@ -152,39 +156,55 @@ def free_port():
         return listening.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def slurm_job(tmp_path_factory):
-    """The process and the folder of slurm.sh in a job of two nodes, both on this machine."""
-    folder = tmp_path_factory.mktemp("slurm")
+@contextlib.contextmanager
+def slurm_cluster(folder):
+    """Yield a function that starts a script as a job on this machine, in a folder with fakes."""
     (folder / "bin").mkdir()
     for name, code in SLURM.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{code}\n")
         (folder / "bin" / name).chmod(0o755)
     (folder / "examples").symlink_to(ROOT / "examples")
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
     ray = {"RAY_PORT": str(free_port()), "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "4"}
-    with (folder / "log").open("w") as log:
-        job = subprocess.Popen(
-            ["bash", CLUSTERS / "slurm.sh", "fit.num_epochs=100000", "checkpoint.every=1000000"],
-            cwd=folder,
-            env=os.environ | slurm | ray | {"PATH": path},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-    yield job, folder
-    for pid in (job.pid, *steps(folder)):
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+    jobs = []
+
+    def start(script, *arguments, num_nodes=1, name="steps"):
+        own = {"SLURM_JOB_NUM_NODES": str(num_nodes), "STEPS": str(folder / name), "PATH": path}
+        with (folder / "log").open("a") as log:
+            job = subprocess.Popen(
+                ["bash", CLUSTERS / script, *arguments],
+                cwd=folder,
+                env=os.environ | slurm | ray | own,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        jobs.append(job)
+        return job
+
+    yield start
+    started = [pid for path in folder.glob("steps*") for pid in steps(path)]
+    for pid in (*(job.pid for job in jobs), *started):
         with contextlib.suppress(psutil.NoSuchProcess):
             tree = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
             for process in tree:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-    job.wait()
+    for job in jobs:
+        job.wait()
 
 
-def steps(folder):
+@pytest.fixture(scope="module")
+def slurm_job(tmp_path_factory):
+    """The process and the folder of slurm.sh in a job of two nodes, both on this machine."""
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster(folder) as start:
+        options = ("fit.num_epochs=100000", "checkpoint.every=1000000")
+        yield start("slurm.sh", *options, num_nodes=2), folder
+
+
+def steps(path):
     """Return the IDs of the processes that srun has started."""
-    path = folder / "steps"
     return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
 
@@ -193,9 +213,13 @@ def num_epochs(folder):
     return path.read_text().count('"validate"') if path.exists() else 0
 
 
+def events(folder):
+    path = folder / "runs" / "digits" / "events.jsonl"
+    return [*map(json.loads, path.read_text().splitlines())] if path.exists() else []
+
+
 def draining(folder):
-    lines = (folder / "runs" / "digits" / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == "draining"]
+    return [event for event in events(folder) if event["kind"] == "draining"]
 
 
 class Notice(BaseHTTPRequestHandler):
@@ -236,8 +260,8 @@ def metadata_url():
 @pytest.mark.slow("starts two Ray nodes")
 def test_a_spot_notice_drains_the_node(slurm_job, metadata_url):
     _, folder = slurm_job
-    wait_until(lambda: num_epochs(folder) > 1, timeout_s=60)
-    job_env = psutil.Process(steps(folder)[0]).environ()  # with the token
+    wait_until(lambda: num_epochs(folder) > 1, timeout_s=240)
+    job_env = psutil.Process(steps(folder / "steps")[0]).environ()  # with the token
     subprocess.run(
         [sys.executable, CLUSTERS / "drain_on_notice.py", "aws"],
         env=job_env | {"METADATA_URL": metadata_url},
@@ -258,9 +282,40 @@ def test_a_spot_notice_drains_the_node(slurm_job, metadata_url):
 )
 def test_the_slurm_script_drains_and_requeues_before_its_time_limit(slurm_job):
     job, folder = slurm_job
-    wait_until(lambda: num_epochs(folder) > 1, timeout_s=60)
+    wait_until(lambda: num_epochs(folder) > 1, timeout_s=240)
     job.send_signal(signal.SIGUSR1)
     wait_until((folder / "requeued").exists, timeout_s=60)
     assert (folder / "requeued").read_text() == "requeue 7\n"
     assert {rank for event in draining(folder) for rank in event["ranks"]} == {0, 1}
     assert list((folder / "runs" / "digits" / "checkpoints").glob("*.ckpt"))
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="a minute for scripts that rarely change")
+@pytest.mark.slow("starts three Ray nodes")
+@pytest.mark.skipif(
+    not hasattr(ray_constants, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"),
+    reason="this version of Ray does not drain a node on SIGTERM",
+)
+def test_slurm_jobs_join_the_ray_of_a_head_job_and_leave_it(tmp_path):
+    def wait_for(num_workers):
+        wait_until(
+            lambda: events(tmp_path) and events(tmp_path)[-1]["num_workers"] == num_workers,
+            timeout_s=240,
+        )
+
+    with slurm_cluster(tmp_path) as start:
+        first = start("slurm_worker.sh", name="steps-1")  # waits for the head
+        options = ("--num-workers", "3", "trainer.min_workers=1", "fit.num_epochs=100000")
+        head = start("slurm.sh", *options)
+        wait_for(2)
+        assert (tmp_path / "runs" / "digits" / "ray.env").stat().st_mode & 0o777 == 0o600
+        second = start("slurm_worker.sh", name="steps-2")
+        wait_for(3)
+        for pid in steps(tmp_path / "steps-1"):  # as scancel and a preemption do
+            os.kill(pid, signal.SIGTERM)
+        wait_for(2)
+        wait_until(lambda: first.poll() is not None, timeout_s=60)
+        assert draining(tmp_path)
+        before = num_epochs(tmp_path)
+        wait_until(lambda: num_epochs(tmp_path) > before, timeout_s=60)
+        assert (head.poll(), second.poll()) == (None, None)

@@ -155,6 +155,11 @@ def test_the_snippets_of_a_page_run(path, run_page, ray_cluster):
     run_page(path)
 
 
+def test_the_notebook_is_kept_without_outputs():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
 def test_most_pages_have_snippets():
     assert len(WITH_SNIPPETS) >= 12
 

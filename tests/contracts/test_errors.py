@@ -13,20 +13,19 @@ from raysgd.loop.signal import StepInterruptedError
 from raysgd.train.backend import (
     InactiveWorkerGroupError,
     TrainBackendError,
-    TrainingWorkerError,
 )
 
 EXAMPLES = {
+    "BadStepsError": errors.BadStepsError("too many", steps=[{"step": 5}]),
     "ReplicasDifferError": errors.ReplicasDifferError("differ", ranks=(2,)),
     "WorkerLostError": errors.WorkerLostError("gone", rank=3, node_id="ab", cause="OOM"),
     "StepInterruptedError": StepInterruptedError("stop"),
-    "TrainingWorkerError": TrainingWorkerError("gone", rank=1, cause="OOM"),
+    "RemoteTraceback": errors.RemoteTraceback("all lines", "the last line"),
 }
 KINDS = [
     *(getattr(errors, name) for name in errors.__all__),
     InactiveWorkerGroupError,
     TrainBackendError,
-    TrainingWorkerError,
     StepInterruptedError,
 ]
 

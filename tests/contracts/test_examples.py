@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import IN_SOAK, import_horovod
+from tests.conftest import IN_SOAK, import_horovod, needs_runtime_env
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TWO_WORKERS = ("elastic", "functions") if IN_SOAK else ("elastic",)
@@ -43,7 +43,11 @@ IN_SOAK_ALONE = ("functions_horovod", "functions_tensorflow", "tune_asha")
 """Examples that only a soak runs. Tests of functions and of Tune cover the same."""
 IN_A_PROCESS = ("out_of_memory",)
 """Examples that limit the memory of their process, and so need their own."""
-ON_RAY = sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY, *IN_A_PROCESS})
+ON_RAY = [
+    pytest.param(name, marks=needs_runtime_env if name.startswith("tune") else ())
+    for name in sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY, *IN_A_PROCESS})
+    if IN_SOAK or name not in IN_SOAK_ALONE
+]
 
 
 @pytest.fixture
@@ -75,7 +79,7 @@ def test_an_example_runs_in_this_process(name, run_example):
 
 
 @pytest.mark.slow("an example is a whole program, some of them with Tune or TensorFlow")
-@pytest.mark.parametrize("name", ON_RAY if IN_SOAK else sorted({*ON_RAY} - {*IN_SOAK_ALONE}))
+@pytest.mark.parametrize("name", ON_RAY)
 def test_an_example_runs_on_workers(name, run_example, ray_cluster):
     if "horovod" in name:
         import_horovod()

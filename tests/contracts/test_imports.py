@@ -27,7 +27,7 @@ sys.meta_path.insert(0, Missing())
 """
 
 LIGHT = """
-import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing
+import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing, raysgd.cli
 dir(raysgd)
 from raysgd import train
 import raysgd.train.backend, raysgd.train.callbacks
@@ -50,7 +50,7 @@ import raysgd.operators, raysgd.torch
 raysgd.TorchTrainer
 assert settings() == before
 assert loaded() == {"torch"}, loaded()
-assert not {"torchmetrics", "transformers"} & set(sys.modules)
+assert not {"torchmetrics", "transformers", "mlflow", "tensorboard", "wandb"} & set(sys.modules)
 
 below = {"_internal", "backends", "callbacks", "checkpoint", "comm", "data", "errors", "metrics",
          "operators", "utils"}

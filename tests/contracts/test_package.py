@@ -80,7 +80,9 @@ def test_the_wheels_of_a_clone_and_of_an_sdist_contain_each_module_once(dist, so
         for name, folder in folders.items()
         for path in folder.rglob("*.py")
     }
-    assert files == modules | {"raysgd/py.typed": b""}
+    script = ROOT / "raysgd/callbacks/report.js"
+    others = {"raysgd/py.typed": b"", "raysgd/callbacks/report.js": script.read_bytes()}
+    assert files == modules | others
     build(sources, tmp_path, "--wheel")
     [of_clone] = tmp_path.glob("*.whl")
     assert content(of_clone)[0] == files

@@ -11,8 +11,8 @@ import raysgd
 
 SURFACE = {
     "raysgd": """
-        CreatorOperator ElasticConfig EqualBits Guard TFTrainer TorchTrainer TrainingOperator
-        __version__
+        BadSteps CreatorOperator ElasticConfig EqualBits Guard TFTrainer TorchTrainer
+        TrainingOperator __version__
     """,
     "raysgd.backends": "CollectiveBackend WorkerContext backend_names create_backend",
     "raysgd.callbacks": """
@@ -28,8 +28,9 @@ SURFACE = {
     "raysgd.elastic.events": "Event EventKind",
     "raysgd.elastic.speed": "SpeedReport WorkerSpeed",
     "raysgd.errors": """
-        CallbackError CheckpointError CollectiveError InsufficientResourcesError RaySGDError
-        RemoteError RemoteTraceback ReplicasDifferError WorkerLostError WorkerTimeoutError
+        BadStepsError CallbackError CheckpointError CollectiveError InsufficientResourcesError
+        RaySGDError RemoteError RemoteTraceback ReplicasDifferError WorkerLostError
+        WorkerTimeoutError
     """,
     "raysgd.metrics": """
         BATCH_COUNT NUM_SAMPLES AverageMeter AverageMeterCollection MergeableMetric Sums ratio
@@ -226,6 +227,7 @@ METHODS = {
         on_epoch_end: trainer metrics
         on_steps_end: trainer metrics
         on_validation_end: trainer metrics
+        on_result: trainer call metrics
         on_event: trainer event
         on_exception: trainer error
         on_pause: trainer

@@ -4,6 +4,7 @@ These errors need no workers in other processes, so no test starts Ray. The trai
 after a wrong call. tests/distributed has the errors that only workers detect.
 """
 
+import asyncio
 import os
 import sys
 import threading
@@ -14,7 +15,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.data import Dataset
+from raysgd._internal.files import lock_of_node
+from raysgd.callbacks.callback_list import checked_logdir
+from raysgd.callbacks.report import make_report
+from raysgd.cli.fit import read_settings
+from raysgd.data import Dataset, Stream, jsonl, mix, parquet, text
+from raysgd.data.formats import RecordError
 from raysgd.errors import CheckpointError, RemoteError
 from raysgd.torch import CreatorOperator
 from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
@@ -72,6 +78,7 @@ WRONG_VALUES = [
     ("num_workers", 10**6, ValueError, "at most 10000"),
     ("num_workers", True, TypeError, "int"),
     ("num_workers", "2", TypeError, "int"),
+    ("num_workers", (1, 2), TypeError, "min_workers"),
     ("min_workers", None, TypeError, "int"),
     ("backend", "mpi", ValueError, "'gloo'", "'nccl'"),
     ("use_gpu", "yes", ValueError, "True", "'auto'"),
@@ -156,6 +163,11 @@ def test_wrong_argument_is_refused_before_a_worker_starts(arguments, error, word
     check(lambda: TorchTrainer(**arguments), error, words)
 
 
+def test_positional_creators_of_ray_0_8_are_refused_with_the_new_way():
+    words = ("model_creator=", "TrainingOperator.from_creators")
+    check(lambda: TorchTrainer(make_model, generating, make_model), DeprecationWarning, words)
+
+
 @pytest.mark.parametrize("text", ["0", "soon"])
 def test_start_timeout_that_is_no_number_is_refused(monkeypatch, text):
     monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
@@ -192,6 +204,15 @@ def twice(operator, config):
     register_all(operator)
 
 
+def with_optimizer_of_another(operator, config):
+    register_all(operator, optimizers=torch.optim.SGD(make_model().parameters(), lr=0.1))
+
+
+def with_scheduler_of_another(operator, config):
+    other = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    register_all(operator, schedulers=torch.optim.lr_scheduler.StepLR(other, 1))
+
+
 TWO_LOADERS = {"a": DataLoader([1]), "b": DataLoader([1])}
 FREQUENCIES = ['"batch"', '"epoch"', '"manual"']
 WRONG_SETUPS = [
@@ -211,6 +232,9 @@ WRONG_SETUPS = [
     (registering(schedulers=0.5), TypeError, "schedulers", "scheduler", "0.5"),
     (registering(ddp_args=["a"]), TypeError, "ddp_args", "dict", "['a']"),
     (with_scheduler, ValueError, "schedulers", "scheduler_step_freq", *FREQUENCIES),
+    (with_optimizer_of_another, ValueError, "optimizers", "no registered model", "SGD"),
+    (with_scheduler_of_another, ValueError, "schedulers", "StepLR", "not registered"),
+    (with_loaders(train_loader=Stream), TypeError, "train_loader", "iterable", "Stream"),
     (with_loaders(train_loader=TWO_LOADERS), TypeError, "one loader", "dict of 2", "ConcatDataset"),
     (with_loaders(validation_loader=3), TypeError, "validation_loader", "iterable", "3"),
     (with_loaders(train_loader=torch.ones(3, 8)), TypeError, "Tensor", "samples", "DataLoader"),
@@ -220,7 +244,10 @@ WRONG_SETUPS = [
 @pytest.mark.parametrize(("setup", "error", "words"), rows(WRONG_SETUPS, 2))
 def test_wrong_registration_is_refused(setup, error, words):
     operator_cls = with_setup(setup)
-    check(lambda: TorchTrainer(training_operator_cls=operator_cls, use_local=True), error, words)
+    arguments = {"training_operator_cls": operator_cls, "use_local": True}
+    if setup is with_scheduler_of_another:
+        arguments["scheduler_step_freq"] = "epoch"
+    check(lambda: TorchTrainer(**arguments), error, words)
 
 
 # ---- errors that the first step detects
@@ -242,6 +269,10 @@ class Moody(Classifier):
             return None
         if mood == "text":
             return "fine"
+        if mood == "large":
+            return {"large": 10**400}
+        if mood == "replaced":
+            self.model[0] = torch.nn.Linear(8, 16)
         return metrics
 
     def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
@@ -279,6 +310,11 @@ WRONG_CALLS = [
     ("validate", {}, RuntimeError, "validation loader", "register_data(validation_loader="),
     ("apply_all_workers", {"fn": 3}, TypeError, "apply_all_workers", "function", "3"),
     ("apply_all_operators", {"fn": None}, TypeError, "apply_all_operators", "function", "None"),
+    ("apply_all_workers", {"fn": asyncio.sleep}, TypeError, "apply_all_workers", "async", "sleep"),
+    ("drain", {"rank": "0"}, TypeError, "drain(rank='0')", "int"),
+    ("drain", {"node_id": 3}, TypeError, "node_id=3", "str"),
+    ("drain", {"rank": 0, "deadline_s": "1"}, ValueError, "deadline_s='1'", "at least 0"),
+    ("save_model", {"path": "weights.pt"}, ValueError, "'weights.pt'", ".safetensors"),
     ("save", {"path": b"x.pt"}, TypeError, "path", "b'x.pt'"),
     ("save", {"path": "~nosuch/x.pt"}, CheckpointError, "'~nosuch/x.pt'", "home folder"),
     ("load", {"path": None}, TypeError, "None"),
@@ -299,6 +335,7 @@ def test_wrong_call_is_refused_and_trains_nothing(trainer, method, arguments, er
 WRONG_RESULTS = [
     ("nothing", TypeError, "Moody.train_batch", "NoneType", "dict"),
     ("text", TypeError, "Moody.train_batch", "str", "dict"),
+    ("large", ValueError, "'large'", "1329 bits", "1.8e308"),
     ("no samples in all", ValueError, "train_epoch", "num_samples=-", "at least 0"),
 ]
 
@@ -308,13 +345,88 @@ def test_wrong_result_of_an_overridden_method_is_named(trainer, mood, error, wor
     check(lambda: trainer.train(info={"mood": mood}), error, words)
 
 
+def test_new_parameters_without_an_optimizer_are_refused():
+    trainer = TorchTrainer(training_operator_cls=Moody, use_local=True)
+    words = ["changed after register()", "0.weight is new", "no optimizer has it"]
+    check(lambda: trainer.train(info={"mood": "replaced"}), RuntimeError, words)
+
+
 # ---- files
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "file.zip").write_text("no archive")
+    return tmp_path
+
+
+WRONG_FILES = [
+    (lambda data: jsonl(None), TypeError, "jsonl(None)", "path"),
+    (lambda data: jsonl([3]), TypeError, "jsonl([3])", "path"),
+    (lambda data: text(""), TypeError, "text('')", "path"),
+    (lambda data: text(data / "file.zip", cache_dir=data), RecordError, "file.zip", "zip file"),
+    (
+        lambda data: jsonl(data / "rows.jsonl", cache_dir=data / "file.zip"),
+        RuntimeError,
+        "cache_dir=",
+        "file.zip",
+        "folder",
+    ),
+    (lambda data: parquet("x", columns="ab"), TypeError, "columns='ab'", "list"),
+    (lambda data: mix([], []), ValueError, "mix([])", "at least one"),
+    (lambda data: checked_logdir(data / "file.zip" / "run"), ValueError, "run'", "file.zip is a"),
+    (lambda data: make_report(data), ValueError, "raysgd did not write", "logdir"),
+    *(
+        (lambda data, text=text: settings_of(data, text), ValueError, "run.yaml", word)
+        for text, word in (
+            ("config: {a: 1, b: 2, a: 3}", "'a' twice"),
+            ("config: &a {b: *a}", "recursi"),
+            ("config: {a: \xe9}", "utf-8"),
+        )
+    ),
+    (lambda data: read_settings(None, ["config.n=[64"]), ValueError, "'config.n=[64'", "YAML"),
+]
+
+
+def settings_of(folder, text):
+    (folder / "run.yaml").write_text(text, encoding="latin-1")
+    return read_settings(folder / "run.yaml", [])
+
+
+@pytest.mark.parametrize(("call", "error", "words"), rows(WRONG_FILES, 2))
+def test_wrong_file_or_folder_is_named(data, call, error, words):
+    (data / "metrics.jsonl").write_text('{"a": 1}\n')
+    check(lambda: call(data), error, words)
+
+
+def test_lock_of_another_user_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"raysgd-data-{os.getuid()}.lock").mkdir()
+    check(lock_of_node, RuntimeError, ["raysgd-data-", "TMPDIR"])
 
 
 def test_save_into_a_missing_folder_is_refused(trainer, tmp_path):
     path = tmp_path / "missing" / "model.pt"
     words = [str(path), "No such file or directory"]
     check(lambda: trainer.save(path), CheckpointError, words)
+
+
+@pytest.mark.parametrize("name", ["pipe", "link"])
+@pytest.mark.parametrize("method", ["save", "save_model"])
+def test_save_does_not_replace_a_device_or_a_pipe(trainer, tmp_path, method, name):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(pipe)
+    check(
+        lambda: getattr(trainer, method)(tmp_path / name),
+        CheckpointError,
+        [f"Cannot save to {tmp_path / name}", f"{pipe} is not a regular file", "path of a file"],
+    )
+    assert pipe.is_fifo()
+
+
+def test_load_from_a_device_is_refused(trainer):
+    check(lambda: trainer.load("/dev/null"), CheckpointError, ["/dev/null is not a regular file"])
 
 
 @pytest.mark.parametrize(

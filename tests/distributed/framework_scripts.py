@@ -1,13 +1,9 @@
-"""Scripts for Accelerate, Lightning, and Transformers, which run under torchrun and in raysgd.
+"""Scripts for Accelerate, Lightning, and Transformers.
 
 Each returns the final weights, the first epoch, and the number of processes. In the middle of each
 epoch it calls `fault` with the epoch and the rank.
 """
 
-import json
-import os
-import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -35,13 +31,6 @@ def line():
 
 def no_fault(epoch, rank):
     pass
-
-
-def kill_once(mark, epoch, rank):
-    """Kill this process if it is rank 0 in `FAULT_EPOCH`, and there is no file `mark` yet."""
-    if (epoch, rank) == (FAULT_EPOCH, 0) and not Path(mark).exists():
-        Path(mark).touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail(epoch, rank):
@@ -171,9 +160,3 @@ def transformers(folder, fault=no_fault):
 
 
 SCRIPTS = {script.__name__: script for script in (accelerate, lightning, transformers)}
-
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        found = SCRIPTS[name](str(Path(sys.argv[1], name)))
-        if os.environ["RANK"] == "0":
-            Path(sys.argv[1], f"{name}.json").write_text(json.dumps(found))

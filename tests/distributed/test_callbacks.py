@@ -1,13 +1,14 @@
 """Callbacks of a trainer with several workers: lost workers, pauses, errors, and shutdown."""
 
 import json
+import math
 import os
 import signal
 import time
 
 import pytest
 
-from raysgd.callbacks import CheckpointCallback, LearningRateLogger, TorchProfiler
+from raysgd.callbacks import CheckpointCallback, LearningRateLogger, TerminateOnNaN, TorchProfiler
 from raysgd.errors import CallbackError
 from tests.ends import check_that_shutdown_ends
 from tests.faulty import check_epoch, faulty_trainer, fingerprints, order, pids_of
@@ -111,6 +112,22 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(two):
     resumed = fit(CheckpointCallback(folder))
     assert resumed[1:] == plain[1:]
     assert resumed[0][-1] == history[-1]
+
+
+def test_a_bad_loss_on_one_worker_ends_the_step_on_all(two, tmp_path):
+    def spoil(operator):
+        def train_batch(batch, batch_info):
+            metrics = type(operator).train_batch(operator, batch, batch_info)
+            is_bad = operator.world_rank == 1 and batch_info["global_step"] == 5
+            return {**metrics, "other_loss": math.nan if is_bad else 1.0}
+
+        operator.train_batch = train_batch
+
+    two.trainer.apply_all_operators(spoil)
+    history = two.trainer.fit(2, callbacks=[TerminateOnNaN()])
+    two.trainer.apply_all_operators(lambda operator: delattr(operator, "train_batch"))
+    assert history.stop_reason == "other_loss is nan in epoch 1, step 6."
+    assert len(set(fingerprints(two.trainer))) == 1
 
 
 def mean_of(history, name):

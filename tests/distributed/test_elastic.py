@@ -7,7 +7,6 @@ import torch
 from raysgd import ElasticConfig
 from raysgd.callbacks import EMA
 from raysgd.testing import chaos
-from raysgd.torch.features.averaging import Averaging
 from tests.conftest import wait_until
 from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order
 from tests.operators import fingerprint
@@ -79,7 +78,7 @@ def schedule_of(trainer):
 
 
 def averages_of(trainer):
-    return trainer.apply_all_operators(lambda op: fingerprint(op._train_state.feature(Averaging)))
+    return trainer.apply_all_operators(lambda op: fingerprint(op._train_state.averaging))
 
 
 @pytest.mark.slow("two workers are lost and replaced, one after the other")

@@ -1,7 +1,12 @@
 """Results equal those of one plain PyTorch process, whatever the number of workers."""
 
+import contextlib
 import os
+import random
+import socket
+import threading
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -9,7 +14,6 @@ from torch.utils.data import DataLoader
 from raysgd import TorchTrainer
 from tests.operators import NUM_SAMPLES, Classifier, make_data, make_model, parameters
 from tests.shared import Shared
-from tests.stranger import stranger
 
 
 @torch.no_grad()
@@ -38,20 +42,67 @@ def plain_training(num_steps, batch_size):
     return model
 
 
+class Stranger(threading.Thread):
+    """Attacks each port on which this process and its workers listen, as any host could.
+
+    It opens silent connections, and sends garbage and the start of a message of raysgd.
+    """
+
+    said = (b"", b"\xff" * 200, b"GET / HTTP/1.1\r\n\r\n", b"sgd2" + bytes(200), b"[" * 2**20)
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.attacked, self.connections = {}, contextlib.ExitStack()
+        self.over = threading.Event()
+        self.spared = {*self.ports()}
+
+    def __enter__(self):
+        self.start()
+        return self.attacked
+
+    def __exit__(self, *error):
+        self.over.set()
+        self.join()
+        self.connections.close()
+
+    def ports(self):
+        """Return the process IDs by port."""
+        found = {}
+        driver = psutil.Process()
+        for process in (driver, *driver.children(recursive=True)):
+            with contextlib.suppress(psutil.Error, IndexError):  # it has ended
+                if process == driver or process.cmdline()[0].startswith("ray::"):
+                    open_ports = process.net_connections("tcp")
+                    found |= {c.laddr.port: process.pid for c in open_ports if c.status == "LISTEN"}
+        return found
+
+    def run(self):
+        while not self.over.wait(0.1):
+            for port, pid in self.ports().items():
+                if port not in self.spared and port not in self.attacked:
+                    self.attacked[port] = pid
+                    for _ in range(100):
+                        with contextlib.suppress(OSError):
+                            connection = socket.create_connection(("127.0.0.1", port), 1)
+                            self.connections.enter_context(connection)
+                            connection.setblocking(False)
+                            connection.send(random.choice(self.said))
+
+
 @pytest.fixture(scope="module")
 def three_workers(module_cluster):
-    """Three workers that start and train while another process attacks their ports."""
+    """Three workers that start and train while a stranger attacks their ports."""
     config = {"batch_size": 16, "shuffle": False, "momentum": 0.9, "loader_workers": 1}
     with (
-        stranger() as attacked,
+        Stranger() as attacked,
         TorchTrainer(
             training_operator_cls=Classifier, config=config, num_workers=3, timeout_s=120
         ) as trainer,
     ):
         pids = trainer.apply_all_workers(os.getpid)
         yield Shared(trainer)
-    assert os.getpid() in attacked
-    assert sum(pid in pids for pid in attacked) > len(pids)  # Ray owns one port per worker
+    assert os.getpid() in attacked.values()
+    assert sum(pid in pids for pid in attacked.values()) > len(pids)  # Ray owns one port per worker
 
 
 @pytest.fixture

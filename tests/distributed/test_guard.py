@@ -44,18 +44,16 @@ def test_gradients_changed_by_one_worker_are_an_error_that_names_it(ray_cluster)
             assert caught.value.ranks == (1,)
 
 
-def test_difference_is_repaired_or_an_error_until_a_state_is_loaded(ray_cluster, tmp_path):
-    with TorchTrainer(
-        training_operator_cls=Classifier, num_workers=3, min_workers=3, guard="repair"
-    ) as trainer:
+def test_difference_is_an_error_until_a_state_is_loaded(ray_cluster, tmp_path):
+    with TorchTrainer(training_operator_cls=Classifier, num_workers=3, min_workers=3) as trainer:
         trainer.train(num_steps=2)
         path = trainer.save(tmp_path / "good.pt")
         trainer.apply_all_operators(lambda operator: adds_noise(operator, (0,)))
-        trainer.train(num_steps=2)
-        event = trainer.events[-1]
-        assert (event.kind, event.ranks, event.step) == ("repaired", (0,), 2)
-        assert "worker 0 and the majority differ in: models[0]" in event.cause
-        assert "Load a checkpoint" not in event.cause
+        with pytest.raises(
+            ReplicasDifferError, match=r"worker 0 and the majority differ in: models"
+        ):
+            trainer.train(num_steps=2)
+        trainer.load_state_dict(trainer.state_dict())
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
 
         trainer.apply_all_operators(lambda operator: adds_noise(operator, (0, 1, 2)))

@@ -161,9 +161,14 @@ def test_different_branches_on_workers_make_one_update(trainer):
     assert len(hashes(trainer)) == 1
 
 
+def freeze_first_layer(operator):
+    operator.model.layers[0].trainable = False
+
+
 @pytest.mark.slow("a worker imports TensorFlow to take the place of a lost one")
 def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
-    before = pids_of(trainer)
+    before, state = pids_of(trainer), trainer.state_dict()
+    trainer.apply_all_operators(freeze_first_layer)
     step, epoch, num_events = trainer.global_step, trainer.epoch, len(trainer.events)
     with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 10)]) as injected:
         result = trainer.train()
@@ -182,9 +187,75 @@ def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
     assert survivor == before[0]
     assert replacement not in before
     assert len(hashes(trainer)) == 1
+    flags = [[False, True]] * 2
+    assert trainer.apply_all_operators(lambda op: [x.trainable for x in op.model.layers]) == flags
     # each sample is validated once, whatever the order
     losses = [trainer.validate()["val_loss"] for _ in range(2)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    trainer.load_state_dict(state)  # the first layer is trainable again
+
+
+def change_a_flag(operator):
+    operator.model.layers[0].trainable = operator.world_rank == 0
+
+
+def change_a_flag_within_steps(operator):
+    def minimize(*arguments):
+        change_a_flag(operator)
+        return type(operator).minimize(operator, *arguments)
+
+    operator.minimize = minimize
+
+
+def change_a_weight(operator):
+    kernel = operator.model.layers[0].kernel
+    kernel.assign_add(kernel * operator.world_rank)
+
+
+def undo(operator):
+    train, validation, *_ = operator._train_state.data.registered_loaders
+    operator.register_data(train_loader=train, validation_loader=validation)
+    vars(operator).pop("minimize", None)
+
+
+def reads(name, *sizes):
+    """Return a function that registers data of each worker: from its rank on, to one of `sizes`."""
+
+    def register(operator):
+        import tensorflow as tf
+
+        first, size = (
+            operator.world_rank * (len(sizes) == 1),
+            sizes[operator.world_rank % len(sizes)],
+        )
+        rows = tuple(part[first : first + size] for part in digits()[0])
+        data = tf.data.Dataset.from_tensor_slices(rows).batch(16)
+        operator.register_data(**{name: data.filter(lambda *_: True)})  # of unknown length
+
+    return register
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (change_a_flag, "value 0 of .*'frozen' on worker 1"),
+        (change_a_flag_within_steps, "what they train"),
+        (change_a_weight, "value 0 of"),
+        (reads("train_loader", 64), "samples that they have read"),
+        (reads("train_loader", 64, 96), "samples that they have read"),
+        (reads("validation_loader", 64), "read different samples"),
+    ],
+)
+def test_what_differs_between_workers_is_an_error(trainer, change, named):
+    state = trainer.state_dict()
+    trainer.apply_all_operators(change)
+    with pytest.raises(RuntimeError, match=named):
+        trainer.validate() if named.startswith("read") else trainer.train(num_steps=5)
+    trainer.apply_all_operators(undo)
+    trainer.load_state_dict(state)
+    trainer.train(num_steps=1)
+    assert len(hashes(trainer)) == 1
+    trainer.load_state_dict(state)
 
 
 def test_a_validation_is_ended_by_a_shutdown(trainer, tmp_path):

@@ -3,6 +3,7 @@
 Most tests share two workers.
 """
 
+import functools
 import os
 import signal
 
@@ -54,6 +55,8 @@ def test_calls_out_of_order_are_errors_and_change_nothing(executor):
     executor.start_training(lambda: 1)
     with pytest.raises(TrainBackendError, match="finish_training"):
         executor.start_training(lambda: 2)
+    with pytest.raises(ZeroDivisionError):
+        executor.run(lambda: 1 / 0)
     assert executor.finish_training() == [1, 1]
     with pytest.raises(TrainBackendError):
         executor.fetch_next_result()
@@ -81,11 +84,13 @@ def test_an_error_is_raised_while_other_workers_are_busy(executor, tmp_path):
         return "done"
 
     last = group.execute(os.getpid)[1]
-    with pytest.raises(ValueError, match="on purpose"):
-        group.execute(work, last)
-    assert not done.exists()
-    done.touch()
-    assert group.execute(work, 0) == ["done"] * 2  # waits for the busy worker
+    for execute in (group.execute, lambda *call: executor.run(functools.partial(*call))):
+        with pytest.raises(ValueError, match="on purpose"):
+            execute(work, last)
+        assert not done.exists()
+        done.touch()
+        assert execute(work, 0) == ["done"] * 2  # waits for the busy worker
+        done.unlink()
 
 
 class KillsAsItIsShared:
@@ -119,7 +124,7 @@ def test_loss_without_retries_ends_the_run_and_workers_can_start_again(module_cl
         with pytest.raises(InactiveWorkerGroupError):
             executor.run(lambda: 1)
         executor.start()
-        with pytest.raises(TrainingWorkerError, match="does not repeat the function"):
+        with pytest.raises(TrainingWorkerError, match=r"call of run\(\) failed.*max_retries=0"):
             executor.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
         assert executor.run(train.world_size) == [1]
     finally:

@@ -127,16 +127,24 @@ def test_a_subclass_can_have_its_own_backend_and_setup(run):
 # ---- runs of one worker
 
 
-def test_configs_and_checkpoints_of_ray_train_are_accepted(module_cluster, tmp_path):
+def test_configs_checkpoints_and_the_session_of_ray_are_accepted(module_cluster, tmp_path):
     import ray.train
+    from ray.air import session
 
     def function():
+        session.report({"loss": 9.0, "size": session.get_world_size()})
+        from ray.air.session import get_experiment_name, report
+
         for n, loss in enumerate((3.0, 1.0, 2.0)):
             folder = tmp_path / f"made{n}"
             folder.mkdir()
             (folder / "model.txt").write_text(str(loss))
             made = ray.train.Checkpoint.from_directory(folder)
             train.report({"n": n, "loss": loss}, checkpoint=made)
+        report({"loss": 5.0}, checkpoint=Checkpoint.from_dict({"n": 1}))
+        report({**session.get_checkpoint().to_dict(), "loss": 7.0, "name": get_experiment_name()})
+        with pytest.raises(RuntimeError, match="cannot be used outside of a Ray Train"):
+            ray.train.report({"n": 2})
 
     keep = ray.train.CheckpointConfig(1, "loss", "min")
     result = DataParallelTrainer(
@@ -150,27 +158,8 @@ def test_configs_and_checkpoints_of_ray_train_are_accepted(module_cluster, tmp_p
     assert (numbers["n"], numbers["loss"]) == (1, 1.0)
     with best.as_directory() as folder:
         assert (Path(folder) / "model.txt").read_text() == "1.0"
-
-
-def test_the_session_of_ray_is_that_of_raysgd_in_a_function(module_cluster, tmp_path):
-    import ray.train
-    from ray.air import session
-
-    def function():
-        session.report({"rank": session.get_world_rank(), "size": session.get_world_size()})
-        from ray.air.session import get_experiment_name, report
-
-        report({"n": 1}, checkpoint=Checkpoint.from_dict({"n": 1}))
-        loaded = session.get_checkpoint().to_dict()
-        report({**loaded, "name": get_experiment_name()})
-        with pytest.raises(RuntimeError, match="cannot be used outside of a Ray Train"):
-            ray.train.report({"n": 2})
-
-    config = RunConfig(name="rays", storage_path=tmp_path)
-    history = DataParallelTrainer(function, run_config=config).fit().history
-    assert (history[0]["rank"], history[0]["size"]) == (0, 1)
-    assert [report["n"] for report in history[1:]] == [1, 1]
-    assert history[2]["name"] == "rays"
+    assert result.history[0]["size"] == 1
+    assert (result.metrics["n"], result.metrics["name"]) == (1, "rays")
 
 
 DRIVER = """

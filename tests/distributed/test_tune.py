@@ -7,6 +7,7 @@ as much as possible.
 import os
 import re
 import signal
+import sys
 
 import pytest
 from ray import tune
@@ -15,7 +16,7 @@ from ray.util.placement_group import placement_group_table
 
 from raysgd import TorchTrainer
 from raysgd.testing import chaos
-from tests.conftest import has_ended, wait_until
+from tests.conftest import has_ended, needs_runtime_env, wait_until
 from tests.operators import Classifier
 
 SMALL = {"num_samples": 320, "batch_size": 32}
@@ -50,6 +51,14 @@ def fit(trainable, tmp_path, param_space, num_iterations, *, run=None, **tune_co
         ),
     )
     return tuner.fit()
+
+
+def test_path_of_python_with_a_space_is_an_error_before_a_trial_starts(
+    ray_cluster, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sys, "executable", "/home/my env/bin/python")
+    with pytest.raises(Exception, match=r"a space or a quote: /home/my env/bin/python"):
+        fit(one_process(), tmp_path, {}, 1)
 
 
 class Killer(tune.Callback):
@@ -96,6 +105,7 @@ def lose_a_worker(trainer, info):
     }
 
 
+@needs_runtime_env
 @pytest.mark.slow("Tune, a trial's process and those of its workers take seconds to start")
 def test_trial_keeps_its_workers_in_the_placement_group_of_tune(ray_cluster, tmp_path):
     trainable = TorchTrainer.as_trainable(
@@ -128,6 +138,7 @@ def test_trial_keeps_its_workers_in_the_placement_group_of_tune(ray_cluster, tmp
     wait_until(lambda: all(map(has_ended, metrics["workers"])))
 
 
+@needs_runtime_env
 @pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
 def test_asha_stops_a_bad_trial_and_a_killed_trial_resumes(ray_cluster, tmp_path):
     """All trials share a process, which is replaced after the kill."""

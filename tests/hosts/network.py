@@ -173,14 +173,6 @@ class Hosts:
         for _, plug, _ in self._cables(host):
             _ip("link", "set", plug, state, namespace=self._switch)
 
-    def slow_down(self, host, rate):
-        """Limit both directions of a host's cables to a rate such as "40mbit"."""
-        for card, plug, _ in self._cables(host):
-            for namespace, device in ((self.namespace(host), card), (self._switch, plug)):
-                limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
-                command = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *limit]
-                subprocess.run(command, check=True)
-
     def drain(self, host, deadline_s):
         """Make Ray drain the node of a host, like for a preemption notice."""
         (raylet,) = self.processes(host, "raylet")

@@ -46,15 +46,16 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample (0)")
     options = parser.parse_args()
     kept = WORK / f"{prepare()}.json"
-    known = json.loads(kept.read_text()) if kept.exists() else {"tests": measure(), "mutants": {}}
-    kept.write_text(json.dumps(known))
-    results = []
+    if not kept.exists():
+        measure()
+        kept.write_text("{}")
+    known, results = json.loads(kept.read_text()), []
     for area in options.area or AREAS:
         for mutant in sample(area, options.per_area, options.seed):
-            if str(mutant) not in known["mutants"]:
-                known["mutants"][str(mutant)] = judge(mutant, known["tests"])
+            if str(mutant) not in known:
+                known[str(mutant)] = judge(mutant)
                 kept.write_text(json.dumps(known))
-            results.append({"area": area, **asdict(mutant), **known["mutants"][str(mutant)]})
+            results.append({"area": area, **asdict(mutant), **known[str(mutant)]})
             print(f"{mutant}: {results[-1]['outcome']}", flush=True)
     (WORK / "survivors.md").write_text(survivors(results))
     print(table(results))

@@ -18,8 +18,9 @@ ROOT = Path(__file__).parents[2]
 AREAS = {
     "cluster": ["raysgd/cluster"],
     "loop": ["raysgd/loop", "raysgd/data"],
-    "torch/loading": ["raysgd/torch/loading.py"],
+    "torch/loading": ["raysgd/torch/input/loading.py"],
     "torch/optimization": ["raysgd/torch/optimization.py"],
+    "strategies": ["raysgd/torch/strategies"],
     "comm": ["raysgd/comm", "raysgd/backends.py"],
     "checkpoint": ["raysgd/checkpoint"],
     "elastic": ["raysgd/elastic"],

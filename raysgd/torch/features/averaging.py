@@ -1,4 +1,7 @@
-"""Averages of the weights, which replace the weights in validation and exports."""
+"""Averages of the weights, which replace the weights in validation and exports.
+
+`Averaging` computes them, and some optimizers have their own.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch import ddp
+from raysgd.torch import conflicts
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.tensors import copy_all, model_problem
+from raysgd.torch.strategies import ddp
+from raysgd.torch.tensors import copy_all, model_problem, parameters_of
 
 
 class Averaging(StepFeature):
@@ -30,6 +34,16 @@ class Averaging(StepFeature):
         self._decay: float | None = None
         self._start_epoch = self._count = 0
 
+    @property
+    def switched(self) -> list[Any]:
+        """Optimizers with other weights for evaluation than for training, as in schedule-free."""
+        optimizers: list[Any] = self._state.optimizers
+        return [o for o in optimizers if hasattr(o, "train") and hasattr(o, "eval")]
+
+    def begin_call(self, logs_steps: bool) -> None:
+        for optimizer in self.switched:
+            optimizer.train()
+
     def start(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or continue with averages of the same kind.
 
@@ -38,11 +52,8 @@ class Averaging(StepFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if self._state.fully_sharded is not None:
-            raise ValueError(
-                'register(sharding="full") does not support averages of the weights. Leave out the '
-                "callback, or the sharding."
-            )
+        if not self._state.has_whole_models:
+            conflicts.refuse('register(sharding="full")', "averages of the weights")
         if self.averages is None or (self._decay is None) != (decay is None):
             self._count = 0
             self.averages = [
@@ -75,7 +86,8 @@ class Averaging(StepFeature):
         self._count += 1
 
     def commit(self, tx: UpdateTransaction) -> None:
-        if self.averages is not None and self._decay is not None:
+        is_applied = not (tx.is_skipped or tx.bad_step)
+        if self.averages is not None and self._decay is not None and is_applied:
             self._add()
 
     def end_epoch(self, epoch: int) -> None:
@@ -84,16 +96,24 @@ class Averaging(StepFeature):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Replace the weights with the averages within the context, if averages exist."""
-        pairs = self._pairs() if self.averages and self._count else []
-        weights = [parameter.clone() for parameter, _ in pairs]
+        """Replace the weights with the averages within the context, if averages exist.
+
+        Restore the bits of the weights, which ``train`` of an optimizer does not.
+        """
+        pairs, switched = self._pairs() if self.averages and self._count else [], self.switched
+        changed = {parameter for parameter, _ in pairs}
+        changed.update(p.detach() for optimizer in switched for p in parameters_of(optimizer))
+        weights = [(parameter, parameter.clone()) for parameter in changed]
+        options = [(owner, dict(owner)) for o in switched for owner in (vars(o), *o.param_groups)]
         try:
-            for parameter, average in pairs:
-                parameter.copy_(average)
+            for optimizer in switched:
+                optimizer.eval()
+            copy_all(pairs)
             yield
         finally:
-            for (parameter, _), value in zip(pairs, weights, strict=True):
-                parameter.copy_(value)
+            copy_all(weights)
+            for owner, before in options:
+                owner.update(before)
 
     def user_settings(self) -> Any:
         return None if self.averages is None else (id(self.averages), self._decay)

@@ -1,4 +1,4 @@
-"""Compare the replicas of the workers, and report or repair a difference."""
+"""Compare the replicas of the workers, and report a difference."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd.errors import ReplicasDifferError
+from raysgd.loop.differences import differing, hash_of, minority_of, named_workers, shown
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.digests import digest_of, has_bits
-from raysgd.torch.features.cross_check import cross_check
-from raysgd.torch.features.differences import (
-    differing,
-    hash_of,
-    kind_of,
-    majority_of,
-    named_workers,
-    shown,
-)
 from raysgd.torch.features.guard_contents import ReplicaContents
+from raysgd.torch.tensors import kind_of
 
 if TYPE_CHECKING:
     from raysgd.torch.options import Guard
@@ -55,20 +48,13 @@ class ReplicaGuard(StepFeature):
 
     def __init__(self, state: TorchTrainState, guard: Guard) -> None:
         self._state, self._contents = state, ReplicaContents(state)
-        self._every, self._checks_every = guard.every, guard.crosscheck_every
-        self._repairs = guard.on_difference == "repair"
+        self._every = guard.every
         self._on_gpu = state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
         self._equal_at = 0
-        self._batch: Any = None  # of the step before a cross-check
         self.enter()
         for optimizer in state.optimizers:
             optimizer.register_step_pre_hook(self._begin_update)
-        if guard.crosscheck_every and self._contents.renormalized:
-            raise ValueError(
-                f"Guard(crosscheck_every={guard.crosscheck_every}) does not work with max_norm of "
-                "an Embedding, which each forward pass applies. Leave out one of the two."
-            )
 
     # ---- what changes the group or the state
 
@@ -109,7 +95,7 @@ class ReplicaGuard(StepFeature):
         """Compare if a call ends or continues after a pause, or if something may have changed."""
         if self._problem:
             raise ReplicasDifferError(self._problem)
-        self._is_active = self._state.context.world_size > 1 and self._state.replicated
+        self._set_active()
         if self._is_active and (self._is_due or self._in_call):
             self._contents.check_added()
             share = self._every // max(1, self._steps - self._compared_at)
@@ -117,9 +103,14 @@ class ReplicaGuard(StepFeature):
             self._settle()
         self._is_due = False
 
+    def _set_active(self) -> None:
+        self._is_active = self._state.context.world_size > 1 and self._state.replication.replicates
+
     def before_export(self) -> None:
+        self._set_active()  # a new group may not have trained yet
         has_changed = self._is_due or self._steps > self._complete_at
-        if self._is_active and has_changed and not self._problem:
+        # A worker that got the state of another since the difference has no problem.
+        if self._is_active and has_changed and self._state.minimum(int(not self._problem)):
             self._compare()
             self._settle()
 
@@ -151,19 +142,6 @@ class ReplicaGuard(StepFeature):
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._steps += 1
-        if self._checks_every and self._state.segment is not None:
-            self._batch = self._state.segment.batch
-
-    def after_step(self, compute: Callable[[Any], contextlib.AbstractContextManager[Any]]) -> None:
-        batch, self._batch, every = self._batch, None, self._checks_every
-        if not (every and self._is_active) or self._steps % every:
-            return
-        equal = self._contents.equal_buffers()
-        source = self._steps // every % self._state.context.world_size
-        self._problem, ranks = cross_check(self._state, batch, source, compute)
-        self._contents.note_buffers(equal)
-        if self._problem:
-            raise ReplicasDifferError(self._problem, ranks=ranks)
 
     # ---- comparison
 
@@ -206,8 +184,8 @@ class ReplicaGuard(StepFeature):
             digests[2 + is_buffer] += digest_of(tensors, device).to(digests, non_blocking=True)
         return digests, is_complete
 
-    def _settle(self, repairs: bool = True) -> None:
-        """Read the result of a comparison. Report or repair a difference."""
+    def _settle(self) -> None:
+        """Read the result of a comparison. Report a difference."""
         if self._pending is not None:
             (minima, event, flags, is_complete), self._pending = self._pending, None
             if event is not None:
@@ -216,14 +194,14 @@ class ReplicaGuard(StepFeature):
             options, counted, tensors, buffers = (lowest == ~of_inverse).tolist()
             # Forward passes may have changed other buffers on some workers.
             if not (options and tensors and (buffers or not counted)):
-                self._handle(flags, repairs)
+                self._handle(flags)
             elif is_complete:
                 self._equal_at = self._state.global_step
         self._next = self._complete_at + (1 if self._is_new else self._every)
 
     # ---- a difference
 
-    def _handle(self, flags: tuple[bool, bool], repairs: bool) -> None:
+    def _handle(self, flags: tuple[bool, bool]) -> None:
         state = self._state
         self._equal_at = min(self._equal_at, state.global_step)  # a loaded state may be older
         own: dict[tuple[str, str], Any] = {}
@@ -245,7 +223,7 @@ class ReplicaGuard(StepFeature):
         self._problem = ""
         if not differences:  # the replicas differed for a moment
             return
-        majority, minority = majority_of(differences, context.world_size)
+        minority = minority_of(differences, context.world_size)
         message = self._message(differences, minority)
         if len(kinds) > 1 and not any(kind == "options" for kind, _ in differences):
             state.settings.warn_once(
@@ -255,10 +233,6 @@ class ReplicaGuard(StepFeature):
                 message,
                 ", ".join(sorted(kinds)),
             )
-        elif self._repairs and repairs and majority and not state.sharded_features:
-            self._repair(majority[0], context.world_rank in minority, flags)
-            what = message.partition(f" {_REMEDY}")[0]
-            self.repaired = state.global_step, tuple(minority), what
         else:
             self._problem = message
             # The next generation then starts from the state of the majority.
@@ -266,15 +240,6 @@ class ReplicaGuard(StepFeature):
                 state.transaction.is_partial = True
             state.minimum(0)  # until all know it: the driver interrupts others if one raises
             raise ReplicasDifferError(message, ranks=minority)
-
-    def _repair(self, leader: int, follows: bool, flags: tuple[bool, bool]) -> None:
-        self._state.copy_training_state(leader, follows)
-        self._is_due = False  # as on the workers that loaded nothing
-        leader_flags = self._state.from_rank(self._state.flags, leader)
-        if follows:
-            self._state.set_flags(leader_flags)
-        self._compare(*flags)
-        self._settle(repairs=False)
 
     def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:
         who = f"{named_workers(minority)} and the majority" if minority else "the workers"

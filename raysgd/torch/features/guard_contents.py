@@ -7,16 +7,13 @@ import inspect
 import itertools
 import numbers
 import operator
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.loop.feature import ShardedFeature
-from raysgd.torch import ddp
-from raysgd.torch.features.replication import Replication
-from raysgd.torch.interop.horovod import HorovodGradients
-from raysgd.torch.tensors import version_of
+from raysgd.torch.strategies import ddp
+from raysgd.torch.tensors import Versions
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -53,12 +50,11 @@ class ReplicaContents:
     has_run = False  # a forward pass may have run since all workers had the same buffers
 
     def __init__(self, state: TorchTrainState) -> None:
-        options = state.settings.options
-        self._state, self._wraps_all = state, options.wrap_ddp or options.use_horovod
+        self._state, self._wraps_all = state, state.exchange.keeps_equal
         self._registrations = _registrations()
         self._seen: tuple[int, list[torch.dtype]] = 0, []
-        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}
         self._adopt()
+        self.note_buffers()
 
     # ---- what is added after `register`
 
@@ -72,7 +68,7 @@ class ReplicaContents:
         self._members = list(itertools.chain.from_iterable(self._children))
         self._named = [list(ddp.plain(model).named_parameters()) for model in state.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
-        self.renormalized = {  # Each forward pass may change the rows of its batch.
+        self._renormalized = {  # Each forward pass may change the rows of its batch.
             module.weight
             for module in modules
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm
@@ -107,8 +103,7 @@ class ReplicaContents:
         if self._structure() == self._adopted:
             return
         for feature in self._state.features:
-            if isinstance(feature, Replication | HorovodGradients | ShardedFeature):
-                feature.check_trained()
+            feature.check_trained()
         before = self._stepped
         self._adopt()
         if strangers := self._stepped - before - set(self._parameters):
@@ -128,32 +123,29 @@ class ReplicaContents:
                 if id(buffer) not in statistics and not buffer.is_inference():
                     yield index, f"models[{index}].{name}", buffer
 
-    def equal_buffers(self) -> dict[str, torch.Tensor]:
+    def _equal_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have not changed since all workers had the same."""
-        buffers = {}
-        for index, place, buffer in self._all_buffers():
-            counts = not (self.has_run and any(p.requires_grad for _, p in self._named[index]))
-            recorded, version = self._buffers.get(place, (None, 0))
-            if counts and recorded is buffer and version_of(buffer) == version:
-                buffers[place] = buffer
-        return buffers
-
-    def note_buffers(self, places: Container[str] | None = None) -> None:
-        """Record all buffers, or those of `places`, because all workers have the same now."""
-        self.has_run = self.has_run and places is not None
-        self._buffers = {
-            place: (buffer, version_of(buffer))
-            for _, place, buffer in self._all_buffers()
-            if places is None or place in places
+        changed = self._buffers.changed()
+        trained = [any(p.requires_grad for _, p in named) for named in self._named]
+        return {
+            place: buffer
+            for index, place, buffer in self._all_buffers()
+            if not (self.has_run and trained[index]) and id(buffer) not in changed
         }
+
+    def note_buffers(self) -> None:
+        """Record all buffers, because all workers have the same now."""
+        self.has_run = False
+        self._kept = [buffer for *_, buffer in self._all_buffers()]  # so that IDs stay unique
+        self._buffers = Versions(lambda: [buffer for *_, buffer in self._all_buffers()])
 
     # ---- what must be equal
 
     def items(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
         state = self._state
-        is_sharded = any(feature.is_fully_sharded for feature in state.sharded_features)
-        equal, replicated = self.equal_buffers(), set[torch.Tensor]()
+        is_whole = state.replication.is_whole
+        equal, replicated = self._equal_buffers(), set[torch.Tensor]()
         compared = [self._wraps_all or ddp.replicated(model) for model in state.models]
         for index, model in enumerate(state.models):
             if not compared[index]:
@@ -164,7 +156,8 @@ class ReplicaContents:
                 place = f"models[{index}].{name}"
                 flags = str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
                 yield "options", f"dtype, shape, and requires_grad of {place}", flags
-                if not (is_sharded or name in ignored or parameter in self.renormalized):
+                is_ignored = name in ignored or parameter in self._renormalized
+                if is_whole(model) and not is_ignored:
                     yield "tensors", place, parameter
             if in_step:
                 modes = [module.training for module in model.modules()]
@@ -172,11 +165,10 @@ class ReplicaContents:
         for index, place, _ in self._all_buffers():
             if compared[index]:
                 yield "buffers", place, equal.get(place)
-        divided = [feature.optimizer for feature in state.sharded_features]
         for index, optimizer in enumerate(state.optimizers):
             if self._wraps_all or replicated.issuperset(self._stepped):
-                is_divided = any(optimizer is each for each in divided)
-                yield from _of_optimizer(f"optimizers[{index}]", optimizer, replicated, is_divided)
+                own = f"optimizers[{index}]", optimizer, replicated, is_whole(optimizer)
+                yield from _of_optimizer(*own)
         for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
             yield from _items(f"schedulers[{index}]", scheduler.state_dict())
         yield from _items("scaler", state.optimization.precision.scales_of())
@@ -192,7 +184,7 @@ def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _of_optimizer(
-    place: str, optimizer: Any, known: set[torch.Tensor], is_divided: bool
+    place: str, optimizer: Any, known: set[torch.Tensor], is_whole: bool
 ) -> Iterator[Content]:
     number = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
@@ -201,9 +193,9 @@ def _of_optimizer(
         yield from _items(of_group, {key: group[key] for key in group if key != "params"})
         for parameter in group["params"]:
             which = next(number)
-            if not (is_divided or parameter in known):
+            if is_whole and parameter not in known:
                 yield "tensors", f"parameter {which} of {place}", parameter
-            if not is_divided and (state := optimizer.state.get(parameter)):
+            if is_whole and (state := optimizer.state.get(parameter)):
                 yield from _items(f"{place}.state[{which}]", state)
 
 

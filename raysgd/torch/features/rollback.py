@@ -13,7 +13,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.tensors import copy_all, is_like, parameters_of, version_of
+from raysgd.torch.tensors import Versions, copy_all, inner_optimizers, is_like, parameters_of
 
 
 class Rollback(StepFeature):
@@ -22,18 +22,14 @@ class Rollback(StepFeature):
     This feature copies only if steps make several updates, or if `train_batch` of an earlier step
     changed parameters before the update, as sharpness-aware minimization does. Otherwise the
     version counters of PyTorch show whether a discarded step changed parameters. If so, the state
-    is partial. The counters do not detect changes through ``parameter.data``. `updates_late` means
-    that all parameters change together after the optimizer's step.
+    is partial. The counters do not detect changes through ``parameter.data``.
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        models: Sequence[torch.nn.Module],
-        updates_late: bool = False,
+        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
     ) -> None:
-        self._updates_late = updates_late
-        self._images = [_BeforeImage(optimizer) for optimizer in optimizers]
+        wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
+        self._images = [_BeforeImage(optimizer) for optimizer in (*optimizers, *wrapped)]
         renormalized = {  # Each forward pass changes these parameters.
             module.weight
             for model in models
@@ -47,7 +43,7 @@ class Rollback(StepFeature):
             for parameter in dict.fromkeys([*model_parameters, *stepped])
             if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
         ]
-        self._versions: list[int] | None = None
+        self._versions: Versions | None = None
         self._has_copies = self._moves_parameters = False
 
     def begin(self, tx: UpdateTransaction) -> None:
@@ -55,30 +51,24 @@ class Rollback(StepFeature):
         if self._has_copies:
             for image in self._images:
                 image.take()
-        self._versions = list(map(version_of, self._parameters))
+        self._versions = Versions(lambda: self._parameters)
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
-        self._moves_parameters = self._moves_parameters or bool(self._changed())
+        if self._versions is not None and not self._moves_parameters:
+            self._moves_parameters = bool(self._versions.changed())
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._versions, self._has_copies = None, False
 
-    def _changed(self) -> set[torch.Tensor]:
-        """Return the parameters that have changed since the step began."""
-        if self._versions is None:
-            return set()
-        before = zip(self._parameters, self._versions, strict=True)
-        return {parameter for parameter, version in before if version_of(parameter) != version}
-
     def roll_back(self, tx: UpdateTransaction) -> None:
         if self._versions is None:
             return
-        changed = self._changed()
+        changed = self._versions.changed()
         if self._has_copies:
             for image in reversed(self._images):
                 image.restore()
-                changed -= image.parameters
-        elif tx.stepping is not None and not self._updates_late:
+                changed.difference_update(map(id, image.parameters))
+        elif tx.stepping is not None:
             tx.is_partial = True  # an optimizer may change its state before parameters
         if changed:
             tx.is_partial = True
@@ -147,9 +137,11 @@ class BufferCopies(StepFeature):
         self._copies = _Copies()
         self.update()
 
+    def buffers(self) -> list[torch.Tensor | None]:
+        return [module._buffers.get(name) for module, name in self._slots]
+
     def tensors(self) -> list[torch.Tensor | None]:
-        buffers = [module._buffers.get(name) for module, name in self._slots]
-        return [None if buffer is None else buffer.detach() for buffer in buffers]
+        return [None if buffer is None else buffer.detach() for buffer in self.buffers()]
 
     def begin_call(self, logs_steps: bool) -> None:
         self.update()  # user code may have changed them between calls
@@ -160,9 +152,8 @@ class BufferCopies(StepFeature):
     def update(self) -> None:
         """Copy the buffers."""
         if self._slots:
-            buffers = [module._buffers.get(name) for module, name in self._slots]
             with torch.no_grad():
-                self.copies = self._copies.take(buffers)
+                self.copies = self._copies.take(self.buffers())
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)

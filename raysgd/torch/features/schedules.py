@@ -22,7 +22,8 @@ class Schedules(StepFeature):
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
         tx = self._state.transaction
-        if not tx.micro_batch.ends_step:
+        is_skipped = tx.is_skipped and self._state.settings.options.scheduler_step_freq == "batch"
+        if is_skipped or not tx.micro_batch.ends_step:
             return
         if tx.is_last:
             self._check_complete()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ import torch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch import collectives
+from raysgd.torch.input.batches import Batch
 from raysgd.torch.precision import Precision
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.tensors import parameters_of, version_of
+from raysgd.torch.tensors import Versions, parameters_of
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
@@ -27,9 +29,12 @@ class StepChecks(StepFeature):
 
     def __init__(self, state: RegisteredState, precision: Precision) -> None:
         self._state, self._precision, self._transaction = state, precision, state.transaction
-        self._seen: dict[int, list[tuple[int, int]]] = {}
+        self._seen: dict[int, Versions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
+        self._collective = ""  # that train_batch calls
+        if state.context.distributed:
+            collectives.watch_user_code(self._note_collective)
 
     @property
     def needs_helper(self) -> str:  # type: ignore[override]
@@ -49,25 +54,37 @@ class StepChecks(StepFeature):
 
     def check_complete(self) -> None:
         tx = self._transaction
-        if tx.weights.has_earlier_losses and not tx.has_optimizer_steps:
+        if tx.weights.has_earlier_losses and not tx.optimizer_steps:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._seen.clear()
-        has_stepped = tx.has_optimizer_steps
+        has_stepped = bool(tx.optimizer_steps)
         self._keeps_gradients = not has_stepped and any(map(_has_gradients, tx.optimizers))
-        if self._has_uneven_share(tx) and has_stepped and not tx.weights.uses_backward:
+        why, weights = "", tx.weights
+        if not weights.uses_backward:
+            if self._collective or self._state.settings.options.elastic.shares != "even":
+                why = "does not call self.backward(loss)"
+        elif self._collective and weights.counted_items is None:
+            why = f"calls {self._collective}, and self.backward(loss) without num_samples"
+        num_even = self._state.context.world_size * tx.plan.samples if why else 0
+        if has_stepped and why and tx.plan.total not in (None, num_even):
             self._state.settings.warn_once(
                 "weight",
-                "ElasticConfig(shares=...): train_batch does not call self.backward(loss), so the "
-                "losses of workers with different shares have equal weight. Call it instead of "
-                "loss.backward().",
+                "The workers have different numbers of samples in step %d, and train_batch %s. "
+                "Losses then have wrong weights. Pass num_samples to self.backward for each loss. "
+                'Or use drop_last=True, and ElasticConfig(global_batch="scale", shares="even").',
+                self._state.global_step,
+                why,
             )
 
-    def _has_uneven_share(self, tx: UpdateTransaction) -> bool:
-        if self._state.settings.options.elastic.shares == "even" or tx.plan.total is None:
-            return False
-        return tx.plan.samples * self._state.context.world_size != tx.plan.total
+    def end_call(self) -> None:
+        if self._state.global_step and not self._transaction.has_ever_stepped:
+            self._state.settings.warn_once(
+                "no step",
+                "No registered optimizer has made a step, so nothing is trained. Call self."
+                "backward(loss) and self.optimizer_step(optimizer) in train_batch.",
+            )
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self._seen.clear()
@@ -81,16 +98,50 @@ class StepChecks(StepFeature):
 
     # ---- within a micro-batch
 
+    def _note_collective(self, name: str) -> None:
+        tx = self._transaction
+        if not tx.is_open or tx.stepping is not None:
+            return
+        self._collective = name
+        self._state.micro_batching.refuse(
+            f"train_batch calls {name}",
+            tx,
+            f"leave out {name}, because the result would depend on the number of workers. For a "
+            "mean over other items than samples, call self.backward(loss, num_samples=count).",
+        )
+
+    def check_size(self) -> None:
+        """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
+        state, segment = self._state, self._state.segment
+        has_weight = state.exchange.num_workers > 1 or not self._transaction.is_only
+        drawn = segment.num_joined if has_weight and segment is not None else None
+        if drawn is None:
+            return
+        num_rows, is_clear = Batch((segment.batch,), {}, None).count_samples(drawn)
+        if not is_clear:
+            state.settings.warn_once(
+                "samples",
+                "The loader joined %d samples, and the tensors of the batch have %d rows. raysgd "
+                "weights the batch by the samples. If the collate_fn dropped or added samples, "
+                "call self.backward(loss, num_samples=count).",
+                drawn,
+                num_rows,
+                anywhere=True,
+            )
+
     def before_backward(self, count: LossCount) -> None:
         tx, state = self._transaction, self._state
+        is_whole = state.accumulation_steps == 1 and not state.micro_batching.must_split
+        if is_whole and tx.weights.has_loss and count.items is not None:
+            self._refuse_parts("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
-        if tx.weights.has_gap and counts_samples and state.num_averaged > 1:
+        if tx.weights.has_gap and counts_samples and state.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
         if tx.requested:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
-        for optimizer in state.optimizers:
+        for optimizer in state.optimizers if self._seen else ():
             changed = self._have_changed(optimizer) and self._precision.scales
-            gradients = (p.grad for p in parameters_of(optimizer))
+            gradients = _gradients_of(optimizer)
             if changed and any(each is not None and each.any() for each in gradients):
                 raise RuntimeError(
                     f"{self._precision.name} scales gradients, but train_batch made or changed "
@@ -99,20 +150,21 @@ class StepChecks(StepFeature):
                 )
 
     def after_backward(self) -> None:
-        has_shards = self._state.settings.options.num_shards is not None
-        self._note_gradients(self._precision.scales or has_shards or not self._transaction.is_last)
+        is_split = bool(self._state.micro_batching.must_split) or not self._transaction.is_last
+        self._note_gradients(self._precision.scales or is_split)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         tx = self._transaction
-        if id(optimizer) in tx.requested:
+        key = id(optimizer)
+        if key in tx.requested:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
-        tx.requested.add(id(optimizer))
+        tx.requested.add(key)
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
                 "not have. Override train_batch, and call self.optimizer.step(closure) in it."
             )
-        if self._have_changed(optimizer):
+        if self._seen and self._have_changed(optimizer):
             why = self.needs_helper or self._precision.name
             raise RuntimeError(
                 "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
@@ -142,7 +194,7 @@ class StepChecks(StepFeature):
 
     def _note_gradients(self, is_watched: bool) -> None:
         watched = self._state.optimizers if is_watched else ()
-        self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in watched}
+        self._seen = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Allow user code to change the gradients of an optimizer."""
@@ -154,7 +206,7 @@ class StepChecks(StepFeature):
         Reject parts if it changes the gradients of a part.
         """
         seen = self._seen.get(id(optimizer))
-        changed = seen is not None and seen != _gradients_of(optimizer)
+        changed = seen is not None and bool(seen.changed())
         if changed:
             self._refuse_parts("train_batch changes gradients before it steps an optimizer")
         return changed
@@ -174,16 +226,14 @@ class StepChecks(StepFeature):
             )
 
 
-@functools.cache
+@cache
 def _needs_closure(step: Any) -> bool:
     return "closure" in required_arguments(step)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
+    return any(gradient is not None for gradient in _gradients_of(optimizer))
 
 
-def _gradients_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Return the identities and versions of gradients, to detect changes."""
-    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
-    return [(id(each), 0 if each is None else version_of(each)) for each in gradients]
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in parameters_of(optimizer)]

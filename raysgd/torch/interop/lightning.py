@@ -1,7 +1,7 @@
 """Operators that train a LightningModule, created by ``TrainingOperator.from_ptl``.
 
-A module uses Lightning's Trainer through ``self.trainer`` and ``self.fabric``. `_Surroundings`
-replaces both while the module's code runs.
+A module uses Lightning's Trainer through ``self.trainer``. `_Surroundings` replaces it while the
+module's code runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd._internal.arguments import set_fields
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.interop.logged import REDUCTIONS, Reduced, TorchMetric, numbers_in
@@ -123,10 +124,11 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 "your own train_batch."
             )
         frequency = self.scheduler_step_freq
+        default = None if frequency else "epoch"  # of Lightning
         schedulers = []
         for each in configs:
             options = each if isinstance(each, dict) else {"scheduler": each}
-            interval, every = options.get("interval"), options.get("frequency", 1)
+            interval, every = options.get("interval", default), options.get("frequency", 1)
             if frequency != "manual" and options.get("monitor") is not None:
                 raise ValueError(
                     f"{name} has a scheduler with monitor={options['monitor']!r}. Pass "
@@ -134,6 +136,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                     "trainer.update_scheduler(metric) in on_validation_end of a callback."
                 )
             wanted = {"step": "batch", "epoch": "epoch"}.get(str(interval))
+            frequency = frequency or wanted
             if frequency != "manual" and (wanted not in (None, frequency) or every != 1):
                 raise ValueError(
                     f"{name} has a scheduler with interval={interval!r} and frequency={every}, but "
@@ -141,6 +144,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                     'interval="step" with "batch" or interval="epoch" with "epoch".'
                 )
             schedulers.append(options["scheduler"])
+        set_fields(self._train_state.settings.options, scheduler_step_freq=frequency)
         return optimizers, schedulers
 
     @contextlib.contextmanager
@@ -158,16 +162,19 @@ class LightningMethods(_Base):  # type: ignore[misc]
             "world_size": self.world_size,
             "is_global_zero": self.world_rank == 0,
         }
+        if "max_epochs" in self.config:
+            of_worker["max_epochs"] = int(self.config["max_epochs"])
         vars(surroundings).update(of_worker | state)
-        module.trainer = module.fabric = surroundings
-        module._fabric_optimizers = getattr(self, "optimizer", None)
-        module.log, module.log_dict = surroundings.log, surroundings.log_dict
+        module.trainer = surroundings
+        modules = [each for each in module.modules() if isinstance(each, _base_of(type(module)))]
+        for each in modules:
+            each.log, each.log_dict = surroundings.log, surroundings.log_dict
         try:
             yield surroundings
         finally:
-            del module.log, module.log_dict
-            module.trainer = module.fabric = None
-            module._fabric_optimizers = []
+            for each in modules:
+                del each.log, each.log_dict
+            module.trainer = None
 
     # ---- training
 
@@ -180,7 +187,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
     ) -> dict[str, Any]:
         module, begins = self.module, self._train_state.offset == 0
         with self._surrounded(training=True) as surroundings:
-            self.train_mode(True)
+            if self._train_state.sets_modes:
+                self.train_mode(True)  # before the hooks, which may change modes
+                self._train_state.sets_modes = False
             if not self._has_started:
                 self._has_started = True
                 module.on_train_start()
@@ -200,7 +209,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 f"{type(module).__name__}.on_train_batch_start returned -1, but raysgd cannot skip "
                 "the rest of an epoch. Return None."
             )
-        with self.timers.record("fwd"), self.autocast():
+        with self.autocast():
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss, num_samples = outputs.get("loss"), self._num_samples(batch)
@@ -210,16 +219,14 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 f"{type(module).__name__}.training_step returned {output!r}. It must return "
                 'the loss, or a dict with "loss". raysgd cannot skip a batch.'
             )
-        with self.timers.record("grad"):
-            module.on_before_backward(loss)
-            self.backward(loss, num_samples=count)
-            module.on_after_backward()
-        with self.timers.record("apply"):
-            if self._train_state.transaction.is_last:
-                self._train_state.optimization.unscale(self.optimizer)
-                module.on_before_optimizer_step(self.optimizer)
-            if self.optimizer_step(self.optimizer):
-                module.on_before_zero_grad(self.optimizer)
+        module.on_before_backward(loss)
+        self.backward(loss, num_samples=count)
+        module.on_after_backward()
+        if self._train_state.transaction.is_last:
+            self._train_state.optimization.unscale(self.optimizer)
+            module.on_before_optimizer_step(self.optimizer)
+        if self.optimizer_step(self.optimizer):
+            module.on_before_zero_grad(self.optimizer)
         module.on_train_batch_end(outputs, batch, index)
         logged = self._surroundings.take_logged()
         return {"train_loss": self._mean_of(loss, count), **logged, NUM_SAMPLES: num_samples}
@@ -302,7 +309,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
 
 class _Surroundings:
-    """Replaces ``self.trainer`` and ``self.fabric`` of a module."""
+    """Replaces ``self.trainer`` of a module."""
 
     sanity_checking = False
     progress_bar_callback = None
@@ -322,13 +329,15 @@ class _Surroundings:
     def __getattr__(self, name: str) -> Any:
         if name == "strategy":
             return self
-        if name.startswith("_"):
-            raise AttributeError(name)
-        # Lightning would replace an AttributeError by one about Fabric.
-        raise NotImplementedError(
-            f"self.trainer.{name}: raysgd trains this module without Lightning's Trainer, and has "
-            "no such attribute. Pass the value in the config, or override a method of the operator."
+        if name == "_lightning_optimizers":  # for self.optimizers()
+            return self.optimizers
+        reason = (
+            'pass config={"max_epochs": ...}.'
+            if name in ("max_epochs", "estimated_stepping_batches")
+            else "raysgd trains this module without Lightning's Trainer, and has no such "
+            "attribute. Pass the value in the config, or override a method of the operator."
         )
+        raise AttributeError(f"self.trainer.{name}: {reason}")
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all workers, stacked by rank."""
@@ -340,18 +349,12 @@ class _Surroundings:
         return stacked if sync_grads else stacked.detach()
 
     @property
-    def max_epochs(self) -> int:
-        if "max_epochs" not in self._operator.config:
-            raise ValueError('self.trainer.max_epochs: pass config={"max_epochs": ...}.')
-        return int(self._operator.config["max_epochs"])
-
-    @property
     def num_training_batches(self) -> int:
         return int(self._operator.steps_per_epoch)
 
     @property
     def estimated_stepping_batches(self) -> int:
-        return self.max_epochs * self.num_training_batches
+        return int(self.max_epochs * self.num_training_batches)
 
     @property
     def current_epoch(self) -> int:

@@ -11,6 +11,8 @@ import torch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.tensors import parameters_of
 
+_OFF = contextlib.nullcontext()
+
 
 class Precision(StepFeature):
     """Computes in full precision. Subclasses override what they change.
@@ -43,7 +45,7 @@ class Precision(StepFeature):
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for forward passes in this precision."""
-        return contextlib.nullcontext()
+        return _OFF
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
         """Add the gradients of `loss`. An update may follow if it `is_last`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
-from raysgd.callbacks.services import MLflowRun, absolute_uri, add_scalars, summary_writer_cls
+from raysgd.callbacks.services import MLflowRun, absolute_uri, board_class
 from raysgd.callbacks.values import json_dict, numbers_in
 from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback
@@ -61,7 +61,27 @@ class JsonLoggerCallback(FileCallback):
         return self.logdir / self._filename
 
 
-class MLflowLoggerCallback(FileCallback):
+class _ServiceCallback(FileCallback):
+    """Logs the numbers that one worker reports to a run of a service."""
+
+    _run: Any = None
+    """A writer of `raysgd.callbacks.services`. `_begin` opens it."""
+
+    def _numbers(self, result: dict[str, Any]) -> dict[str, float]:
+        return numbers_in(result)
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        for result in results:
+            step = result.get(constants.TRAINING_ITERATION, 0)
+            self._run.log(self._numbers(result), step, time.time())
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.end(error)
+
+
+class MLflowLoggerCallback(_ServiceCallback):
     """Writes an MLflow run: the config as parameters, and the numbers that one worker reports.
 
     A restored run continues its MLflow run.
@@ -99,7 +119,6 @@ class MLflowLoggerCallback(FileCallback):
             "tags": tags,
         }
         self._save_artifact = save_artifact
-        self._run: MLflowRun | None = None
         self.run_id: str | None = None
         """The MLflow ID of the run; None before it starts."""
 
@@ -116,22 +135,13 @@ class MLflowLoggerCallback(FileCallback):
             path.write_text(self.run_id)
             self._run.log_config(config)
 
-    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        assert self._run is not None
-        for result in results:
-            step = result.get(constants.TRAINING_ITERATION, 0)
-            self._run.log(numbers_in(result), step, time.time())
-
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        run, self._run = self._run, None
-        if run is None:
-            return
-        if self._save_artifact:
-            run.client.log_artifacts(run.id, str(self.logdir))
-        run.end(error)
+        if self._save_artifact and self._run is not None:
+            self._run.client.log_artifacts(self.run_id, str(self.logdir))
+        super().finish_training(error)
 
 
-class TBXLoggerCallback(FileCallback):
+class TBXLoggerCallback(_ServiceCallback):
     """Writes the reports of one worker for TensorBoard.
 
     Numbers become scalars. The tags are ``ray/train/NAME``, and the steps are
@@ -143,19 +153,11 @@ class TBXLoggerCallback(FileCallback):
         self, logdir: str | os.PathLike[str] | None = None, worker_to_log: int = 0
     ) -> None:
         super().__init__(logdir, worker_to_log)
-        self._new_board = summary_writer_cls("TBXLoggerCallback")
-        self._board: Any = None
+        self._new_board = board_class("TBXLoggerCallback")
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self._board = self._new_board(str(self.logdir))
+        self._run = self._new_board(str(self.logdir))
 
-    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        for result in results:
-            step = result.get(constants.TRAINING_ITERATION)
-            shown = {"ray/train": {k: v for k, v in result.items() if k not in _NOT_SHOWN}}
-            add_scalars(self._board, numbers_in(shown), step)
-
-    def finish_training(self, error: bool = False, **info: Any) -> None:
-        board, self._board = self._board, None
-        if board is not None:
-            board.close()
+    def _numbers(self, result: dict[str, Any]) -> dict[str, float]:
+        shown = {name: value for name, value in result.items() if name not in _NOT_SHOWN}
+        return numbers_in({"ray/train": shown})

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd.callbacks.values import numbers_in
-from raysgd.compat.ray_train import alias_modules
 
 logger = logging.getLogger(__name__)
 
-alias_modules(__name__, "aggregate", "index", "keys", "preprocessor")
+# Older scripts import these submodules.
+for _name in ("aggregate", "index", "keys", "preprocessor"):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
 
 Results = list[dict[str, Any]]
 

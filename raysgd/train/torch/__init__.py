@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raysgd.compat.ray_train import TorchAccelerator
 from raysgd.train.torch.accelerator import (
+    TorchAccelerator,
     accelerate,
     backward,
     enable_reproducibility,

@@ -5,11 +5,12 @@ Each run has its own state: its precision, and the prepared objects.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import random
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,9 +24,6 @@ from raysgd.train import session
 from raysgd.train.api import world_rank, world_size
 from raysgd.train.torch.loading import PreparedLoader
 
-_KEY = "raysgd.train.torch"
-_SEED = "raysgd.train.torch.seed"
-
 
 class _Accelerator:
     """Precision and prepared optimizers of one run."""
@@ -38,15 +36,10 @@ class _Accelerator:
         """Weight of the current batch's loss in the mean over the workers."""
 
 
-def _extras() -> dict[str, Any]:
-    return (session.here.session or session.here).extras
-
-
 def _accelerator() -> _Accelerator:
-    extras = _extras()
-    if _KEY not in extras:
-        extras[_KEY] = _Accelerator(amp=False)
-    accelerator: _Accelerator = extras[_KEY]
+    if session.here.accelerator is None:
+        session.here.accelerator = _Accelerator(amp=False)
+    accelerator: _Accelerator = session.here.accelerator
     return accelerator
 
 
@@ -56,13 +49,12 @@ def accelerate(amp: bool = False) -> None:
     With `amp`, models from `prepare_model` compute in mixed precision: in float16 on a GPU, and in
     bfloat16 on a CPU. Then use `prepare_optimizer` and `backward` as well.
     """
-    extras = _extras()
-    if _KEY in extras:
+    if session.here.accelerator is not None:
         raise RuntimeError(
             "accelerate() has to be called once, and before prepare_model(), "
             "prepare_data_loader(), prepare_optimizer(), and backward()."
         )
-    extras[_KEY] = _Accelerator(amp)
+    session.here.accelerator = _Accelerator(amp)
 
 
 def get_device() -> torch.device:
@@ -106,7 +98,7 @@ def prepare_model(
         forward = functools.partial(_in_autocast, accelerator.precision, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)
     if not wrap_ddp or world_size() <= 1:
-        return model
+        return _with_module(model) if wrap_ddp else model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"prepare_model({type(model).__name__}): none of its parameters requires a gradient. "
@@ -118,9 +110,29 @@ def prepare_model(
     return DistributedDataParallel(model, **kwargs)
 
 
+def _with_module(model: torch.nn.Module) -> torch.nn.Module:
+    """Return an object with all attributes of the model, whose `module` is `model`."""
+    if hasattr(model, "module"):
+        return model
+
+    class Prepared(type(model)):  # type: ignore[misc]
+        module = model
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return _with_module(copy.deepcopy(self.module, memo))
+
+        def __reduce__(self) -> Any:
+            return copy.copy, (self.module,)  # a file can be read without raysgd
+
+    Prepared.__name__, Prepared.__qualname__ = type(model).__name__, type(model).__qualname__
+    prepared: torch.nn.Module = object.__new__(Prepared)
+    object.__setattr__(prepared, "__dict__", vars(model))
+    return prepared
+
+
 def prepare_data_loader(
     data_loader: torch.utils.data.DataLoader[Any],
-    add_dist_sampler: bool = True,
+    add_dist_sampler: bool | Literal["always"] = True,
     move_to_device: bool = True,
     auto_transfer: bool = True,
 ) -> torch.utils.data.DataLoader[Any]:
@@ -133,6 +145,10 @@ def prepare_data_loader(
     Batches of a step may differ by one sample, and `backward` weights their losses by size. If a
     last step has fewer samples than workers, some workers repeat a sample with weight 0.
 
+    ``state_dict()`` returns the position after the batches that the loop has received. It is the
+    same on all workers. After ``load_state_dict``, the next pass trains on the rest of the epoch,
+    with any number of workers.
+
     Args:
         data_loader: the loader, with the same sampler on all workers. Its batch size is that of one
             worker in the full group. A smaller group gets larger batches, unless you pass
@@ -140,7 +156,8 @@ def prepare_data_loader(
         add_dist_sampler: whether to split the data if there are several workers. A loader with an
             IterableDataset, a batch sampler, or a sampler with ``num_replicas`` is not split.
             Neither is a loader with its own ``__iter__``, or whose sampler has no length; then a
-            warning is logged.
+            warning is logged. With "always", every worker reads an IterableDataset, or the indices
+            of a batch sampler, and uses its part.
         move_to_device: whether to move the batches to `get_device`.
         auto_transfer: whether to move the next batch during the current step, on a CUDA stream of
             its own; needs a GPU.
@@ -151,14 +168,17 @@ def prepare_data_loader(
             "Partition other data yourself, by raysgd.train.world_rank()."
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
-    running = session.here.session
+    running, seed = session.here.session, session.here.seed
+    if seed is None:  # the random numbers of several workers may differ
+        seed = torch.initial_seed() % 2**31 if world_size() == 1 else 0
     return PreparedLoader(
         data_loader,
-        world_size=world_size() if add_dist_sampler else 1,
+        world_size=world_size(),
         rank=world_rank(),
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
-        seed=_extras().get(_SEED, 0),
+        seed=seed,
+        splits=add_dist_sampler,
         full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
         shares=session.worker_context().shares,
         weigh=functools.partial(setattr, accelerator, "share"),
@@ -205,7 +225,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     # Deterministic matrix products on CUDA need this.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    _extras()[_SEED] = seed
+    session.here.seed = seed
 
 
 def _in_autocast(
@@ -243,3 +263,17 @@ class _AmpOptimizer:
                 "raysgd.train.torch.backward(loss), and then step()."
             )
         self._precision.step(self.optimizer)
+
+
+class TorchAccelerator:
+    """The functions of ``raysgd.train.torch`` as methods, as in Ray Train 1."""
+
+    def __init__(self, amp: bool = False) -> None:
+        accelerate(amp)
+
+    backward = staticmethod(backward)
+    enable_reproducibility = staticmethod(enable_reproducibility)
+    get_device = staticmethod(get_device)
+    prepare_data_loader = staticmethod(prepare_data_loader)
+    prepare_model = staticmethod(prepare_model)
+    prepare_optimizer = staticmethod(prepare_optimizer)

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
-from raysgd.data.source import own_split
-from raysgd.torch.batches import move_to_device
-from raysgd.torch.loading import PartitionedLoader, makes_own_batches, why_whole
-from raysgd.torch.orders import is_plain_shuffle
-from raysgd.torch.stream_reading import changed
+from raysgd.data.source import once, own_split
+from raysgd.data.step_layout import StepLayout
+from raysgd.data.stream import Stream
+from raysgd.torch.input.batches import move_to_device
+from raysgd.torch.input.loading import makes_own_batches, why_whole, wrap_loader
+from raysgd.torch.input.orders import is_plain_shuffle
+from raysgd.torch.input.stream_reading import changed
 
 logger = logging.getLogger(__name__)
+
+_ADVICE = (
+    'Pass add_dist_sampler="always" to prepare_data_loader(), which splits any data set, or save '
+    "at the end of an epoch, without the state of the loader."
+)
 
 
 class PreparedLoader(DataLoader[Any]):
     """Iterates over this worker's part of another loader, and moves the batches to a device.
 
     All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
-    `full_size` is the number of workers of the full group, which sets the global batch size. None
-    scales the batch with the group. `weigh` receives the loss weight of each batch.
-    `num_collectives` returns the number of collectives so far; None if unknown.
+    `splits` is the argument ``add_dist_sampler`` of `prepare_data_loader`. `full_size` is the
+    number of workers of the full group, which sets the global batch size. None scales the batch
+    with the group. `weigh` receives the loss weight of each batch. `num_collectives` returns the
+    number of collectives so far; None if unknown.
     """
 
     _loader: DataLoader[Any]
@@ -38,32 +54,42 @@ class PreparedLoader(DataLoader[Any]):
         device: torch.device | None,
         ahead: bool,
         seed: int,
+        splits: bool | Literal["always"] = True,
         full_size: int | None = None,
         shares: tuple[float, ...] | None = None,
-        weigh: Callable[[float], None] | None = None,
+        weigh: Callable[[float], None] = lambda weight: None,
         num_collectives: Callable[[], int | None] = lambda: None,
     ) -> None:
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
         full_size = full_size or world_size
         self._shared: _SharedSampler | None = None
-        self._device, self._weigh = device, weigh
+        self._device, self._weigh, self._num_collectives = device, weigh, num_collectives
+        self._world_size = world_size
         self._ahead = ahead and device is not None and device.type == "cuda"
-        if is_shared := full_size > 1 and _can_share(loader):
+        self._start = 0, 0
+        """Epoch of the next pass, and the offset if a state was loaded."""
+        self._pass: tuple[int, int, int | None] | None = None
+        """Epoch and offset of the current pass, and the collectives before it."""
+        if is_shared := _can_share(loader, splits, full_size):
             loader = changed(loader, pin_memory=loader.pin_memory or self._ahead)
         self.__dict__.update(loader.__dict__)
         self._loader = loader
         if not is_shared:
+            sampler: Any = loader.sampler
+            if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
+                sampler.set_epoch = functools.partial(_set_epoch, sampler, seed)
             return
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
-        source = PartitionedLoader(
+        source: Any = wrap_loader(
             loader,
+            partitions=True,
             training=True,
             world_size=world_size,
             rank=rank,
             seed=seed,
-            full_size=full_size,
+            layout=StepLayout(full_size),
         )
         source.set_shares(shares if world_size == len(shares or ()) else None)
         self.sampler = self._shared = _SharedSampler(source, seed, num_collectives)
@@ -77,29 +103,118 @@ class PreparedLoader(DataLoader[Any]):
         return len(self._loader if self._shared is None else self._shared.source)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        shared = self._shared
-        epoch = 0 if shared is None else shared.begin()
-        batches = iter(self._loader) if shared is None else shared.source.batches(epoch, offset=0)
+        shared, (epoch, offset) = self._shared, self._begin()
+        self._pass = None
+        if shared is None:
+            batches: Iterator[Any] = itertools.islice(once(self._loader), offset, None)
+        else:
+            batches = shared.source.batches(epoch, offset)
         if (device := self._device) is not None and self._ahead:
             batches = _moved_ahead(batches, device)
         elif device is not None:
             whole = batches
             batches = (move_to_device(batch, device) for batch in whole)
-        if shared is not None and self._weigh is not None:
-            batches = _weighed(batches, shared.source, self._weigh)
-        return batches if shared is None else shared.counted(batches, epoch)
+        if shared is not None:
+            batches = shared.counted(batches, epoch)
+        return self._positioned(batches, epoch, offset)
+
+    def _positioned(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+        """Yield the batches of a pass. Set its position, and the weight of each batch."""
+        begun, offset, shared = self._num_collectives(), start, self._shared
+        try:
+            for batch in batches:
+                if shared is None:
+                    offset += 1
+                else:
+                    plan, size = shared.source.plan(offset, 1, in_parts=False), self._world_size
+                    self._weigh(plan.samples * size / (plan.total or 1))
+                    offset = shared.source.offset_after(offset, 1)
+                self._pass = epoch, offset, begun
+                yield batch
+                if self._counts(begun):
+                    self._start = epoch + 1, 0
+        finally:
+            if shared is not None:
+                self._weigh(1.0)
+        self._pass = None
+        if shared is None or start > 0:  # all workers have loaded the rest, which can be empty
+            self._start = epoch + 1, 0
+            if shared is not None and shared.epoch == epoch:
+                shared.set_epoch(epoch + 1)
+
+    # ---- the position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the batches that the loop has received, for `load_state_dict`.
+
+        The state is the same on all workers, and fits any number of workers.
+
+        Raises:
+            ValueError: if the order of a loader that is not split is random.
+        """
+        self._check_order()
+        epoch, offset = self._begin()
+        if self._pass is not None and self._counts(self._pass[2]):
+            epoch, offset, _ = self._pass
+        if self._shared is None:
+            return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
+        source = self._shared.source
+        data = dict(source.position(epoch, offset))
+        return {"epoch": epoch, "offset": offset, "seed": self._shared.seed, "data": data}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass begin at the result of `state_dict`.
+
+        Raises:
+            CheckpointError: if the data has changed since.
+            ValueError: if the state is of another kind of loader, or if raysgd does not split this
+                loader, and the state is of another number of workers within an epoch.
+        """
+        self._check_order()
+        epoch, offset = state["epoch"], state["offset"]
+        if (self._shared is None) != ("seed" not in state):
+            raise ValueError(
+                "load_state_dict(...): raysgd splits this loader and not that of the state, or the "
+                "other way round. Pass the same add_dist_sampler to prepare_data_loader()."
+            )
+        if self._shared is None:
+            if offset and state["num_workers"] != self._world_size:
+                raise ValueError(
+                    f"load_state_dict(...): the state is of {state['num_workers']} workers within "
+                    f"an epoch, and there are {self._world_size}. {_ADVICE}"
+                )
+        else:
+            source = self._shared.source
+            source.check_position(state["data"])
+            self._shared.seed = state["seed"]
+            source.reseed(state["seed"], state["seed"])
+            source.move_to(state["data"])
+            self._shared.set_epoch(epoch)
+        self._start, self._pass = (epoch, offset), None
+
+    def _begin(self) -> tuple[int, int]:
+        """Return the epoch and the offset of the next pass."""
+        epoch = self._start[0] if self._shared is None else self._shared.begin()
+        return epoch, self._start[1] if self._start[0] == epoch else 0
+
+    def _counts(self, begun: int | None) -> bool:
+        """Return whether the workers have trained since there were `begun` collectives."""
+        is_alone = self._shared is None or self._world_size == 1
+        return is_alone or begun is None or begun < (self._num_collectives() or 0)
+
+    def _check_order(self) -> None:
+        known = isinstance(self._loader.dataset, IterableDataset) or own_split(self._loader)
+        sampler = self._loader.batch_sampler if makes_own_batches(self._loader) else self.sampler
+        if self._shared is None and not known and type(sampler) is not SequentialSampler:
+            raise ValueError(
+                f"This loader has no position, because the order of its {type(sampler).__name__} "
+                f"is random, and raysgd does not split it. {_ADVICE}"
+            )
 
 
-def _weighed(
-    batches: Iterator[Any], source: PartitionedLoader, weigh: Callable[[float], None]
-) -> Iterator[Any]:
-    try:
-        for step, batch in enumerate(batches):
-            plan = source.plan(source.offset_after(0, step), 1, in_parts=False)
-            weigh(plan.samples * source.partition.world_size / (plan.total or 1))
-            yield batch
-    finally:
-        weigh(1.0)
+def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
+    if hasattr(sampler, "generator"):
+        sampler.generator = torch.Generator().manual_seed(seed + epoch)
 
 
 def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -125,13 +240,12 @@ def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 class _SharedSampler(DistributedSampler[Any]):
     """Offers the epoch of a `PartitionedLoader`, and this worker's indices, like PyTorch does."""
 
-    def __init__(
-        self, source: PartitionedLoader, seed: int, num_collectives: Callable[[], int | None]
-    ) -> None:
-        self._order = source.order_sampler
+    def __init__(self, source: Any, seed: int, num_collectives: Callable[[], int | None]) -> None:
+        self._order = source.order_sampler  # None for a stream
         size, rank = source.partition.world_size, source.partition.rank
         shuffle = is_plain_shuffle(self._order)
-        super().__init__(self._order, size, rank, shuffle=shuffle, seed=seed)
+        counted: Any = self._order or ()  # a stream has no sampler
+        super().__init__(counted, size, rank, shuffle=shuffle, seed=seed)
         self.source = source
         self.dataset = source.loader.dataset
         self._num_collectives = num_collectives
@@ -191,10 +305,12 @@ class _SharedSampler(DistributedSampler[Any]):
             self.set_epoch(epoch + 1)
 
 
-def _can_share(loader: DataLoader[Any]) -> bool:
-    if makes_own_batches(loader) or own_split(loader) is not None:
+def _can_share(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
+    if not splits or own_split(loader) is not None:
         return False
-    if reason := why_whole(loader):
+    if makes_own_batches(loader):
+        return splits == "always" or isinstance(loader.dataset, Stream)
+    if (reason := why_whole(loader)) and full_size > 1:
         logger.warning(
             "Every worker reads all data of a loader, because %s. Select the data by "
             "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",

@@ -6,7 +6,8 @@ change, adapt this file and keep the recorded orders.
 
 import itertools
 
-from raysgd.torch.loading import wrap_loader
+from raysgd.data.step_layout import StepLayout
+from raysgd.torch.input.loading import wrap_loader
 from raysgd.train.torch.loading import PreparedLoader
 
 __all__ = ["keras_epoch", "operator_epoch", "prepared_passes"]
@@ -44,7 +45,7 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
                     rank=rank,
                     seed=seed,
                     config_batch=share,
-                    full_size=full_size,
+                    layout=StepLayout(full_size),
                     global_batch=global_batch,
                 )
             sources[rank].repartition(world_size, rank, share)
@@ -80,7 +81,7 @@ def keras_epoch(data, *, training, seed, epoch, segments, batch_size=None):
         workers = []
         for rank in range(world_size):
             place = {"training": training, "world_size": world_size, "rank": rank}
-            place["full_size"] = full_size
+            place["layout"] = StepLayout(full_size)
             if batch_size is None:
                 source = DatasetSource(data, **place)
             else:

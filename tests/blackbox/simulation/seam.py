@@ -9,7 +9,7 @@ from typing import Any
 
 import ray.exceptions
 
-from raysgd._internal.context import Progress
+from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
@@ -284,10 +284,8 @@ class SimMember(WorkerHandle):
         self.is_from_setup = False
         """Whether its state is that of its setup, and it has not trained since."""
         self.has_trained = False
-        self.lacks_shards = False
-        """Whether shards of the state were lost with other workers."""
-        self.partial = False
-        """Whether an optimizer raised within a step."""
+        self.condition = "good"
+        """The condition of its state."""
         self.weights = [0, 0]
         """Number of updates of each of its two parameters."""
         self.failure = None
@@ -297,7 +295,7 @@ class SimMember(WorkerHandle):
         self.held = []
         """The shards of other workers that it has imported."""
         self.interruptions = 0
-        self.terminated = False
+        self.terminated_at = None
 
     # ---- calls of the driver
 
@@ -366,10 +364,10 @@ class SimMember(WorkerHandle):
             step_s=self._world.step_s,
             samples_per_s=self.speed,
             snapshot=self.snapshot_step,
-            terminated=self.terminated,
-            is_sharded=self.divided,
-            lacks_shards=self.lacks_shards,
-            partial=self.partial,
+            terminated_s=None
+            if self.terminated_at is None
+            else self._world.now - self.terminated_at,
+            holdings=Holdings(complete=not self.divided, condition=self.condition),
         )
 
     @property
@@ -466,7 +464,7 @@ class SimMember(WorkerHandle):
                 return
 
     def _begin_training(self):
-        if self.partial:
+        if self.condition == "damaged":
             self.end("user", PartialStateError())
             return
         if self.is_from_setup:
@@ -542,7 +540,8 @@ class SimMember(WorkerHandle):
             self.weights[1] += 1
             step.end_optimizer_step(self)
         counts = step.is_updated
-        self.partial = not counts and self.weights[0] != self.weights[1]
+        if not counts and self.weights[0] != self.weights[1]:
+            self.condition = "damaged"
         if counts:
             step.commit()
         step.reset()
@@ -566,7 +565,7 @@ class SimMember(WorkerHandle):
         if leader is None:
             self.step, self.is_set_up, self.is_from_setup = 0, True, True
         else:
-            self.step, self.partial = leader.step, leader.partial
+            self.step, self.condition = leader.step, leader.condition
             self.weights = list(leader.weights)
         self.end("ok")
 
@@ -581,8 +580,8 @@ class SimGroup(ActorGroup):
     def discard(self, member):
         if (driver := self._world.driver) is not None:
             stays = driver.controller.policy.joins
-            is_fine = not (member.dead or member.silent or member.deaf or member.lacks_shards)
-            is_fine = is_fine and not member.partial
+            is_fine = not (member.dead or member.silent or member.deaf)
+            is_fine = is_fine and member.condition == "good"
             is_fine = is_fine and self.drains.of(member) is None
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
         super().discard(member)

@@ -181,9 +181,9 @@ class World:
         if meeting.leader is not None:
             leader = here[meeting.leader]
             old = [m for m in here.values() if m.generation is not None]
-            whole = [m for m in old if not m.partial]
-            assert not (leader.partial and whole), "a partial state counts"
-            furthest = max((m.step for m in whole or old), default=self.kept_by_driver)
+            good = [m for m in old if m.condition == "good"]
+            assert leader in good or not good, "a damaged state counts"
+            furthest = max((m.step for m in good or old), default=self.kept_by_driver)
             assert leader.step == furthest, "a committed step is given up"
             assert leader in old or not old, "a newcomer leads"
         contexts = {rank: m.meeting.context for rank, m in here.items()}

@@ -2,12 +2,14 @@
 
 import collections
 import copy
+import dataclasses
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.nested import map_leaves
+from raysgd._internal.nested import described, map_leaves
 
 LEAVES = st.one_of(st.integers(), st.text(max_size=3), st.none())
 TREES = st.recursive(
@@ -51,3 +53,15 @@ def test_the_state_of_a_module_keeps_its_versions():
 def test_a_named_tuple_is_a_leaf():
     point = collections.namedtuple("point", "x y")(1, 2)
     assert map_leaves([point], lambda leaf: leaf is point) == [True]
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    image: object
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_every_batch_can_be_described():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    batch = [Slots(torch.ones(4, 5)), {"nested": nested}, Slots]
+    assert described(batch) == "[Slots{image: float32[4, 5]}, {nested: Tensor}, type]"

@@ -1,9 +1,11 @@
 """Timers, with a clock that the tests set."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raysgd._internal import timers
-from raysgd._internal.timers import TimerCollection
+from raysgd._internal.timers import TimerCollection, TimerStat
 
 
 @pytest.fixture
@@ -47,3 +49,58 @@ def test_a_disabled_collection_times_nothing(clock):
     assert collection.stats() == {"mean_fwd_s": 1.0}
     collection.reset()
     assert collection.stats() == {}
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=30), st.integers(1, 10))
+def test_statistics_cover_the_window_and_totals_everything(durations, window):
+    timer = TimerStat(window_size=window)
+    for seconds in durations:
+        timer.push(seconds)
+    held = durations[-window:]
+    assert timer.mean == pytest.approx(sum(held) / len(held))
+    assert timer.median == sorted(held)[len(held) // 2]
+    assert timer.max == max(held)
+    assert timer.sum == pytest.approx(sum(held))
+    assert (timer.first, timer.last, timer.size) == (held[0], held[-1], len(held))
+    assert timer.count == len(durations)
+    assert timer.total_s == pytest.approx(sum(durations))
+
+
+def test_throughput_is_units_over_time():
+    timer = TimerStat()
+    for units in (10, 30):
+        timer.push(0.5)
+        timer.push_units_processed(units)
+    assert timer.has_units_processed()
+    assert timer.mean_units_processed == 20
+    assert timer.mean_throughput == 40
+
+
+def test_nested_use_of_one_timer_is_an_error():
+    timer = TimerStat()
+    with timer, pytest.raises(RuntimeError, match="is running"), timer:
+        pass
+
+
+def test_a_block_that_raises_is_timed(clock):
+    timer = TimerStat()
+
+    def fail():
+        with timer:
+            clock[0] += 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with timer:
+        clock[0] += 3
+    assert (timer.count, timer.mean) == (2, 2.0)
+
+
+def test_reset_discards_everything():
+    timer = TimerStat()
+    timer.push(1)
+    timer.push_units_processed(1)
+    timer.reset()
+    assert (timer.count, timer.total_s, timer.size) == (0, 0.0, 0)
+    assert not timer.has_units_processed()

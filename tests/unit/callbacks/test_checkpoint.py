@@ -1,6 +1,5 @@
 """``CheckpointCallback``: which checkpoints it keeps, and how a run resumes."""
 
-import logging
 import subprocess
 import sys
 
@@ -115,18 +114,6 @@ def test_run_that_is_interrupted_repeatedly_misses_no_validation(make_trainer, t
         assert "score has not improved for 3 values" in history.stop_reason
 
 
-def test_damaged_checkpoint_is_skipped_and_named(make_trainer, tmp_path, caplog):
-    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(2)
-    newest = tmp_path / names(tmp_path)[-1]
-    newest.write_bytes(newest.read_bytes()[:-100])
-    callback = CheckpointCallback(tmp_path)
-    trainer = make_trainer(callbacks=[callback])
-    with caplog.at_level(logging.INFO):
-        assert [entry["epoch"] for entry in trainer.fit(3)] == [2, 3]
-    assert f"Skipped {newest}" in caplog.text
-    assert "epoch 1, step 5" in caplog.text
-
-
 def test_trainer_that_has_trained_does_not_resume(make_trainer, tmp_path):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(3)
     trainer = make_trainer()
@@ -211,6 +198,61 @@ def test_plain_calls_without_the_metric_keep_the_newest(make_trainer, tmp_path):
     trainer.train()
     trainer.validate()
     assert saving.best in [str(tmp_path / name) for name in names(tmp_path)]
+
+
+def look_at_batches(trainer, best):
+    trainer.train(num_steps=1)
+    trainer.validate(num_steps=1)
+    trainer.validate()  # the rest
+
+
+def look_at_best(trainer, best):
+    trainer.load(best)
+    trainer.validate()
+
+
+@pytest.mark.parametrize("look", [look_at_batches, look_at_best])
+def test_only_a_complete_validation_of_new_training_competes(make_trainer, tmp_path, look):
+    """Early stopping ignores other validations, too."""
+    scores, stopping = Scripted([3, 2]), EarlyStopping("score", mode="min")
+    saving = CheckpointCallback(tmp_path, monitor="score", mode="min", keep=1)
+    trainer = make_trainer(callbacks=[scores, saving, stopping])
+    for _ in range(2):
+        trainer.train()
+        trainer.validate()
+    best = saving.best
+    scores._values = [0, 0, 0]
+    look(trainer, best)
+    assert (saving.best, read_manifest(best).metrics["score"]) == (best, 2)
+    if look is look_at_batches:
+        assert stopping.best == 2
+        trainer.validate()
+        assert read_manifest(saving.best).metrics["score"] == 0
+
+
+def test_an_infinite_mask_is_saved_and_a_spoiled_model_is_not(make_trainer, tmp_path, caplog):
+    class Masked(Recorder):
+        def register(self, *, models, **others):
+            models.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+            return super().register(models=models, **others)
+
+    trainer = make_trainer(Masked, callbacks=[CheckpointCallback(tmp_path, every=2)])
+    trainer.train(num_steps=4)
+    with torch.no_grad():
+        weights(trainer)["0.weight"].fill_(torch.nan)
+    trainer.train(num_steps=4)
+    assert steps(tmp_path) == [2, 4]
+    assert caplog.text.count("models[0].0.weight has NaN or infinity") == 2
+    assert caplog.text.count("callbacks=[TerminateOnNaN()]") == 1
+
+
+def test_two_callbacks_cannot_save_into_one_folder(make_trainer, tmp_path):
+    both = [CheckpointCallback(), CheckpointCallback(tmp_path / "run" / ".." / "checkpoints")]
+    with pytest.raises(ValueError, match=r"two CheckpointCallbacks save into .*checkpoints,"):
+        make_trainer(callbacks=both, logdir=tmp_path)
+    trainer = make_trainer(callbacks=both[:1], logdir=tmp_path)
+    with pytest.raises(ValueError, match="own folder"):
+        trainer.fit(1, callbacks=both[1:])
 
 
 @pytest.mark.parametrize("num_calls", [1, 5])
@@ -324,8 +366,9 @@ def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_p
     trainer = make_trainer(Wider, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
     with pytest.raises(CallbackError, match="on_train_start") as caught:
         trainer.fit(1)
-    assert "No training is lost" not in str(caught.value), "training has not begun"
     said = str(caught.value.__cause__)
+    assert caught.value.__cause__.__cause__ is None, "prints the reason once"
+    assert "the same model and config" in said
     assert names(tmp_path)[0] in said
     assert "another folder (or logdir)" in said
     assert "0.weight" in said

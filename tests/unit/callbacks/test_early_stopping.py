@@ -81,7 +81,7 @@ def test_several_validations_of_an_epoch_count_once(make_trainer, tmp_path):
     again = EarlyStopping("score", patience=4)
     again.load_state_dict(stopping.state_dict())
     trainer.validate()
-    again.on_validation_end(trainer, {"score": 4})
+    again.on_result(trainer, trainer.last_call, {"score": 4})
     assert again.num_waited == 3
 
 

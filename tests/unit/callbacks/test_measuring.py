@@ -114,9 +114,26 @@ def test_a_loss_that_is_no_number_ends_the_run(make_trainer, tmp_path, value, me
     setattr(operator, method, spoiled)
     history = trainer.fit(5)
     assert len(history) == 2
-    assert f"_loss is {value} in epoch 2." in history.stop_reason
+    step = 6 if method == "train_batch" else 10  # a loss of training ends its step
+    assert f"_loss is {value} in epoch 2, step {step}." in history.stop_reason
     if method == "validate_batch" and math.isnan(value):
         assert "epoch-00001" in saving.best
+
+
+def test_a_keras_model_that_diverges_ends_in_that_step(tmp_path):
+    pytest.importorskip("tensorflow")
+    from raysgd.tf import TFTrainer
+    from tests.tf_operators import Digits
+
+    with TFTrainer(
+        training_operator_cls=Digits,
+        config={"lr": math.nan, "num_samples": 128, "optimizer": "SGD"},
+        use_local=True,
+        callbacks=[TerminateOnNaN(), CheckpointCallback(tmp_path, every=1)],
+    ) as trainer:
+        history = trainer.fit(1)
+    assert history.stop_reason == "train_loss is nan in epoch 1, step 2."
+    assert not [*tmp_path.iterdir()]
 
 
 def test_resource_usage_of_workers_is_among_the_metrics(make_trainer):
@@ -130,7 +147,9 @@ def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
     trainer = make_trainer(Classifier, callbacks=[ModelSummary()])
     model = trainer.get_local_operator().model
     model[0].bias.requires_grad_(False)
-    model.module = torch.nn.Linear(2, 2)  # part of the user's model, not a DDP wrapper
+    model.module = torch.nn.Linear(2, 2).requires_grad_(
+        False
+    )  # part of the user's model, not a DDP wrapper
     trainer.train(num_steps=1)
     table = capsys.readouterr().out.splitlines()
     assert [re.split("  +", line) for line in table] == [
@@ -138,8 +157,8 @@ def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
         ["0", "Linear(in_features=8, out_features=16, bias=True)", "144", "128", "0.6 KiB"],
         ["1", "ReLU", "0", "0", "0.0 KiB"],
         ["2", "Linear(in_features=16, out_features=2, bias=True)", "34", "34", "0.1 KiB"],
-        ["module", "Linear(in_features=2, out_features=2, bias=True)", "6", "6", "0.0 KiB"],
-        ["all", "184", "168", "0.7 KiB"],
+        ["module", "Linear(in_features=2, out_features=2, bias=True)", "6", "0", "0.0 KiB"],
+        ["all", "184", "162", "0.7 KiB"],
     ]
 
 

@@ -14,6 +14,8 @@ from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import PHASES, Totals
 from raysgd.callbacks import EarlyStopping, EpochLines, ProgressBar
 from raysgd.callbacks import progress as module
+from raysgd.callbacks.base import LastCall
+from raysgd.elastic.events import Event
 
 
 class Terminal(io.StringIO):
@@ -29,7 +31,6 @@ class FakeTrainer:
     max_workers = 3
     global_step = 100
     num_epochs = None
-    validation_due = False
     last_call = stop_reason = None
     events = ()
 
@@ -206,7 +207,7 @@ def test_fit_prints_a_line_for_each_epoch_unless_verbose_is_off(make_trainer, ca
     ]
     assert f"val_accuracy {history[1]['val_accuracy']:.4g}" in lines[1]
     assert "val_" not in lines[2]
-    assert lines[-1].startswith(f"stopped after epoch {len(history)}: val_loss has not improved")
+    assert lines[-1].startswith(f"stopped in epoch {len(history)}: val_loss has not improved")
     trainer.train()
     trainer.fit(12, verbose=False)
     assert capsys.readouterr().err == ""
@@ -225,10 +226,23 @@ def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns,
     bar, trainer = EpochLines(), FakeTrainer()
     trainer.num_epochs = 8
     names = ["train_loss", "train_accuracy", "val_loss", "val_accuracy"]
-    bar.on_epoch_end(trainer, dict.fromkeys(names, 0.123456))
+    bar.on_result(trainer, LastCall("validate", 10.0, 0.01), dict.fromkeys(names, 0.123456))
     (line,) = terminal.getvalue().splitlines()
     assert [part.split()[0] for part in line.split("  ")[1:]] == shown
     assert len(line) <= max(columns, 20)
+
+
+@pytest.mark.parametrize(
+    ("lost_at", "said"), [(99, ""), (105, " (380 of 600 samples measured, all trained)")]
+)
+def test_line_of_an_epoch_says_what_lost_workers_did_not_measure(terminal, lost_at, said):
+    lines, trainer = EpochLines(), FakeTrainer()
+    trainer.num_epochs = 8
+    trainer.events = [Event(kind="lost", generation=0, ranks=(1,), time=lost_at)]
+    trainer.last_call = LastCall("train", 110.0, 10.0, epoch_samples=600)
+    lines.on_epoch_end(trainer, {"train_loss": 1.289, "num_samples": 380})
+    lines.on_result(trainer, trainer.last_call, {"train_loss": 1.289, "num_samples": 9})
+    assert terminal.getvalue() == f"epoch 1/8  train_loss 1.289{said}  10.0 s\n"
 
 
 def test_line_of_the_epoch_replaces_the_bar_in_fit(make_trainer, terminal):

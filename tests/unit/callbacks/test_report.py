@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
@@ -75,6 +74,7 @@ def folder(tmp_path):
                 epoch=epoch,
                 train_loss=1 / epoch,
                 num_samples=640,
+                lr=0.003,
                 **{"<script>x": 1.0},
             )
         )
@@ -91,13 +91,20 @@ def folder(tmp_path):
             )
         )
     events = [
-        event("started", 101, ranks=(0, 1)),
+        event("started", 100, ranks=(0, 1)),
         event("lost", 130, 14, num_workers=1, cause="<i>OOM</i>"),
         event("grown", 133, 16, 0.1, num_workers=2),
         event("rebalanced", 134, 17, shares=(1.5, 0.5)),
+        event("started", 144),
     ]
     write(tmp_path, records, events)
     return tmp_path
+
+
+def charts(text):
+    """Return the data of each chart by its title."""
+    found = re.findall(r'<h2>([^<]*)</h2><figure data-chart="(.*?)"', text)
+    return {title: json.loads(html.unescape(data)) for title, data in found}
 
 
 def figure(text, name):
@@ -118,8 +125,7 @@ def check_numbers(text):
     assert (figure(text, "epochs"), figure(text, "steps")) == ("3", "30")
     assert figure(text, "last train_loss") == "0.3333"
     assert figure(text, "shares of the workers") == "1.5/0.5"
-    # 45 s in calls, minus the stop from 130 to 133
-    assert figure(text, "goodput") == f"{100 * 42 / 62:.1f} %"
+    assert figure(text, "goodput") == f"{100 * 45 / 60:.1f} %", "45 s in calls"
     assert figure(text, "last val_accuracy") == "0.9"
 
 
@@ -135,7 +141,8 @@ def test_report_has_config_versions_and_best_values(tmp_path):
         call(110 + n, 1, 10 * n, kind="validate", epoch=n + 1, val_loss=loss)
         for n, loss in enumerate(losses)
     ]
-    write(tmp_path, [{**run(), **told}, call(109, 5, 10, train_loss=1.25), *validations])
+    runs = [{**run(), **told}, {**run(105), **told, "num_workers": 1}]
+    write(tmp_path, [*runs, call(109, 5, 10, train_loss=1.25), *validations])
     text = make_report(tmp_path).read_text()
     assert f"<title>Digits: {tmp_path.name}</title>" in text
     assert "raysgd 1, torch 2.9" in text
@@ -173,41 +180,26 @@ def test_calls_that_a_later_run_repeated_are_not_kept(tmp_path):
     assert [c["time"] for c in RunLog(tmp_path).calls_of("train")] == [110, 220, 230]
 
 
-def test_stops_do_not_count_as_goodput(tmp_path):
+def test_only_committed_steps_count_as_goodput(tmp_path):
+    def trained(end, seconds, step, step_s):
+        speed = {f"{phase}_s": [0.0, 0.0] for phase in PHASES}
+        speed |= {"forward_s": [step_s / 2] * 2, "wait_s": [0.0, step_s], "save_s": [9.0, 9.0]}
+        return {**call(end, seconds, step), "speed": speed}
+
     events = [
-        event("started", 101),
-        event("lost", 112, 2),
-        event("lost", 112.5, 2),
-        event("resumed", 113, 2, seconds=0.4),
-        event("grown", 113.2, 2, seconds=0.5),
-        event("grown", 116, 3, seconds=0.5),
-        event("user_error", 130, 5),  # between two calls
-        event("resumed", 131, 5, seconds=0.1),
-    ]
-    write(tmp_path, [run(100), call(120, 10, 5), call(150, 15, 10)], events)
-    # 25 s in calls, minus the stops from 112 to 113.2 and from 115.5 to 116
-    assert RunLog(tmp_path).goodput() == pytest.approx((25 - 1.2 - 0.5) / 50)
-
-
-def test_repeated_steps_do_not_count_as_goodput(tmp_path):
-    events = [event("lost", 110, step=6), event("restarted", 114, step=2, seconds=4)]
-    write(tmp_path, [run(100), call(120, 20, 12)], events)
-    # 16 s for 12 steps and 4 repeated ones
-    assert RunLog(tmp_path).goodput() == pytest.approx(16 * 12 / 16 / 20)
-    write(tmp_path, [run(100), call(120, 20, 10), run(200, 4), call(230, 30, 16)])
-    # 50 s for 16 steps and 6 repeated ones
-    assert RunLog(tmp_path).goodput() == pytest.approx(50 * 16 / 22 / 130)
-
-
-def test_the_time_between_two_runs_is_not_a_stop(tmp_path):
-    events = [
-        event("started", 101),
-        event("user_error", 115, 3),
+        event("started", 100),
+        event("lost", 110, step=4),
+        event("restarted", 114, step=2, seconds=4),
+        event("user_error", 130, 10),
         event("started", 205),
-        event("grown", 230, 8, seconds=0.5),
     ]
-    write(tmp_path, [run(100), call(112, 10, 3), run(200, 3), call(250, 40, 20)], events)
-    assert RunLog(tmp_path).goodput() == pytest.approx((10 + 40 - 0.5) / 150)
+    calls = [trained(120, 20, 10, 1.0), trained(250, 40, 16, 2.0)]
+    write(tmp_path, [run(100), calls[0], run(206, 10), calls[1]], events)
+    log = RunLog(tmp_path)
+    assert log.interruptions == [(10, 75)]
+    assert log.goodput() == pytest.approx((10 * 1 + 6 * 2) / (150 - 75))
+    write(tmp_path, [run(100), calls[0], run(200, 4), calls[1]], events[:1])
+    assert RunLog(tmp_path).goodput() == pytest.approx(16 * 2 / 150), "steps 5 to 10 are repeated"
 
 
 def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
@@ -231,10 +223,23 @@ def test_phases_of_the_steps_are_stacked_over_time(tmp_path):
         record["speed"]["forward_s"] = [0.002, 0.004 + number]
     write(tmp_path, [run(), *calls, call(140, 5, 12)])
     text = make_report(tmp_path).read_text()
-    drawing = text.partition("Milliseconds per step</h2>")[2]
-    assert re.findall(r'"name":"(.*?)"', drawing) == ["forward"], "other phases took no time"
-    assert '"stackgroup"' in drawing
-    assert '"x":[2.0,12.0,20.0,30.0],"y":[3.0,3.0,503.0,503.0]' in drawing
+    lines = charts(text)["Milliseconds per step"]["lines"]
+    assert lines == [["forward", [[0, 5, 0, 3], [5, 10, 0, 503]]]], "other phases took no time"
+
+
+def test_charts_share_steps_and_marks_and_have_gaps(tmp_path):
+    calls = [call(110, 5, 5, loss=1.0, num_samples=9), call(120, 5, 10, loss=0.5)]
+    later = [call(220, 5, 15, loss=0.2)]
+    events = [event("started", 100), event("lost", 115, 7, num_workers=1, cause="killed")]
+    write(tmp_path, [run(100), *calls, run(203, 10), *later], [*events, event("started", 202)])
+    drawn = charts(make_report(tmp_path).read_text())
+    assert list(drawn) == ["Loss", "Samples per second", "Workers"]
+    for chart in drawn.values():
+        assert chart["steps"] == [0, 15]
+        assert chart["marks"] == [[7, "lost", "lost: killed"], [10, "interrupted", "82 s"]]
+    assert drawn["Loss"]["lines"] == [["loss", [[5, 1.0], [10, 0.5], [15, 0.2]]]]
+    workers = [[0, 2], [7, 1], [10, 2], [15, 2]]
+    assert drawn["Workers"]["lines"] == [["workers", workers]]
 
 
 def test_a_run_with_a_logdir_ends_with_a_report(tmp_path):
@@ -247,17 +252,6 @@ def test_a_run_with_a_logdir_ends_with_a_report(tmp_path):
         figure((tmp_path / "report.html").read_text(), "last val_loss")
         == f"{metrics['val_loss']:.4g}"
     )
-
-
-def test_run_without_plotly_succeeds_with_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with TorchTrainer(
-        training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=tmp_path
-    ) as trainer:
-        trainer.fit(1)
-    assert not (tmp_path / "report.html").exists()
-    assert caplog.text.count('pip install "raysgd[callbacks]"') == 1
-    assert f"raysgd report {tmp_path}" in caplog.text
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
@@ -273,7 +267,13 @@ def test_a_browser_shows_the_page_without_an_error(folder, tmp_path_factory):
     )
     check_numbers(done.stdout)
     drawn = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
-    # plots of loss, accuracy, the metric with a tag in its name, speed, and workers
-    assert drawn.count('class="main-svg"') >= 5
-    assert drawn.count('class="trace scatter') >= 6
+    # loss, accuracy, rate, the metric with a tag in its name, speed, and workers
+    assert drawn.count("<svg viewBox") == 6
+    assert drawn.count('class="line"') == 7, "two lines of loss"
+    assert drawn.count('class="mark"') == 3 * 6
+    gaps = re.findall(r'class="line"[^>]* d="(M[^"M]*M[^"]*)"', drawn)
+    assert len(gaps) == 6, "between trainers, in all lines but that of the workers"
+    assert re.search(r'text-anchor="end">0\.003<', drawn), "a constant has its own axis"
+    assert re.findall(r'text-anchor="end">(.*?)<', drawn.partition(">Workers<")[2]) == [*"012"]
+    assert len(make_report(folder).read_bytes()) < 50_000
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]

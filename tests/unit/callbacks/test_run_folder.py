@@ -36,7 +36,7 @@ def test_logdir_becomes_absolute_and_need_not_exist(tmp_path, monkeypatch):
     [
         (3, TypeError, "logdir must be a path, but it is 3"),
         ("s3://bucket/run", ValueError, r"must be a local path.*CheckpointCallback\('s3://"),
-        (__file__, ValueError, "must be a folder, but it is a file"),
+        (__file__, ValueError, "must be a folder, but .* is a file"),
         (b"runs/1", TypeError, "logdir must be a path, but it is b'runs/1'"),
     ],
 )

@@ -108,12 +108,6 @@ def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
     assert Location("~/x.pt").name == "/home/somebody/x.pt"
 
 
-@pytest.mark.parametrize("nonsense", [None, 3, b"bytes"])
-def test_what_is_no_path_is_a_type_error(nonsense):
-    with pytest.raises(TypeError, match=r"(?i)path"):
-        Location(nonsense)
-
-
 @pytest.mark.parametrize(
     ("error", "reason"), [(OSError(28, "disk full"), "disk full"), (ValueError("odd"), "odd")]
 )

@@ -48,15 +48,10 @@ def damaged(content, place, bits):
     return content[:place] + bytes([content[place] ^ bits]) + content[place + 1 :]
 
 
-def test_an_intact_file_passes():
-    for content in (SMALL, LARGER):
-        assert found(content).epoch == 2
-        assert found(content, whole=False).epoch == 2
-
-
 @pytest.mark.parametrize("bits", [0x01, 0x20])
 def test_no_flipped_byte_of_a_small_file_passes(bits):
     """Flip each byte in turn. The bit 0x20 changes the case of letters in a hash."""
+    assert found(SMALL).epoch == found(SMALL, whole=False).epoch == 2
     for place in range(len(SMALL)):
         check(damaged(SMALL, place, bits))
 

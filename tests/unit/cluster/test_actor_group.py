@@ -40,19 +40,6 @@ def test_ray_client_accepts_the_actor_class(monkeypatch):
     group_module._actor_class.__wrapped__()
 
 
-def test_an_inline_group_needs_no_ray():
-    group = ActorGroup(GroupOptions(num_workers=1, use_local=True))
-    group.reserve()
-    (slot,) = group.vacant_slots()
-    assert slot.is_ready
-    group.members = [group.new_member(slot)]
-    assert group.members[0].info.in_driver
-    assert group.vacant_slots() == []
-    assert "driver's process" in group.room()
-    group.shutdown()
-    assert group.members == group.vacant_slots() == []
-
-
 # ---- workers and their slots
 
 
@@ -231,14 +218,6 @@ def test_the_worker_in_the_drivers_process_needs_no_reservation():
     group.reserve()
     assert asked == [(2, 1)]
     assert len(group.vacant_slots()) == 3  # the local one, one reserved, and one requested
-
-
-def test_further_workers_get_the_highest_ranks(start):
-    group = start(num_workers=2, room=2)
-    group._reserve = lambda *wanted: FakeReservation(2)
-    group.add(2)
-    assert [member.number for member in group.members] == [0, 1, 2, 3]
-    assert [member.info.node_id for member in group.members] == ["a", "b", "a", "b"]
 
 
 def test_further_workers_take_the_room_of_those_that_were_removed(start):

@@ -86,16 +86,6 @@ def test_leaving_worker_that_dies_is_no_loss(start):
     assert (call.departed_results, call.num_losses) == ([], 0)
 
 
-def test_leaving_worker_hands_over_its_shard(start):
-    world, controller = start(room=6)
-    for member in (before := list(controller.members)):
-        member.divided = True
-    world.at_step(20, lambda: controller.drain(None, 2, 60.0))
-    train(controller, 200)
-    assert kinds(controller) == ["draining", "moved"]
-    assert [member.held for member in before] == [[before[2].home.pid], [], []]
-
-
 def test_without_room_workers_leave_shortly_before_the_deadline(start):
     world, controller = start(room=3)
     world.at_step(20, lambda: controller.drain(None, 2, 20.0))
@@ -120,12 +110,12 @@ def test_a_draining_node_gets_no_worker(start):
 
 def test_a_worker_that_was_sent_sigterm_moves(start):
     world, controller = start(room=4)
-    world.at_step(20, lambda: setattr(controller.members[1], "terminated", True))
+    world.at_step(20, lambda: setattr(controller.members[1], "terminated_at", world.now - 4))
     train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
     draining = controller.events[1]
     assert draining.cause == "its process was sent SIGTERM"
-    assert round(draining.seconds) == 10
+    assert draining.seconds == pytest.approx(6, abs=1), "counts from the signal"
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
@@ -157,6 +147,49 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     call = train(controller, 50)
     assert kinds(controller)[0] == "draining"
     assert call.immediately == saves
+
+
+def test_a_later_notice_does_not_revoke_the_save():
+    clock = ManualClock()
+    notices = {0: Notice("", clock.now + 1)}
+    group = SimpleNamespace(
+        clock=clock,
+        members=range(4),
+        options=GroupOptions(num_workers=4),
+        leaving=lambda: dict(notices),
+    )
+    watch = PreemptionWatch(group, SimpleNamespace(record=lambda *_, **__: None), can_join=True)
+    watch.poll({})
+    notices[1] = Notice("", clock.now + 60)
+    watch.poll({})
+    assert watch.must_save
+
+
+@pytest.mark.parametrize(
+    ("fail", "arrives"),
+    [
+        (lambda member: None, [2, 3]),
+        (lambda member: member.die("OOM"), [2]),
+        (lambda member: member.end("user", ValueError()), [2]),
+    ],
+)
+def test_shards_of_leaving_workers_arrive_although_another_one_fails(start, fail, arrives):
+    world, controller = start(room=8, num_workers=4)
+    before = list(controller.members)
+    for member in before:
+        member.divided = True
+    go_on = before[3].go_on
+
+    def fail_when_asked():
+        if before[3].is_at("export_shards"):
+            fail(before[3])
+        go_on()
+
+    before[3].go_on = fail_when_asked
+    for rank in (2, 3):
+        world.at_step(20, lambda rank=rank: controller.drain(None, rank, 60.0))
+    train(controller, 200)
+    assert before[0].held == [before[rank].home.pid for rank in arrives]
 
 
 def test_leaving_worker_that_dies_early_is_a_loss(start):

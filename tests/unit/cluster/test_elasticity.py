@@ -134,11 +134,9 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     said = [(r.levelname, r.message) for r in caplog.records if re.search("orkers? 1", r.message)]
     assert [(level, message.partition(" on ")[0]) for level, message in said] == [
         ("WARNING", "Lost worker 1"),  # once
-        (
-            "INFO",
-            f"Grown: workers 1, generation {first + 2} with 3 of 3 workers, step {grown.step}.",
-        ),
+        ("WARNING", "Worker 1 joined: 3 of 3."),
     ]
+    assert "Training continues with 2 of 3 workers, no step lost." in caplog.text
 
 
 def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
@@ -165,18 +163,6 @@ def test_a_straggler_that_does_not_come_back_is_lost_too(world, caplog):
     assert len(causes) == 2
     assert "still busy 60 s after" in causes[1]
     assert "Waiting up to 55 s for workers 2, which are still busy" in caplog.text
-
-
-def test_a_pause_ends_with_the_call(world):
-    """A replacement worker may become ready when the call is nearly over."""
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    run_until(controller, 5)
-    world.room = 3
-    for goal in range(6, 60):
-        assert set(steps_of(run_until(controller, goal))) == {goal}
-    assert len(controller.members) == 3
-    assert world.trained == list(range(1, 60))
 
 
 def test_one_long_step_among_short_ones_is_waited_for_too(world):
@@ -223,27 +209,19 @@ def test_replacement_that_raises_is_retried_later(world, failing):
     assert world.trained == list(range(1, 401))
 
 
-def test_a_replacement_that_dies_as_it_joins_is_no_loss(world):
+@pytest.mark.parametrize(("rank", "num_losses"), [(2, 0), (1, 1)])
+def test_death_during_a_join_counts_only_for_members_and_replacements_join_later(
+    world, rank, num_losses
+):
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     world.room = 3
-    world.on_meeting.append(lambda: world.workers[2].die("OOM while joining"))
-    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
-    assert kinds(controller).count("newcomer_failed") == 1
-    assert run.call.num_losses == 0
+    world.on_meeting.append(lambda: world.workers[rank].die("OOM while joining"))
+    assert steps_of(run_until(controller, 400, max_losses=num_losses)) == [400] * 3
+    assert world.workers[rank] not in controller.members
+    assert run.call.num_losses == num_losses
+    assert kinds(controller).count("newcomer_failed") == 1 - num_losses
     assert world.trained == list(range(1, 401))
-
-
-def test_loss_during_a_join_counts_once_and_replacements_join_later(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    world.room = 3
-    doomed = controller.members[1]
-    world.on_meeting.append(lambda: doomed.die("OOM"))
-    assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
-    assert doomed not in controller.members
-    assert run.call.num_losses == 1
-    assert "newcomer_failed" not in kinds(controller)
 
 
 def test_a_replacement_that_hangs_while_it_joins_is_discarded(world):
@@ -555,7 +533,7 @@ def test_lost_shards_need_no_snapshot_if_a_state_is_loaded(world):
 def lose_shares(world, controller):
     """Lose a worker and all copies of its shards."""
     for member in controller.members:
-        member.lacks_shards = True
+        member.condition = "lost"
     world.lose(1)
 
 
@@ -578,7 +556,7 @@ def test_without_snapshots_lost_shards_end_the_call(world):
 
 def raise_in_update(members):
     for member in members:
-        member.partial = True
+        member.condition = "damaged"
         member.error = ValueError("within the step of an optimizer")
 
 
@@ -590,7 +568,7 @@ def test_another_worker_replaces_a_partial_state(world):
         run_until(controller, 60)
     run_until(controller, 60)
     assert controller.members == before
-    assert not before[0].partial
+    assert before[0].condition == "good"
 
 
 def test_all_workers_restart_from_the_snapshot_if_every_state_is_partial(world):
@@ -693,24 +671,17 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
     assert len(run(controller, "work", any_size=True)) == 2
 
 
-def test_a_later_call_retries_replacements_that_failed(world):
+@pytest.mark.parametrize("failing", ["setup_error", "join_error"])
+def test_a_later_call_retries_replacements_that_failed(world, failing):
     """The user may have fixed the cause of the error in `setup`."""
     controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
-    every_new(world, setup_error=ValueError("no such file"))
+    every_new(world, **{failing: ValueError("no such file")})
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match="min_workers=3"):
         run_until(controller, 100, max_losses=1)
-    every_new(world, setup_error=None)
+    assert kinds(controller).count("newcomer_failed") == 2
+    every_new(world, **{failing: None})
     assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
-
-
-def test_replacements_that_never_manage_to_join_end_the_call(world):
-    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).controller
-    every_new(world, join_error=ValueError("no way in"))
-    world.at_step(20, lambda: world.lose(1))
-    with pytest.raises(WorkerLostError, match="min_workers=3"):
-        run_until(controller, 100, max_losses=1)
-    assert kinds(controller).count("newcomer_failed") == 3
 
 
 # ---- groups that cannot be joined
@@ -757,16 +728,6 @@ def test_worker_that_does_not_stop_is_replaced(world):
 
 
 # ---- losses while workers start
-
-
-def as_soon_as(world, condition, action):
-    def look():
-        if condition():
-            action()
-        else:
-            world.plan(0.0, look)
-
-    look()
 
 
 @pytest.fixture

@@ -97,6 +97,19 @@ def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
     assert placement.reserve({"CPU": 1}, strategy="STRICT_PACK", **asked) == 2
 
 
+@pytest.mark.parametrize("strategy", ["STRICT_PACK", "SPREAD"])
+def test_a_group_with_a_strict_strategy_gets_no_slot_on_another_node(monkeypatch, strategy):
+    monkeypatch.setattr(placement, "placement_group", lambda *arguments: "requested")
+    monkeypatch.setattr(placement, "_granted", lambda *arguments: "own")
+    monkeypatch.setattr(placement, "get_current_placement_group", lambda: None)
+    monkeypatch.setattr(placement, "PlacementGroupSchedulingStrategy", lambda *arguments: None)
+    for name in ("cluster_resources", "available_resources"):
+        monkeypatch.setattr(ray, name, lambda: {"CPU": 1})
+    asked = {"num_workers": 1, "min_workers": 1, "timeout_s": 1}
+    room = placement.reserve({"CPU": 1}, strategy=strategy, **asked)
+    assert (room.request_slot({"CPU": 1}) is None) == (strategy == "STRICT_PACK")
+
+
 def test_a_wait_for_resources_is_logged_with_the_time_left(monkeypatch, caplog):
     clock = ManualClock()
     monkeypatch.setattr(placement, "time", clock)

@@ -16,14 +16,7 @@ PLACE = WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=("3",))
 
 
 class FakeSlot:
-    def __init__(self):
-        self.ready = True
-        self.num_looks = 0
-
-    @property
-    def is_ready(self):
-        self.num_looks += 1
-        return self.ready
+    is_ready = True
 
 
 class FakeMember:
@@ -93,32 +86,6 @@ def answer_all(replacement, *methods):
         replacement.advance()
 
 
-def test_no_worker_is_started_before_there_is_room(replacement, group, clock):
-    replacement.slot.ready = False
-    for _ in range(5):
-        replacement.advance()
-        clock.now += 1
-    assert (group.made, replacement.member, replacement.is_ready) == ([], None, False)
-    replacement.slot.ready = True
-    replacement.advance()
-    assert group.made == [(replacement.slot, replacement.member)]
-
-
-def test_replacement_is_ready_only_after_its_setup(replacement):
-    replacement.advance()
-    for method in ("info", "create"):
-        replacement.member.answer(method)
-        replacement.advance()
-        replacement.advance()
-        assert not replacement.is_ready
-    replacement.member.answer("enter")
-    assert not replacement.is_ready
-    replacement.advance()
-    assert replacement.is_ready
-    assert replacement.error is None
-    assert replacement.replaces_lost
-
-
 def test_replacement_knows_its_rank_and_sets_up_alone(replacement):
     answer_all(replacement, "info")
     context, rendezvous, leader, alone = replacement.member.arguments["enter"]
@@ -128,33 +95,6 @@ def test_replacement_knows_its_rank_and_sets_up_alone(replacement):
     assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", ("3",), 0)
     assert context.distributed
     assert context.num_cpus == 2
-
-
-@pytest.mark.parametrize("error", [ValueError("no such file"), KeyboardInterrupt()])
-@pytest.mark.parametrize("failing", ["create", "enter"])
-def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing, error):
-    methods = ["info", "create", "enter"]
-    answer_all(replacement, *methods[: methods.index(failing)])
-    outcome = Outcome("user", error, Progress(), "Traceback of the worker")
-    replacement.member.asked[failing].set_result(outcome)
-    for _ in range(3):
-        replacement.advance()
-    assert replacement.error is error
-    assert not replacement.is_ready
-
-
-@pytest.mark.parametrize(
-    ("method", "phase"),
-    [("info", "come up"), ("create", "start"), ("enter", "set up")],
-)
-def test_a_worker_that_dies_before_it_is_ready_is_an_error(replacement, method, phase):
-    answer_all(replacement, *{"info": [], "create": ["info"]}.get(method, ["info", "create"]))
-    replacement.member.asked[method].set_exception(ConnectionError("the actor died"))
-    replacement.advance()
-    replacement.advance()
-    assert isinstance(replacement.error, ConnectionError)
-    assert replacement.phase == phase
-    assert not replacement.is_ready
 
 
 def test_a_worker_that_cannot_be_started_is_an_error(replacement, group):

@@ -39,19 +39,6 @@ def test_restart_uses_the_furthest_state(world):
     assert controller.events[-1].step == 18
 
 
-def test_restart_without_survivors_uses_the_snapshot(world):
-    controller = world.drive(2, rejoins=False).controller
-
-    def lose_all():
-        world.lose(0)
-        world.lose(1)
-
-    world.at_step(17, lose_all)
-    run_until(controller, 40, max_losses=2)
-    assert controller.events[-1].step in (0, 10)
-    assert controller.progress.global_step == 40
-
-
 def test_a_users_error_costs_no_step_and_no_retry(world):
     controller = world.drive(2, rejoins=False).controller
 

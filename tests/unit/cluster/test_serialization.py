@@ -59,17 +59,15 @@ def test_large_values_travel_without_a_copy(make):
     assert value[1] == 0
 
 
-@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_read_only_values_stay_in_the_memory_of_ray(make, recwarn):
-    arrived = through_ray(pack(make(LARGE)))
+def test_read_only_arrays_stay_in_the_memory_of_ray():
+    arrived = through_ray(pack(np.zeros(LARGE)))
     tracemalloc.start()
     try:
         value = arrived.value(own=False)
         assert tracemalloc.get_traced_memory()[1] < LARGE
     finally:
         tracemalloc.stop()
-    assert bool((value == make(LARGE)).all())
-    assert not recwarn.list
+    assert not value.any()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,7 @@ def test_large_value_is_stored_once_without_a_copy_on_the_driver(store):
 def test_workers_share_large_arrays_and_have_their_own_tensors(store):
     config = {"array": np.ones(2**18), "tensor": torch.ones(2**18)}
     options = TorchOptions(training_operator_cls=print, config=config, num_workers=2)
-    sent = ray.get(pack(options, shares_tensors=False).stored())
+    sent = ray.get(pack(options).stored())
     arrived = sent.value(own=False)
     (_, first), (_, second) = arrived.unpacked(), arrived.unpacked()
     assert np.shares_memory(first["array"], second["array"])
@@ -147,7 +145,7 @@ def test_workers_share_large_arrays_and_have_their_own_tensors(store):
 def test_a_small_config_is_fresh_for_each_setup():
     config = {"array": np.ones(2**12), "tensor": torch.ones(2**12)}
     options = TorchOptions(training_operator_cls=print, config=config)
-    arrived = through_ray(pack(options, shares_tensors=False)).value(own=False)
+    arrived = through_ray(pack(options)).value(own=False)
     (_, first), (_, second) = arrived.unpacked(), arrived.unpacked()
     for value in first.values():
         value += 1

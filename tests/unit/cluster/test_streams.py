@@ -1,6 +1,9 @@
 """Large values on connections between the driver and its workers."""
 
-import functools
+import contextlib
+import pickle
+import socket
+import struct
 
 import numpy as np
 import pytest
@@ -9,7 +12,10 @@ from raysgd.checkpoint.manifest import HashingFile
 from raysgd.cluster import streams
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
+from raysgd.comm import connection
+from raysgd.comm.connection import Address
 from raysgd.comm.network import LOOPBACK
+from tests.conftest import wait_until
 from tests.unit.cluster.test_worker import FakeRunner
 
 LARGE = 20_000_001
@@ -24,9 +30,9 @@ def test_an_answer_passes_through_the_inbox_if_it_is_large(size):
     worker = Worker()
     worker.runner = FakeRunner()
     worker.runner.handle = make
-    with streams.Inbox([LOOPBACK], streams.ReceivedValue) as inbox:
-        outcome = worker.call(size, inbox.address)
-    assert isinstance(outcome.payload, streams.Ticket) == (size == LARGE)
+    with streams.Inbox([LOOPBACK]) as inbox:
+        outcome = worker.call(size, inbox.address())
+    assert isinstance(outcome.payload, Address) == (size == LARGE)
     outcome.payload = inbox.take(outcome.payload)
     np.testing.assert_equal(outcome.value(), make(size))
     outcome.value()["a"][0] = 1  # belongs to the caller
@@ -46,8 +52,8 @@ def write_file(write, file):
     worker = Worker()
     worker.runner = FakeRunner()
     worker.runner.handle = lambda request: streams.Content(write, {"epoch": 3})
-    with streams.Inbox([LOOPBACK], functools.partial(streams.ReceivedFile, file)) as inbox:
-        outcome = worker.call(None, inbox.address)
+    with streams.Inbox([LOOPBACK], file.emptied) as inbox:
+        outcome = worker.call(None, inbox.address())
     outcome.payload = inbox.take(outcome.payload)
     return outcome.value()
 
@@ -56,14 +62,14 @@ def test_a_second_attempt_replaces_what_the_first_has_written(tmp_path):
     with open(tmp_path / "file", "xb+") as file:
         hashing = HashingFile(file)
         assert str(write_file(write_a_part, hashing)) == "odd"
-        assert write_file(write_all, hashing).facts == {"epoch": 3}
+        assert write_file(write_all, hashing) == {"epoch": 3}
         assert file.seek(0, 2) == 2 * LARGE
 
 
 def test_a_full_disk_is_an_error_of_the_driver():
     with open("/dev/full", "wb", buffering=0) as file:
         hashing = HashingFile(file)
-        hashing.restart = lambda: None  # a device cannot be truncated
+        hashing.emptied = lambda: hashing  # a device cannot be truncated
         with pytest.raises(streams.StorageError, match="No space left on device"):
             write_file(write_all, hashing)
 
@@ -72,22 +78,32 @@ def test_a_worker_receives_arrays_in_their_places():
     expected, place = make(LARGE), np.zeros(LARGE, np.uint8)
     with (
         streams.offered(pack({"c": expected["c"], **expected}), [LOOPBACK]) as address,
-        streams.incoming(address) as found,
+        contextlib.closing(streams.Incoming(address)) as found,
     ):
         at = found.value["a"].ctypes.data
         assert at in found.addresses
-        found.fill({at: place}, before=True)
+        found.places[at] = place
+        found.fill(before=True)
         np.testing.assert_equal(found.value["c"], expected["c"])
         assert not place.any()
-        found.fill({at: place})
+        found.fill()
     assert np.array_equal(place, expected["a"])
     assert not np.array_equal(found.value["a"], expected["a"])
 
 
 def test_a_lost_driver_is_an_error_of_a_value_that_is_still_to_come():
     with streams.offered(pack(make(LARGE)), [LOOPBACK]) as address:
-        connection = streams.incoming(address)
-        found = connection.__enter__()
-    with pytest.raises((EOFError, ConnectionError)):
-        found.fill({})
-    connection.__exit__(None, None, None)
+        found = streams.Incoming(address)
+    with contextlib.closing(found), pytest.raises((EOFError, ConnectionError)):
+        found.fill()
+
+
+def test_a_lost_worker_is_no_error_of_the_disk():
+    with (
+        streams.Inbox([LOOPBACK], streams.unnamed_file) as inbox,
+        connection.connect(inbox.address(), 9) as worker,
+    ):
+        worker.sendall(connection.framed(pickle.dumps((b"", [LARGE]))) + bytes(10))
+        worker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        worker.close()  # an error for the driver
+        wait_until(lambda: not inbox._listener._connections)

@@ -11,19 +11,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
-import cloudpickle
 import pytest
 
-import raysgd
 from raysgd._internal import tracebacks
 from raysgd._internal.context import PausedError, Progress, WorkerContext
 from raysgd.backends import CollectiveBackend
-from raysgd.cluster.serialization import Packed, pack
+from raysgd.cluster.serialization import Parcel, pack
 from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.errors import RemoteError, RemoteTraceback
 from tests.unit.cluster.calls import request_of
-
-PACKAGE = raysgd.__path__[0]
 
 
 class FakeRunner:
@@ -134,7 +130,7 @@ class TwoArgumentsError(Exception):
 )
 def test_a_value_comes_back(worker, value):
     outcome = call(worker, lambda: value)
-    assert isinstance(outcome.payload, Packed)
+    assert isinstance(outcome.payload, Parcel)
     outcome = pickle.loads(pickle.dumps(outcome))
     assert outcome.kind == "ok"
     got = outcome.value()
@@ -166,12 +162,15 @@ def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worke
     assert type(error) is PlainError
     assert str(error) == "bad batch"
     assert isinstance(error.__cause__, RemoteTraceback)
-    text = str(error.__cause__)
+    text = error.__cause__.text
     assert "worker 3" in text
     assert "raise error" in text
     assert "PlainError: bad batch" in text
+    shown = str(error.__cause__).splitlines()
+    assert len(shown) == 3
+    assert "in fail: raise error" in shown[1]
     (note,) = error.__notes__
-    assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+; .* above\.", note)
+    assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+", note)
 
 
 def test_an_error_that_is_raised_again_says_the_place_once(worker):
@@ -179,24 +178,6 @@ def test_an_error_that_is_raised_again_says_the_place_once(worker):
     for _ in range(2):
         error = call(worker, fail_with(kept)).exception()
     assert len(error.__notes__) == 1
-
-
-@pytest.mark.parametrize(
-    ("filename", "expected"),
-    [
-        ("/home/me/train.py", True),
-        ("/home/me/raysgd_demo.py", True),
-        (f"{PACKAGE}_demo.py", True),
-        ("<ipython-input-3-abc>", True),
-        (f"{PACKAGE}/torch/runner.py", False),
-        (threading.__file__, False),
-        (cloudpickle.__file__, False),
-        ("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", False),
-        ("<frozen importlib._bootstrap>", False),
-    ],
-)
-def test_user_code_is_neither_raysgd_nor_installed(filename, expected):
-    assert tracebacks.is_the_users(filename) == expected
 
 
 @pytest.mark.parametrize(

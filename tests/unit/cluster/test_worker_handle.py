@@ -19,7 +19,6 @@ from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     InlineHandle,
-    ThreadHandle,
     is_loss,
     loss_cause,
 )
@@ -65,21 +64,8 @@ def member(monkeypatch):
     return member
 
 
-def test_an_inline_member_works_in_the_calling_thread():
-    member = InlineHandle()
-    member.work("create", None, FakeRunner(), None, [])
-    future = member.work("call", request_of("run", function=threading.get_ident))
-    assert future.done()
-    assert future.result().value() == threading.get_ident()
-    assert isinstance(member.worker.runner, FakeRunner)
-    assert member.info.in_driver
-    assert not member.remote
-    member.kill()
-    assert "127.0.0.1" in member.name
-
-
 def test_a_thread_member_works_in_a_thread_of_its_own():
-    member = ThreadHandle()
+    member = InlineHandle(has_thread=True)
     member.work("create", None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
     busy = member.work("call", request_of("run", function=lambda: gate.wait(20)))
@@ -89,17 +75,6 @@ def test_a_thread_member_works_in_a_thread_of_its_own():
     ident = member.work("call", request_of("run", function=threading.get_ident)).result(20).value()
     assert ident != threading.get_ident()
     member.kill()
-
-
-def test_work_and_control_are_calls_of_the_actor(member):
-    assert member.work("call", "train") == "future of call"
-    member.control("progress")
-    member.execute(print, 1, end="")
-    assert member.actor.calls == [
-        ("call", ("train",), {}),
-        ("progress", (), {}),
-        ("execute", (print, 1), {"end": ""}),
-    ]
 
 
 def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raysgd._internal.step_timing import BACKWARD, WAIT, StepTiming
-from raysgd.comm.gloo import Entry, GlooGroup, _Running
+from raysgd.comm.gloo import Entry, GlooGroup
 from raysgd.comm.mesh import Mesh
 from tests.conftest import TORCH, Script, run_ranks, wait_until
 
@@ -25,21 +25,6 @@ def group(monkeypatch):
     yield group
     group.release()
     dist.destroy_process_group()
-
-
-def test_group_is_a_gloo_group_for_pytorch(group):
-    assert dist.get_backend() == "gloo"
-    assert dist.group.WORLD is group
-    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    other = dist.new_group([0])
-    assert dist.get_backend(other) == "gloo"
-
-
-def test_models_may_have_a_conjugated_tensor(group):
-    model, wave = torch.nn.Linear(1, 1), torch.tensor([1 + 2j]).conj()
-    model.register_buffer("wave", wave)
-    torch.nn.parallel.DistributedDataParallel(model)
-    assert wave.tolist() == [1 - 2j]
 
 
 def test_collectives_do_what_they_do_in_gloo(group):
@@ -179,24 +164,6 @@ def test_names_that_newer_versions_of_pytorch_call_can_be_interrupted(group, nam
     group.interrupt()
     with pytest.raises(RuntimeError, match="interrupted"):
         getattr(group, name)(result, torch.ones(2), *more)
-
-
-def test_after_an_interruption_every_collective_fails(group):
-    group.interrupt()
-    group.interrupt()
-    with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted this collective"):
-        dist.all_reduce(torch.ones(3))
-
-
-def test_the_last_operation_that_ends_wakes_the_wait_for_the_end():
-    running = _Running()
-    running.begin(0, print, is_collective=True)
-    waits = threading.Thread(target=running.wait_for_end, daemon=True)
-    waits.start()
-    wait_until(lambda: running._changed._waiters)
-    running.finish(0)
-    waits.join(10)
-    assert not waits.is_alive()
 
 
 def test_an_operation_that_never_ends_does_not_block_the_release(group):

@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,23 +139,3 @@ def test_requests_to_a_silent_server_time_out(server, client, monkeypatch):
     monkeypatch.setattr(StoreServer, "_do", {"get": lambda *_: asyncio.sleep(20)})
     with pytest.raises(dist.DistNetworkError, match=r"did not answer for 0\.3 s"):
         client.wait(["a"], SHORT)
-
-
-def test_gloo_groups_can_use_the_store(server):
-    """PyTorch calls the store from C++, by other method names."""
-
-    def work(rank):
-        store = TorchStore(server.address, LONG)
-        group = dist.ProcessGroupGloo(dist.PrefixStore("own", store), rank, 2, LONG)
-        tensor = torch.full((3,), float(rank + 1))
-        group.allreduce([tensor]).wait()
-        return store, tensor.tolist()
-
-    with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(work, range(2)))
-    assert [values for _, values in results] == [[3, 3, 3]] * 2
-    through_torch = dist.PrefixStore("p", results[0][0])
-    through_torch.set("a", "1")
-    assert through_torch.add("n", 2) == 2
-    assert through_torch.multi_get(["a", "n"]) == [b"1", b"2"]
-    assert through_torch.check(["a"])

@@ -15,9 +15,14 @@ from raysgd.comm.network import LOOPBACK
 from raysgd.comm.tensorflow import check_tensorflow, keras_environment
 from tests.conftest import needs_tensorflow
 
+THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
 
 @pytest.fixture
 def environment(monkeypatch):
+    for name in THREADS:
+        monkeypatch.setenv(name, "1")  # restores it
+        del os.environ[name]
     for name in ("TF_CONFIG", "TF_USE_LEGACY_KERAS", "KERAS_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "modules", {k: v for k, v in sys.modules.items() if k != "tensorflow"})
@@ -33,7 +38,8 @@ def test_every_worker_knows_all_and_its_own_place(environment):
     def setup(rank):
         backend = create_backend("tensorflow", 20)
         environment.setattr(module.os, "environ", Recorded(seen, rank))
-        backend.setup(WorkerContext(world_rank=rank, world_size=2), rendezvous)
+        context = WorkerContext(world_rank=rank, world_size=2, num_cpus=1 + 2 * rank)
+        backend.setup(context, rendezvous)
         assert backend._reserved_port is not None
         backend.teardown()
         assert backend._reserved_port is None
@@ -46,6 +52,8 @@ def test_every_worker_knows_all_and_its_own_place(environment):
     assert len(set(workers)) == 2
     assert [c["cluster"]["worker"] for c in configs] == [workers] * 2
     assert sorted(c["task"]["index"] for c in configs) == [0, 1]
+    for name in THREADS:
+        assert sorted(seen[name]) == ["1", "3"]
 
 
 @needs_tensorflow

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import torch as torch_backend
-from raysgd.comm.gloo import Entry
 from raysgd.comm.network import LOOPBACK, listeners
 from raysgd.comm.torch import TorchRendezvous, TorchStore
 from tests.conftest import Script, run_ranks, wait_until
@@ -82,19 +81,6 @@ def test_leaving_twice_does_not_end_a_group_of_the_users_own(backend):
     backend.teardown()
     assert dist.is_initialized()
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("error", "is_stale"),
-    [
-        (ValueError("Group <x> is not registered, please create group with new_group"), True),
-        (ValueError("Invalid process group specified"), True),
-        (ValueError("shapes do not match"), False),
-        (RuntimeError("Invalid process group specified"), False),
-    ],
-)
-def test_errors_of_earlier_groups_get_advice(backend, error, is_stale):
-    assert ("on_world_change" in backend.advice(error)) == is_stale
 
 
 @pytest.mark.parametrize("wake", ["close", "interrupt"])
@@ -165,13 +151,6 @@ def test_the_collective_of_this_worker_is_known(backend):
     assert backend.collective() == 1
     backend._group._running.finish(1)
     assert dist.group.WORLD._gloo.options._timeout == datetime.timedelta(seconds=30)
-
-
-def test_an_interruption_ends_the_connecting_of_gloo(backend):
-    backend._entry = Entry()
-    backend.interrupt()
-    with pytest.raises(RuntimeError, match="interrupted"):
-        backend._entry.connect(dist.HashStore(), 0, 2, datetime.timedelta(seconds=1))
 
 
 def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
@@ -317,14 +296,3 @@ def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatc
         dist.all_reduce(both)
         assert both == 2
         assert peer.wait(60) == 0
-
-
-@pytest.mark.skipif(
-    not dist.is_nccl_available() or torch.cuda.is_available(), reason="needs NCCL but no GPU"
-)
-def test_operators_use_the_nccl_group_that_connects_late():
-    """In PyTorch 2.15, "nccl" is another implementation, which fails here with another error."""
-    backend = create_backend("nccl", 5)
-    with pytest.raises(ValueError, match="ProcessGroupNCCL is only supported with GPUs"):
-        backend.setup(WorkerContext(), None)
-    backend.teardown()  # it has chosen an interface

@@ -1,11 +1,16 @@
 """Files of records: the content of records, open files, and the cache."""
 
+import bz2
+import errno
 import gzip
-import importlib.util
+import http.server
 import io
 import lzma
 import os
+import sys
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -53,6 +58,30 @@ def test_sample_of_an_archive_has_the_files_with_its_stem(tmp_path):
     ]
 
 
+def test_files_that_web_dataset_ignores_are_in_no_sample(tmp_path):
+    files = {"._a.JPG": b"0", "a.JPG": b"1", ".DS_Store": b"0", "d/._b.x": b"0", "README": b"0"}
+    write_tar(tmp_path / "data.tar", {**files, "a.cls": b"2", "__meta__/c.x": b"0"})
+    assert list(Stream(tar(tmp_path / "data.tar", cache_dir=tmp_path))) == [
+        {"__key__": "a", "jpg": b"1", "cls": b"2"}
+    ]
+
+
+def test_last_file_of_an_archive_may_be_sparse(tmp_path):
+    with tarfile.open(tmp_path / "data.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("a.bin")
+        member.pax_headers = {
+            "GNU.sparse.major": "1",
+            "GNU.sparse.minor": "0",
+            "GNU.sparse.name": "a.bin",
+            "GNU.sparse.realsize": "9000",
+        }
+        content = b"1\n8990\n10\n".ljust(512, b"\0") + b"0123456789"
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    (sample,) = Stream(tar(tmp_path / "data.tar", cache_dir=tmp_path))
+    assert sample["bin"] == bytes(8990) + b"0123456789"
+
+
 def test_stamp_of_a_file_depends_on_its_name_size_and_time_but_not_on_its_folder(tmp_path):
     def stamp(name, content="1\n", seconds=10):
         path = tmp_path / name
@@ -72,6 +101,82 @@ def test_files_match_a_pattern_in_the_order_of_their_names(tmp_path):
         (tmp_path / name).write_text(name)
     paths = [tmp_path / "c", str(tmp_path / "b?")]
     assert list(Stream(text(paths, cache_dir=tmp_path / "cache"))) == ["c", "b1", "b2"]
+
+
+def test_path_that_exists_is_no_pattern_and_hidden_files_match_none(tmp_path):
+    folder = tmp_path / "run[1]"
+    folder.mkdir()
+    for name in ("a?.txt", "ab.txt", "._ab.txt"):
+        (folder / name).write_text(name)
+    for pattern, expected in (("a?.txt", ["a?.txt"]), ("*.txt", ["a?.txt", "ab.txt"])):
+        assert list(Stream(text(folder / pattern, cache_dir=tmp_path / "cache"))) == expected
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_file_of_the_size_and_date_of_another_gets_its_own_index(tmp_path, compress):
+    name = f"data{'.gz' if compress is gzip.compress else ''}"
+    for lines in (["aaaa", "bb"], ["x", "yyyyy"]):
+        content = "".join(f"{line}\n" for line in lines).encode()
+        content = compress(content, 0, mtime=0) if compress is gzip.compress else content
+        (tmp_path / name).write_bytes(content)
+        os.utime(tmp_path / name, (0, 0))
+        assert list(Stream(text(tmp_path / name, cache_dir=tmp_path / "cache"))) == lines
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize("content", [b"", b"no index", b"\x93NUMPY\x01"])
+def test_damaged_index_is_built_again(tmp_path, content):
+    (tmp_path / "data").write_text("1\n2\n")
+    for _ in range(2):
+        assert list(Stream(text(tmp_path / "data", cache_dir=tmp_path / "cache"))) == ["1", "2"]
+        (index,) = (tmp_path / "cache").iterdir()
+        index.write_bytes(content)
+
+
+def test_copy_of_a_private_file_is_private_and_made_once(tmp_path, monkeypatch):
+    (tmp_path / "data.gz").write_bytes(gzip.compress(b"1\n"))
+    (tmp_path / "data.gz").chmod(0o600)
+    made, decompress = [], text._decompress
+    monkeypatch.setattr(text, "_decompress", lambda *args: made.append(1) or decompress(*args))
+    started = threading.Barrier(4)
+
+    def read(_):
+        started.wait()
+        return list(Stream(text(tmp_path / "data.gz", cache_dir=tmp_path / "cache")))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, range(4))) == [["1"]] * 4
+    assert made == [1]
+    (copy,) = (tmp_path / "cache").glob("*.raw")
+    assert copy.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("name", ["data", "data.gz"])
+def test_error_of_the_cache_names_the_file_and_the_argument(tmp_path, monkeypatch, name):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    content = b"1\n"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name == "data.gz" else content)
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=f"{name}: raysgd cannot use.*/file.*cache_dir="):
+        text(tmp_path / name, cache_dir=tmp_path / "file")
+    monkeypatch.setattr(formats, "replacing", full)
+    with pytest.raises(RuntimeError, match=f"{name}: raysgd cannot use.*No space.*cache_dir="):
+        text(tmp_path / name, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("value", ["", "relative"])
+def test_cache_of_the_user_is_below_home_without_a_folder_in_the_environment(
+    tmp_path, monkeypatch, value
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "data").write_text("1\n")
+    text(tmp_path / "data")
+    assert list((tmp_path / "home/.cache/raysgd").iterdir())
 
 
 # ---- errors
@@ -105,14 +210,53 @@ def cut(data):
     return data[: len(data) * 2 // 3]
 
 
+def archive_of(names):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name))
+    return file.getvalue()
+
+
+ARCHIVE = archive_of(["a.cls", "b.cls", "c.cls"])  # a header of 512 bytes each
+COMPRESS = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda data: pytest.importorskip("zstandard").compress(data),
+    "lz4": lambda data: pytest.importorskip("lz4.frame").compress(data),
+}
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_all_parts_of_a_compressed_file_are_read_or_an_error_names_it(
+    tmp_path, monkeypatch, ending
+):
+    monkeypatch.setattr(formats.time, "sleep", lambda seconds: pytest.fail("it tries again"))
+    first, second = (COMPRESS[ending](os.urandom(5000)) for _ in range(2))
+    path = tmp_path / f"data.{ending}"
+    path.write_bytes(COMPRESS[ending](b"1\n") + COMPRESS[ending](b"2\n"))
+    assert list(Stream(text(path, cache_dir=tmp_path / "cache"))) == ["1", "2"]
+    for content in (first[:3000], first + second[:3000], first + b"no archive"):
+        path.write_bytes(content)
+        with pytest.raises(RecordError, match=f"data.{ending}: "):
+            text(path, cache_dir=tmp_path / "cache")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("data.gz", cut(gzip.compress(os.urandom(5000))), "Compressed file ended"),
-        ("data.gz", b"no archive" * 100, "Not a gzipped file"),
+        ("data.gz", b"no archive" * 100, "Error -3"),
         ("data.xz", cut(lzma.compress(os.urandom(5000))), "Compressed file ended"),
         ("data.tar", b"no archive" * 100, "invalid header"),
         ("data.tgz", cut(gzip.compress(os.urandom(5000))), "Compressed file ended"),
+        ("data.tar", ARCHIVE[:512] + b"\1" + ARCHIVE[513:], "cut or damaged at byte 512"),
+        ("data.tar", ARCHIVE[:1024], "cut or damaged at byte 1024"),
+        ("data.tar", ARCHIVE[:1200], "cut or damaged at byte 1024"),
+        ("data.tar", ARCHIVE + ARCHIVE, "more data follows the end at 1536"),
+        ("data.tar", archive_of(["a.cls", "a.cls"]), "a sample has two files 'a.cls'"),
+        ("data.zip", b"", "cannot read .zip files"),
         ("data.parquet", b"no archive" * 100, "Parquet magic bytes not found"),
         ("data.jsonl.zst", b"", "to read .zst files, install zstandard"),
     ],
@@ -120,8 +264,7 @@ def cut(data):
 def test_file_that_cannot_be_read_is_named_and_leaves_nothing_in_the_cache(
     tmp_path, monkeypatch, name, content, message
 ):
-    if name.endswith(".zst") and importlib.util.find_spec("zstandard"):
-        pytest.skip("zstandard is installed")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setattr(formats.time, "sleep", lambda seconds: pytest.fail("it tries again"))
     (tmp_path / name).write_bytes(content)
     kinds = {"tar": tar, "tgz": tar, "parquet": parquet}
@@ -204,6 +347,58 @@ def test_remote_file_is_opened_once_and_again_after_an_error(tmp_path, monkeypat
     Counting.opened, Counting.num_failures = 0, 2
     assert records.read([1]) == ["1"]
     assert Counting.opened == 2
+
+
+@pytest.fixture
+def server():
+    """A web server that first gives the answers in its list `status`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            content, status = gzip.compress(b"1\n2\n", mtime=0), self.server.status
+            self.send_response(status.pop(0) if status else 200)
+            self.send_header("Content-Length", len(content))
+            self.send_header("ETag", "1")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_GET = do_HEAD  # noqa: N815
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        made.status, made.url = [], f"http://127.0.0.1:{made.server_port}/data.gz"
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def test_request_is_tried_again_and_a_new_signature_makes_no_other_file(
+    tmp_path, monkeypatch, server
+):
+    waits = []
+    monkeypatch.setattr(formats.time, "sleep", waits.append)
+    server.status = [503, 503]
+    records = [text(f"{server.url}?s={n}*", cache_dir=tmp_path) for n in range(2)]
+    assert [list(Stream(each)) for each in records] == [["1", "2"]] * 2
+    assert records[0].stamps() == records[1].stamps()
+    assert len(list(tmp_path.glob("*.raw"))) == len(waits) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "num_waits"),
+    [(503, ConnectionError, 3), (403, ConnectionError, 0), (404, FileNotFoundError, 0)],
+)
+def test_error_of_a_server_is_named(tmp_path, monkeypatch, server, status, error, num_waits):
+    waits = []
+    monkeypatch.setattr(formats.time, "sleep", waits.append)
+    server.status = [status] * 20
+    with pytest.raises(error, match=rf"data\.gz(.*{status})?") as raised:
+        text(server.url, cache_dir=tmp_path)
+    assert len(waits) == num_waits
+    assert str(status) in f"{raised.value} {raised.value.__cause__!r}"
 
 
 def test_remote_file_that_changes_is_an_error_in_the_next_epoch(tmp_path):

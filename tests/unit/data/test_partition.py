@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from raysgd.data.partition import EpochPartition, part_of
+from raysgd.data.step_layout import StepLayout
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
@@ -74,25 +75,6 @@ def test_every_worker_has_a_batch_at_every_training_step(
         assert max(sizes) - min(sizes) <= 1
 
 
-@given(world_sizes, totals, batch_sizes, st.booleans(), st.booleans())
-def test_a_step_of_the_group_is_a_step_of_one_worker_with_the_global_batch(
-    world_size, total, batch_size, even, drop_last
-):
-    """In validation, ``drop_last`` drops an incomplete batch of one worker."""
-    shards = group(total, batch_size, world_size, even=even, drop_last=drop_last)
-    if even or not drop_last:
-        whole = EpochPartition(total, batch_size * world_size, 1, 0, even=even, drop_last=drop_last)
-    else:
-        whole = EpochPartition(
-            total // batch_size * batch_size, batch_size * world_size, 1, 0, even=False
-        )
-    made = [list(shard.batches()) for shard in shards]
-    for step, (start, stop) in enumerate(whole.batches()):
-        together = {sample for spans in made if step < len(spans) for sample in range(*spans[step])}
-        assert together == set(range(start, stop))
-    assert max(map(len, made)) == whole.num_steps()
-
-
 @given(world_sizes, totals, batch_sizes, st.booleans())
 def test_validation_batches_are_those_of_one_process_dealt_out_in_turn(
     world_size, total, batch_size, drop_last
@@ -130,26 +112,6 @@ def test_counts_of_steps_agree_with_the_batches(
     assert all(shard.offset_after(offset, left) in (offset, total) for shard in shards)
 
 
-@given(totals, batch_sizes, world_sizes)
-def test_the_end_of_an_epoch_is_its_number_of_samples(total, batch_size, world_size):
-    for drop_last in (False, True):
-        shard = EpochPartition(total, batch_size, world_size, 0, drop_last=drop_last)
-        if shard.num_steps():
-            assert shard.offset_after(0, shard.num_steps()) == total
-        assert shard.num_steps(total) == 0
-        assert list(shard.batches(total)) == []
-
-
-@given(totals, batch_sizes, world_sizes, st.integers(1, 3))
-def test_an_interrupted_epoch_has_the_same_batches(total, batch_size, world_size, k):
-    shard = EpochPartition(total, batch_size, world_size, world_size - 1)
-    offset, pieces = 0, []
-    while shard.num_steps(offset):
-        pieces += shard.batches(offset, k)
-        offset = shard.offset_after(offset, k)
-    assert pieces == list(shard.batches())
-
-
 # ---- steps with a fixed size
 
 
@@ -159,10 +121,11 @@ shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=5).map(tuple)
 
 def shared_group(workers, full_size, *arguments, **others):
     """Return the partitions of workers, given their number or their relative shares."""
+    layout = StepLayout(full_size)
     if isinstance(workers, int):
-        return group(*arguments, min(workers, full_size), full_size=full_size, **others)
+        return group(*arguments, min(workers, full_size), layout=layout, **others)
     workers = workers[:full_size]
-    return group(*arguments, len(workers), full_size=full_size, shares=workers, **others)
+    return group(*arguments, len(workers), layout=layout, shares=workers, **others)
 
 
 @given(

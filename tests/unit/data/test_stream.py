@@ -1,8 +1,7 @@
 """Streams of files: numbers, formats, orders, mixes, and errors."""
 
-import bz2
 import collections
-import gzip
+import datetime
 import io
 import itertools
 import json
@@ -168,15 +167,6 @@ def test_random_changes_depend_on_the_number_of_the_sample(make):
 # ---- compressed and remote files
 
 
-@pytest.mark.parametrize(("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress)])
-def test_compressed_files_are_read_like_others(tmp_path, ending, compress):
-    write_jsonl(tmp_path / "plain.jsonl", range(50))
-    content = (tmp_path / "plain.jsonl").read_bytes()
-    (tmp_path / f"data.jsonl.{ending}").write_bytes(compress(content))
-    records = jsonl(str(tmp_path / f"data.jsonl.{ending}"), cache_dir=tmp_path / "cache")
-    assert [each["n"] for each in records.read([49, 0, 7])] == [49, 0, 7]
-
-
 @pytest.fixture
 def flaky(tmp_path):
     """Register a file system whose reads fail now and then."""
@@ -241,12 +231,6 @@ def test_broken_line_is_an_error_with_its_place_or_is_skipped(tmp_path):
     stream = Stream(records, skip_broken=True)
     assert [each["n"] for each in stream] == [0, 2]
     assert stream.num_skipped == 1
-
-
-def test_broken_archive_is_an_error(tmp_path):
-    (tmp_path / "data.tar").write_bytes(b"no archive" * 100)
-    with pytest.raises(RecordError, match=r"data\.tar"):
-        tar(tmp_path / "data.tar", cache_dir=tmp_path / "cache")
 
 
 def test_file_that_changes_is_an_error(tmp_path):
@@ -404,7 +388,7 @@ def test_mix_is_of_streams_whose_length_is_known(make):
     for other in (Stream(records, group=2), Stream(records, skip_broken=True), range(3)):
         with pytest.raises(TypeError, match=r"must be a Stream without group and skip_broken"):
             mix([Stream(records), other], [1, 1])
-    with pytest.raises(ValueError, match="must be 0 positive numbers"):
+    with pytest.raises(ValueError, match="needs at least one stream"):
         mix([], [])
 
 
@@ -439,12 +423,6 @@ def test_cache_folder_is_that_of_the_user(tmp_path, monkeypatch):
     write_text(tmp_path / "data.txt", range(3))
     text(tmp_path / "data.txt")
     assert [path.suffix for path in (tmp_path / "home" / "raysgd").iterdir()] == [".npy"]
-
-
-def test_index_of_a_file_of_several_blocks(make, monkeypatch):
-    monkeypatch.setattr(formats, "_BLOCK_BYTES", 16)
-    records, number = make("jsonl")
-    assert [number(each) for each in records.read(range(100))] == list(range(100))
 
 
 def test_forked_process_opens_files_again(make):
@@ -504,3 +482,10 @@ def test_columns_that_a_file_lacks_are_an_error(tmp_path):
         ValueError, match=r"data.parquet: .* no \['z'\]. The columns are \['x', 'y'\]"
     ):
         list(stream)
+
+
+def test_parquet_times_of_spark_after_2262_keep_their_year(tmp_path):
+    times = [datetime.datetime(2026, 1, 2, 3, 4, 5, 678901), datetime.datetime(9999, 12, 31)]
+    table = pa.table({"end": pa.array(times, pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "data.parquet", use_deprecated_int96_timestamps=True)
+    assert [row["end"] for row in Stream(parquet(tmp_path / "data.parquet"))] == times

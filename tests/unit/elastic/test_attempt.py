@@ -1,6 +1,7 @@
 """One attempt at a call: the cause of a failure, and its consequences."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import ray.exceptions
@@ -9,7 +10,7 @@ from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.elastic import commands
-from raysgd.elastic.commands import Attempt
+from raysgd.elastic.commands import Attempt, Commands
 from raysgd.errors import CollectiveError
 from tests.blackbox.simulation.seam import LostError
 
@@ -30,24 +31,21 @@ class Named(str):
     def may_live(self, error):
         return isinstance(error, ray.exceptions.ActorUnavailableError)
 
+    def control(self, method):
+        answer = Future()
+        answer.set_exception(ray.exceptions.ActorUnavailableError("no connection", b"0" * 16))
+        return answer
+
 
 def attempt_of(*names):
     futures = {Named(name): Future() for name in names}
     return Attempt(futures, Clock()), futures
 
 
-def test_an_attempt_is_under_way_until_all_have_returned():
-    attempt, futures = attempt_of("a", "b")
-    assert attempt.under_way
-    futures["a"].set_result(outcome("ok", 1))
-    attempt.settle(0)
-    assert attempt.under_way
-    assert list(attempt.pending) == ["b"]
-    futures["b"].set_result(outcome("ok", 2))
-    attempt.settle(0)
-    assert not attempt.under_way
-    assert not attempt.failed
-    assert {name: o.value() for name, o in attempt.outcomes.items()} == {"a": 1, "b": 2}
+def test_a_worker_whose_answer_is_lost_lives_if_the_wait_ends_early():
+    group = SimpleNamespace(clock=Clock(), is_cut_off=lambda: False)
+    requests = Commands(group, None, lambda: None, timeout_s=1)
+    assert requests.reach([Named("a")], is_over=lambda: True) == ({}, {})
 
 
 def test_the_first_failure_in_time_is_the_one_to_raise():

@@ -169,6 +169,8 @@ def test_the_next_call_works_after_ctrl_c(world, is_deaf):
     assert isinstance(controller.state, Broken)
     assert train(controller) == [40] * 3
     assert ("lost" in kinds(controller)) == is_deaf
+    causes = {e.kind: e.cause for e in controller.journal.events}
+    assert causes["resumed"] == ("" if is_deaf else "interrupted by Ctrl-C")
 
 
 def test_on_wait_gets_the_progress_of_the_workers(world):

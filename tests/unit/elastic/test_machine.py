@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.context import Progress
+from raysgd._internal.context import Holdings, Progress
 from raysgd.elastic import machine
 from raysgd.elastic.machine import Broken, CallBudget, Do, Ready, Running, Starting
 from raysgd.elastic.policies import Policy
@@ -28,7 +28,8 @@ POLICIES = [
     for rejoins, can_join, may_grow, keeps_snapshots in product([True, False], repeat=4)
 ]
 BUDGETS = [CallBudget(in_call=True, max_losses=number) for number in (0, 1, 3)]
-STEPS = [Progress(global_step=step, partial=each) for step in (5, 6) for each in (False, True)]
+GOOD, DAMAGED = Holdings(), Holdings(condition="damaged")
+STEPS = [Progress(global_step=n, holdings=each) for n in (5, 6) for each in (GOOD, DAMAGED)]
 
 LOST = {"worker": OSError("lost")}
 BROKEN_LINK = CollectiveError("closed by peer")
@@ -184,7 +185,7 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
 def test_no_committed_step_is_discarded(event, policy):
     _, actions = machine.transition(Broken(), event, policy)
     form = actions[-1]
-    whole = [p.global_step for p in event.by_rank if not p.partial]
+    whole = [p.global_step for p in event.by_rank if p.holdings == GOOD]
     if key(form) is not machine.FormGroup:
         assert not whole, "workers restart although one has a complete state"
         return

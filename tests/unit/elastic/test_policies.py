@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.context import Progress
+from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
@@ -58,10 +58,10 @@ def test_the_leader_is_the_lowest_rank_with_most_steps(steps):
     assert leader == steps.index(max(steps))
 
 
-def test_a_partial_state_leads_only_if_all_are_partial():
-    partial, behind = Progress(global_step=5, partial=True), Progress(global_step=4)
-    assert choose_leader([partial, behind]) == 1
-    assert choose_leader([partial, partial]) == 0
+def test_a_damaged_state_leads_only_if_all_are_damaged():
+    damaged = Progress(global_step=5, holdings=Holdings(condition="damaged"))
+    assert choose_leader([damaged, Progress(global_step=4)]) == 1
+    assert choose_leader([damaged, damaged]) == 0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))

@@ -9,6 +9,7 @@ from raysgd.elastic import scale_up as scaling_module
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.scale_up import ScaleUp
+from raysgd.errors import CheckpointError
 from tests.blackbox.simulation.seam import LostError
 from tests.unit.cluster.clock import ManualClock
 
@@ -142,16 +143,6 @@ def test_requests_are_given_back_when_no_worker_is_missing(make, present):
     assert bool(given_back) == (present == 3)
 
 
-@pytest.mark.parametrize("present", [0, 1, 2, 3, 4])
-def test_each_vacant_slot_gets_one_replacement(make, present):
-    scale_up, _ = make(num_workers=4, present=present)
-    for _ in range(3):
-        scale_up.tick()
-    assert len(replacements()) == 4 - present
-    assert sorted(n.slot for n in replacements()) == list(range(present, 4))
-    assert scale_up.under_way == (present < 4)
-
-
 def test_one_worker_starts_for_each_leaving_member_until_it_stays(make):
     scale_up, group = make(num_workers=2, present=2)
     group.slots = [0, 1, 2, 3]
@@ -176,32 +167,19 @@ def test_a_surplus_replacement_without_a_process_is_dropped_first(make):
     assert scale_up.under_way
 
 
-def test_grow_false_starts_no_replacement(make):
-    scale_up, _ = make(grow=False)
-    scale_up.poll({})
-    assert replacements() == []
-    assert not scale_up.under_way
-
-
 # ---- failures
 
 
-def test_a_failed_replacement_is_recorded_and_replaced_after_a_wait(make, clock):
-    scale_up, group = make(initial_s=2.0)
+def test_no_other_replacement_starts_if_one_cannot_load_the_state(make, clock):
+    scale_up, _ = make()
     scale_up.tick()
     (first,) = replacements()
-    first.error = ValueError("no such file")
-    scale_up.tick()
-    assert scale_up.journal.failed == [first.member]
-    assert group.discarded == [first.member]
-    assert not scale_up.under_way
-    clock.now += 1.9
-    scale_up.tick()
-    assert len(replacements()) == 1
-    clock.now += 0.2
+    scale_up.fail(first, CheckpointError("its groups have [2, 2] parameters, not [2]"))
+    scale_up.forget_joined([])  # the others form a group without it
+    assert waits_until_the_next(scale_up, clock) is None
+    scale_up.try_again()  # in the next call
     scale_up.tick()
     assert len(replacements()) == 2
-    assert replacements()[1].slot == first.slot
 
 
 def waits_until_the_next(scale_up, clock, most_s=200.0):

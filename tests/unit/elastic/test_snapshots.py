@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.context import Progress, WorkerContext
+from raysgd._internal.context import Holdings, Progress, WorkerContext
+from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
+from raysgd.comm.connection import Address
+from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
@@ -67,7 +70,7 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
 
 
 def divided(step):
-    return Progress(global_step=100, snapshot=step, is_sharded=True)
+    return Progress(global_step=100, snapshot=step, holdings=Holdings(complete=False))
 
 
 def test_shards_of_one_step_are_fetched_together():
@@ -136,7 +139,10 @@ class LargeMember(FakeMember):
         self.thread = ThreadPoolExecutor(1)
 
     def control(self, method, *arguments):
-        return self.thread.submit(getattr(self.worker, method), *arguments)
+        self.asked.append(self.thread.submit(getattr(self.worker, method), *arguments))
+        return self.asked[-1]
+
+    work = control
 
 
 def fetch_all(keeper, member, step):
@@ -164,13 +170,14 @@ def test_the_driver_stores_large_states_in_a_file_without_a_name(keeper, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_loaded_large_state_leaves_the_memory_of_the_driver(keeper):
-    state = {"a": torch.arange(5e6), "step": 3}
+@pytest.mark.parametrize("size", [5_000, 5_000_000])
+def test_a_loaded_state_leaves_the_memory_of_the_driver(keeper, size):
+    state = {"a": torch.arange(float(size)), "step": 3}
     keeper.store(state)
     loaded = weakref.ref(state["a"])
-    expected = state.pop("a").clone()
+    state.pop("a").zero_()
     assert loaded() is None
-    assert torch.equal(keeper.state()["a"], expected)
+    assert torch.equal(keeper.state()["a"], torch.arange(float(size)))
 
 
 def test_a_full_disk_costs_the_new_snapshot_but_not_the_previous_one(keeper, monkeypatch, caplog):
@@ -186,6 +193,21 @@ def test_a_full_disk_costs_the_new_snapshot_but_not_the_previous_one(keeper, mon
     assert keeper.state() == {"step": 0}
     assert caplog.text.count("No space left on device") == 1
     assert "Set TMPDIR" in caplog.text
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_rescued_state_leaves_the_memory_of_the_driver_if_it_can(keeper, monkeypatch, is_full):
+    state = {"a": torch.arange(5e6), "global_step": 100}
+    member = LargeMember(state)
+    member.worker.runner.handle = lambda request: state
+    member.worker.runner.progress = lambda: at(None)
+    group = SimpleNamespace(members=[member], clock=Clock())
+    with open("/dev/full", "wb", buffering=0) as full:
+        if is_full:
+            monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: full)
+        keeper.rescue(Commands(group, None, None, 0.0))
+    assert torch.equal(keeper.state()["a"], state["a"])
+    assert isinstance(member.asked[-1].result().payload, Address)
 
 
 class Unreadable:

@@ -1,6 +1,6 @@
-"""The sentence about slow training, and the events when the speed changes.
+"""The sentence about slow training.
 
-Rows of seconds come from real runs of ``tests.why_slow``.
+Rows of seconds come from real runs with planted causes.
 """
 
 from types import SimpleNamespace
@@ -138,14 +138,11 @@ class Group:
     def __init__(self, num_workers=2):
         self.members = [self.new_member(f"host{rank}") for rank in range(num_workers)]
         self.totals = dict.fromkeys(self.members, Totals())
-        self.events, self.seen_step = [], 0
-        self.monitor = SpeedMonitor(self, self)
+        self.seen_step = 0
+        self.monitor = SpeedMonitor(self)
 
     def new_member(self, host):
-        return SimpleNamespaceKey(info=SimpleNamespace(node_ip=host), remote=False)
-
-    def record(self, kind, members, *, cause, step):
-        self.events.append((kind, [self.members.index(m) for m in members], cause, step))
+        return SimpleNamespaceKey(info=SimpleNamespace(node_ip=host))
 
     def train(self, *rows, seconds=1.0):
         step_s = sum(rows[0].values()) / 1000
@@ -173,68 +170,18 @@ SLOW = {"data": 2.0, "forward": 14.0, "backward": 35.0, "wait": 1.0}
 WAITS = {"data": 2.0, "forward": 4.0, "backward": 10.0, "wait": 36.0}
 
 
-def test_a_phase_that_is_slow_for_ten_seconds_is_an_event_and_its_end_another():
-    group = Group()
-    for _ in range(30):
-        group.train(FAST, FAST)
-    began = group.seen_step
-    for _ in range(9):
-        group.train(WAITS, SLOW)
-    assert group.events == []
-    for _ in range(11):
-        group.train(WAITS, SLOW)
-    report = group.monitor.report()
-    assert report.since_step == began
-    assert f"Worker 1 on host1 computes 3.5 times longer than the others since step {began:,}" in (
-        report.sentence
-    )
-    ended = group.seen_step
-    for _ in range(20):
-        group.train(FAST, FAST)
-    slow = "backward takes 35.0 ms per step, and usually 10.0 ms"
-    fast = "backward takes 10.0 ms per step, and usually 10.0 ms"
-    assert group.events == [("slow", [1], slow, began), ("recovered", [1], fast, ended)]
-    assert group.monitor.report().sentence == ""
-    assert group.monitor.report().since_step == ended
-
-
-def test_short_slowness_and_noise_are_no_events_and_no_sentence():
+def test_short_slowness_and_noise_are_no_sentence():
     group = Group()
     for second in range(120):
         rows = [WAITS, SLOW] if second % 5 else [SLOW, WAITS]
         group.train(*(rows if second % 16 >= 8 else [FAST, FAST]))
-    assert group.events == []
     assert group.monitor.report().sentence == ""
     group = Group()
     for _ in range(5):
         group.train(FAST, FAST)
     group.train({**FAST, "wait": 60000.0}, {**FAST, "other": 60000.0}, seconds=60)
     assert find_cause(group.monitor.report().workers).rank == 1, "on average"
-    assert group.events == []
     assert group.monitor.report().sentence == ""
-
-
-def test_a_second_phase_can_become_slow():
-    group = Group()
-    for slow in ({}, {"data": 60.0}, {"data": 60.0, "other": 70.0}, {"other": 70.0}, {}):
-        for _ in range(60):
-            group.train({**FAST, **slow}, {**FAST, **slow})
-    found = [(kind, ranks, cause.split()[0]) for kind, ranks, cause, _ in group.events]
-    assert found == [
-        ("slow", [0, 1], "data"),
-        ("slow", [0, 1], "other"),
-        ("recovered", [0, 1], "data"),
-        ("recovered", [0, 1], "other"),
-    ]
-
-
-def test_a_few_fast_seconds_at_the_start_are_not_the_usual_speed():
-    group = Group()
-    for _ in range(5):
-        group.train(FAST, FAST)
-    for _ in range(20):
-        group.train(WAITS, SLOW)
-    assert group.events == []
 
 
 def test_a_new_group_is_measured_from_its_start():

@@ -65,7 +65,8 @@ def spied(make_trainer):
     def spied(operator_cls=Recorder, config=None):
         trainer = make_trainer(operator_cls, config)
         spy = Spy()
-        trainer.get_local_operator()._train_state.features.append(spy)
+        train_state = trainer.get_local_operator()._train_state
+        train_state.set_features([*train_state.features, spy])
         return trainer, spy.called
 
     return spied
@@ -86,7 +87,8 @@ def test_hooks_of_an_epoch(spied):
 def test_hooks_of_a_feature_that_is_added_between_calls(make_trainer):
     trainer, spy = make_trainer(Recorder), Spy()
     trainer.train(num_steps=1)
-    trainer.get_local_operator()._train_state.features.append(spy)
+    train_state = trainer.get_local_operator()._train_state
+    train_state.set_features([*train_state.features, spy])
     trainer.train(num_steps=1)
     assert spy.called == [*CALL, *STEP, *END]
 
@@ -144,7 +146,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
             if len(asked) == 1:  # it could have forgotten the reason afterwards
                 raise ValueError("refused")
 
-    state.features[-1].before_commit = refuse
+    state.hooks["before_commit"].append(refuse)
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert state.global_step == len(asked) == 1
@@ -169,7 +171,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     def fail(batch_info, when):
         if when == "after" and not refused:
             operator.optimizer.step()
-            state.features[-1].before_commit = refuse
+            state.hooks["before_commit"].append(refuse)
             raise ValueError("bad batch")
 
     operator.fail = fail
@@ -177,7 +179,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
         trainer.train()
     assert (refused != [], called[-1]) == (True, "roll_back 0")
     assert (state.global_step, state.transaction.is_open, operator.trained) == (0, False, [])
-    del state.features[-1].before_commit
+    state.hooks["before_commit"].remove(refuse)
     trainer.train()
     assert operator.trained == list(range(24))
 
@@ -240,25 +242,37 @@ def test_calls_of_the_default_loop_share_a_segment(make_trainer, accumulation_st
 def test_metrics_of_a_call_so_far(make_trainer):
     trainer = make_trainer(Recorder)
     operator = trainer.get_local_operator()
-    operator._train_state.features.append(Spy())
+    operator._train_state.set_features([*operator._train_state.features, Spy()])
     loop = trainer._controller.members[0].worker.runner._loop
     assert loop.measured(0) is None
-    assert loop.train(TrainRequest(call=0, until_step=6, callback_pause=4)) is None
-    whole = loop.measured(0)
-    assert (whole["num_samples"], "lr" in whole) == (32, False)
-    assert (loop.measured(1), operator.global_step) == (None, 4)
-    assert loop.train(TrainRequest(call=0, until_step=6, logged=4))["num_samples"] == 48
-    newest = loop.measured(0, since=4)
-    assert (newest["num_samples"], newest["of_feature"]) == (16, 1.0)
-    assert newest["lr"] == 0.01
+    request = TrainRequest(call=0, until_step=6, log_every=4)
+    assert loop.train(dataclasses.replace(request, callback_pause=5)) is None
+    assert (loop.measured(1), len(loop.call_progress.points)) == (None, 1)
+    whole = loop.measured(0)  # the worker leaves
+    assert (whole["num_samples"], "lr" in whole) == (40, False)
+    point, rest = loop.call_progress.points
+    assert (point.global_step, rest.global_step) == (4, 5)
+    assert (point.is_whole, rest.is_whole) == (True, False)
+    assert (point.metrics["num_samples"], rest.metrics["num_samples"]) == (32, 8)
+    assert (point.metrics["of_feature"], point.metrics["lr"]) == (1.0, 0.01)
+    assert loop.train(request)["num_samples"] == 48
 
 
-def test_steps_that_were_logged_before_have_a_segment_of_their_own(make_trainer):
-    """After a restart, a call repeats steps whose metrics are logged already."""
-    trainer = make_trainer(Recorder, {"num_samples": 100})
-    loop = trainer._controller.members[0].worker.runner._loop
-    request = TrainRequest(call=0, until_step=10, logged=6)
-    loop.train(dataclasses.replace(request, callback_pause=2))
-    assert loop.train(request)["batch_count"] == 10
-    assert [start for start, _ in loop.call_progress.results] == [0, 2, 6]
-    assert loop.measured(0, since=6)["batch_count"] == 4
+@pytest.mark.parametrize(
+    ("restart", "points"), [(0, [3, 3, 3]), (2, [1, 3, 3]), (4, [2, 3]), (6, [3])]
+)
+def test_a_restart_yields_the_points_of_its_steps_again(make_trainer, restart, points):
+    """Their numbers are the same, also after a restart at the first step of the call."""
+    request = TrainRequest(call=0, until_step=10, log_every=3)
+    first, second = (
+        make_trainer(Recorder, {"num_samples": 100})._controller.members[0].worker.runner
+        for _ in range(2)
+    )
+    first.handle(dataclasses.replace(request, callback_pause=restart))
+    second.load_state_dict(first.restart_state())
+    assert second.handle(request)["batch_count"] == 10 - restart
+    found = second.progress().points
+    assert [point.global_step for point in found] == [3, 6, 9][-len(points) :]
+    assert [point.metrics["batch_count"] for point in found] == points
+    second.release_points(6)
+    assert [point.global_step for point in second.progress().points] == [9]

@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +18,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import ElasticConfig
+from raysgd._internal import step_timing
 from raysgd._internal.context import PausedError
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
 from raysgd.loop.requests import TrainRequest
 from raysgd.testing import run_operator
+from raysgd.torch import constants
 from raysgd.torch.features.schedules import Schedules
 from tests.unit.recorder import Recorder, Streaming, Unsized
 
@@ -43,7 +47,68 @@ def start(make_trainer):
     return start
 
 
+class Epochs:
+    """Batches that count how often an epoch begins, and ends."""
+
+    def __init__(self, batches):
+        self.batches, self.began, self.ended = batches, 0, 0
+
+    def __iter__(self):
+        self.began += 1
+        yield from self.batches
+        self.ended += 1
+
+
+class SizedEpochs(Epochs):
+    def __len__(self):
+        return len(self.batches)
+
+
+class SelfIterating(SizedEpochs):
+    """Batches that are their own iterator, and begin again after their end."""
+
+    def __init__(self, batches):
+        super().__init__(batches)
+        self._rest = iter(batches)
+
+    def __iter__(self):
+        self.began += 1
+        return self
+
+    def __next__(self):
+        try:
+            return next(self._rest)
+        except StopIteration:
+            self._rest = iter(self.batches)
+            self.ended += 1
+            raise
+
+
 # ---- train: epochs and steps
+
+
+@pytest.mark.parametrize("partitions", [True, False])
+@pytest.mark.parametrize("wrap", [Epochs, SizedEpochs, SelfIterating])
+def test_loader_begins_and_ends_once_in_an_epoch(start, wrap, partitions):
+    trainer, operator = start(Streaming, {"wrap": wrap}, add_dist_sampler=partitions)
+    for call in (trainer.train, trainer.validate):
+        call(num_steps=2)
+        call()
+        call()
+    assert operator.trained == operator.validated == 2 * EPOCH
+    for loader in operator._train_state.data.registered_loaders:
+        assert (loader.began, loader.ended) == (2, 2)
+
+
+def test_sampler_that_counts_its_epochs_after_its_end_gives_each_its_order(start):
+    class Turning(Recorder):
+        def make_loaders(self, config):
+            data = super().make_loaders(config)["train_loader"].dataset
+            return {"train_loader": DataLoader(data, batch_size=8, sampler=SizedEpochs(EPOCH))}
+
+    trainer, operator = start(Turning)
+    trainer.train()
+    assert operator.train_loader.sampler.ended == 1
 
 
 class ReadsLoader(Recorder):
@@ -183,7 +248,7 @@ def test_a_loop_gets_the_arguments_of_its_signature(start):
     class Taking(Recorder):
         def train_epoch(self, iterator, **given):
             own = {name: value for name, value in given["info"].items() if name == "a"}
-            self.given = {**given, "info": own}
+            self.given, self.info = {**given, "info": own}, given["info"]
             return super().train_epoch(iterator, **given)
 
     trainer, operator = start(Taking)
@@ -191,6 +256,10 @@ def test_a_loop_gets_the_arguments_of_its_signature(start):
     assert operator.given == {"info": {}, "num_steps": None, "epoch_idx": 0}
     trainer.train(num_steps=2, info={"a": 1})
     assert operator.given == {"info": {"a": 1}, "num_steps": 2, "epoch_idx": 1}
+    page = Path(__file__).parents[3] / "docs" / "custom_loops.md"
+    (row,) = (line for line in page.read_text().splitlines() if line.startswith("| `info` |"))
+    documented = re.findall(r"`(\w+)`", row.partition("the keys")[2])
+    assert {getattr(constants, name) for name in documented} == operator.info.keys() - {"a"}
 
 
 def test_batches_without_num_samples_count_as_one_each(start):
@@ -353,6 +422,23 @@ def test_profile_names_the_stages_of_a_step(start):
     assert trained["mean_train_epoch_s"] >= trained["mean_fwd_s"]
 
 
+def test_profile_has_the_phases_of_this_call(start, monkeypatch):
+    trainer, operator = start()
+    timing, now = operator._train_state.timing, [0.0]
+    monkeypatch.setattr(step_timing, "perf_counter", lambda: now[0])
+    backward = operator.backward
+
+    def slow(*arguments, **keywords):
+        with timing.within(step_timing.BACKWARD):
+            now[0] += 2
+        backward(*arguments, **keywords)
+
+    monkeypatch.setattr(operator, "backward", slow)
+    trainer.train(num_steps=2)
+    profile = trainer.train(num_steps=3, profile=True)["profile"]
+    assert (profile["mean_grad_s"], profile["mean_apply_s"]) == (2, 0)
+
+
 def test_without_profile_nothing_is_timed(start):
     trainer, operator = start()
     trainer.train(profile=True)
@@ -494,18 +580,6 @@ def test_after_an_error_training_goes_on_with_the_batch_that_failed(
         assert torch.equal(mine, its)
 
 
-def test_an_error_after_the_update_leaves_the_step_done(start):
-    trainer, operator = start()
-    operator.fail = failing_at(1, "after")
-    with pytest.raises(ValueError, match="bad batch"):
-        trainer.train()
-    assert trainer.state_dict()["global_step"] == 2
-    operator.fail = lambda *arguments: None
-    assert trainer.train()["num_samples"] == 24
-    # the error came before `Recorder` recorded the second batch
-    assert operator.trained == [*EPOCH[:8], *EPOCH[16:]]
-
-
 class FailingAfter(Recorder):
     """Fails once, after the last step of an epoch."""
 
@@ -553,29 +627,18 @@ def items(size, **arguments):
     )
 
 
-def test_a_data_set_takes_the_place_of_the_train_loader(start):
+def test_a_data_set_takes_the_place_of_the_train_loader_and_begins_at_its_beginning(start):
     trainer, operator = start()
+    trainer.train(num_steps=2)
     data = items(10)
     for epoch in (1, 2):
         result = trainer.train(dataset=data)
         assert (result["epoch"], result["num_samples"], result["batch_count"]) == (epoch, 10, 3)
-    assert operator.trained == list(range(100, 110)) * 2
-
-
-def test_after_a_data_set_training_goes_on_with_the_loader(start):
-    trainer, operator = start()
-    trainer.train(dataset=items(10), num_steps=1)
-    assert trainer.train()["num_samples"] == 40
-    assert operator.trained == [100, 101, 102, 103, *EPOCH]
-
-
-def test_a_data_set_begins_at_its_beginning(start):
-    trainer, operator = start()
-    trainer.train(num_steps=2)
-    assert trainer.train(dataset=items(10))["num_samples"] == 10
-    trainer.train(dataset=items(10), num_steps=1)
+    trainer.train(dataset=data, num_steps=1)
     trainer.train(dataset=items(6))
-    assert operator.trained[16:] == [*range(100, 110), *range(100, 104), *range(100, 106)]
+    assert trainer.train()["num_samples"] == 40
+    of_items = [*range(100, 110), *range(100, 110), *range(100, 104), *range(100, 106)]
+    assert operator.trained == [*EPOCH[:16], *of_items, *EPOCH]
 
 
 # ---- pauses
@@ -618,8 +681,9 @@ def loop_of(start):
     return loop_of
 
 
-def train(loop, call=0, until_epoch=None, until_step=None):
-    return loop.train(TrainRequest(call=call, until_epoch=until_epoch, until_step=until_step))
+def train(loop, call=0, until_epoch=None, until_step=None, start_step=0):
+    goal = {"until_epoch": until_epoch, "until_step": until_step}
+    return loop.train(TrainRequest(call=call, start_step=start_step, **goal))
 
 
 def pausing(loop, pause, at):
@@ -671,7 +735,7 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     train(loop, until_step=5)
     operator.fail = pausing(loop, 7, at=6)
     with pytest.raises(PausedError):
-        train(loop, call=1, until_epoch=1)
+        train(loop, call=1, until_epoch=1, start_step=5)
     joining, _ = loop_of(Streaming)
     joining.call_progress.join(vars(loop.call_progress.state))
     assert joining.call_progress.state == loop.call_progress.state
@@ -692,7 +756,7 @@ def test_an_empty_rest_of_an_epoch_counts_if_the_goal_needs_it(loop_of):
     """For example, after a restart from a snapshot of the last step of an epoch."""
     loop, operator = loop_of(Streaming)
     train(loop, until_step=5)
-    train(loop, call=1, until_epoch=2)
+    train(loop, call=1, until_epoch=2, start_step=5)
     assert (operator.global_step, operator._train_state.epoch) == (10, 2)
 
 
@@ -748,6 +812,44 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
     assert operator.trained == (EPOCH * 2)[: steps * 8]
 
 
+def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_of):
+    loop, operator = loop_of()
+    train(loop, until_step=3)
+    snapshot = vars(dataclasses.replace(loop.call_progress.state))
+    operator.fail = pausing(loop, 6, at=4)
+    with pytest.raises(PausedError):
+        train(loop, 1, until_step=12, start_step=3)
+    loop.signal.driver_pause, operator.fail = None, failing_at(8)
+    with pytest.raises(ValueError, match="bad batch"):
+        train(loop, 1, until_step=12, start_step=3)
+    operator.fail = lambda *arguments: None
+    train(loop, 1, until_step=12, start_step=3)
+    indices = [info["batch_idx"] for info in operator.infos]
+    assert indices == [0, 1, 2, *range(6), *range(5, 9)]
+    restarted, its_operator = loop_of()
+    restarted.train_state.move_to({"epoch": 0, "offset": 8}, 1)
+    restarted.call_progress.join(snapshot)
+    train(restarted, 1, until_step=5, start_step=3)
+    assert [info["batch_idx"] for info in its_operator.infos] == [1, 2, 0, 1]
+
+
+def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
+    class Frozen(Recorder):
+        def train_batch(self, batch, batch_info):
+            self.infos.append(self.model.training)
+            self.model.train(batch_info["batch_idx"] != 1)
+            return {}
+
+    loop, operator = loop_of(Frozen)
+    loop.signal.driver_pause = 2
+    with pytest.raises(PausedError):
+        train(loop, until_epoch=1)
+    loop.signal.driver_pause = None
+    train(loop, until_epoch=1)
+    train(loop, 1, until_step=6, start_step=5)
+    assert operator.infos == [True, True, False, True, True, True]
+
+
 def test_a_pause_does_not_step_schedulers_of_epochs(start):
     trainer, operator = start(config={"scheduler": halving}, scheduler_step_freq="epoch")
     loop = trainer._controller.members[0].worker.runner._loop
@@ -782,7 +884,7 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
     # values of the other rank: its seed, its negated seed, and 0 for no earlier agreement
     others = iter([3, -3, 0])
-    train_state.minimum = lambda value: min(value, next(others))
+    train_state.lowest = lambda *values: [min(value, next(others)) for value in values]
     if seed == 3:
         train_state.data.source("train").agree_on_order(0, 0, train_state)
     else:
@@ -800,7 +902,7 @@ def test_workers_that_join_a_worker_alone_take_its_order(loop_of):
     source.agree_on_order(0, 0, train_state)
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
     others = iter([3, -3, 0, 2])  # the new worker has another seed, and has drawn no order
-    train_state.minimum = lambda value: min(value, next(others))
+    train_state.lowest = lambda *values: [min(value, next(others)) for value in values]
     train_state.from_rank = lambda make, rank: given.append(rank) or make()
     source.agree_on_order(0, 0, train_state)
     assert given == [0]

@@ -194,29 +194,6 @@ def test_steps_per_epoch_needs_a_length(make_trainer):
 # ---- loops with their own batches
 
 
-class Own(Recorder):
-    """Draws no batch from its iterator, and counts steps itself."""
-
-    def train_epoch(self, iterator, info):
-        for number in range(3):
-            self.train_batch((torch.full((1, 1), float(number)), torch.zeros(1, 1)), {})
-            self.global_step += 1
-            assert self.global_step == self.seen + number + 1
-        self.seen = self.global_step
-        return {}
-
-    seen = 0
-
-
-def test_loop_with_its_own_batches_counts_its_steps(make_trainer):
-    trainer = make_trainer(Own)
-    assert [trainer.train()["epoch"] for _ in range(2)] == [1, 2]
-    assert (trainer.epoch, trainer.global_step) == (2, 6)
-    trainer.train(num_steps=4)  # whole epochs until the goal
-    assert (trainer.epoch, trainer.global_step) == (2, 12)
-    assert trainer.state_dict()["global_step"] == 12
-
-
 class Backwards(Recorder):
     def train_epoch(self, iterator, info):
         self.global_step -= 1

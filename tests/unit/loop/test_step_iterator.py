@@ -31,7 +31,7 @@ def make_steps(
     train_state = TorchTrainState(OperatorSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    register(train_state, models, optimizers, None, None, None, accumulation_steps=size)
+    register(train_state, models, optimizers, None, None, None, gradient_accumulation_steps=size)
     train_state.global_step = before
     train_state.settings.context = WorkerContext(world_size=world_size)
     if steps_left == "all":
@@ -51,30 +51,6 @@ def reading(size, fetched):
         yield index
 
 
-@given(st.integers(0, 8), st.none() | st.integers(0, 10), st.booleans(), st.integers(0, 9))
-def test_steps_are_counted_as_the_loop_draws(size, limit, length_known, stop_after):
-    train_state, steps = make_steps(range(size), limit, size if length_known else None)
-    drawn = []
-    for batch in steps:
-        drawn.append(batch)
-        assert train_state.global_step == len(drawn) - 1  # the current step is not committed
-        if len(drawn) == stop_after:
-            break
-    steps.finish()
-    expected = min(n for n in (size, limit, stop_after or None) if n is not None)
-    assert drawn == list(range(expected))
-    assert train_state.global_step == steps.num_batches == train_state.offset == expected
-    if length_known:
-        assert steps.epoch_is_over == (expected == size)
-
-
-def test_no_batch_is_fetched_beyond_the_limit():
-    fetched = []
-    _, steps = make_steps(reading(5, fetched), 2, steps_left=None)
-    assert list(steps) == [0, 1]
-    assert fetched == [0, 1]
-
-
 def test_a_step_is_done_only_when_every_optimizer_has_stepped():
     train_state, steps = make_steps("ab", num_optimizers=2)
     next(steps)
@@ -90,38 +66,6 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         if fails_in_another:
             train_state.transaction.begin_optimizer_step(optimizer)
         assert steps.end_after_error() == again
-
-
-def test_a_failure_between_two_steps_undoes_no_step():
-    """If the loader raises, no step is in progress."""
-
-    def broken():
-        yield "a"
-        raise OSError("disk")
-
-    train_state, steps = make_steps(broken(), steps_left=None)
-    next(steps)
-    with pytest.raises(OSError, match="disk"):
-        next(steps)
-    assert steps.end_after_error() == []
-    assert train_state.global_step == 1
-
-
-def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
-    train_state, steps = make_steps(
-        [torch.tensor([[1.0], [3.0]]), torch.tensor([[100.0], [300.0]])]
-    )
-    model = train_state.models[0]
-    model(next(steps)).sum().backward()
-    train_state.optimizers[0].step()
-    batch = next(steps)
-    mean = model.running_mean.clone()
-    model(batch).sum().backward()
-    assert not torch.equal(model.running_mean, mean)
-    steps.end_after_error()
-    assert torch.equal(model.running_mean, mean)
-    assert model.num_batches_tracked == 1
-    assert model.weight.grad is None
 
 
 def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
@@ -186,29 +130,6 @@ def drawn(steps, pause=None, after=None):
             steps._signal.driver_pause = pause
     steps.finish()
     return batches
-
-
-@given(
-    before=st.integers(0, 20),
-    size=st.integers(1, 12),
-    limit=st.none() | st.integers(1, 12),
-    length_known=st.booleans(),
-    data=st.data(),
-)
-def test_a_segment_ends_exactly_at_its_pause(before, size, limit, length_known, data):
-    train_state, steps = make_steps(
-        range(size), limit, size if length_known else None, before=before
-    )
-    whole = min(size, limit or size)
-    after = data.draw(st.integers(0, whole))
-    # a drawn batch is always finished, so the earliest pause is after it
-    pause = before + data.draw(st.integers(max(1, after), 15))
-    expected = min(whole, pause - before)
-    assert drawn(steps, pause, after) == list(range(expected))
-    assert train_state.global_step == before + expected
-    assert train_state.offset == steps.num_batches == expected
-    if length_known:
-        assert steps.epoch_is_over == (expected == size)
 
 
 def test_at_a_pause_the_ranks_are_not_asked_for_batches():

@@ -57,14 +57,9 @@ ONE = {
     "a list": {"loss": ["mse"]},
     "a dict": {"loss": {"a": "mse"}},
     "a weighted loss": {"loss": "mse", "loss_weights": [0.3]},
-    "names of metrics": {"loss": "mse", "metrics": ["mae", "acc", "accuracy"]},
-    "an object and a function": {
+    "metrics": {
         "loss": "mse",
-        "metrics": [keras.metrics.AUC(name="area"), squares],
-    },
-    "weighted metrics": {
-        "loss": "mse",
-        "metrics": ["mae"],
+        "metrics": ["mae", "acc", "accuracy", keras.metrics.AUC(name="area"), squares],
         "weighted_metrics": ["mse", "mae"],
     },
     "averages": {
@@ -81,7 +76,6 @@ ONE = {
 }
 TWO = {
     "one loss for both": {"loss": "mse"},
-    "a list": {"loss": ["mse", "sparse_categorical_crossentropy"]},
     "a list with weights": {
         "loss": ["mse", "sparse_categorical_crossentropy"],
         "loss_weights": [2.0, 0.5],
@@ -125,6 +119,7 @@ def in_batches(data, size=SIZE):
 def compared(build, make, data, class_weight=None, operator_cls=Compiled):
     """Train and evaluate with Keras and with an operator, and compare the results."""
     fitted = make()
+    fitted.run_eagerly = True  # graphs take longer to trace than a few batches
     logs = fitted.fit(in_batches(data), class_weight=class_weight, verbose=0, shuffle=False)
     operator = build(operator_cls, {"make": make, "class_weight": class_weight})
     found = operator.train_epoch(iter(in_batches(data)), num_steps=3)
@@ -194,7 +189,7 @@ def test_losses_and_metrics_of_several_outputs_need_no_compile(build, kind):
     batches = list(in_batches((FEATURES, (BITS, CLASSES))))
     found = build(Given, config).validate(iter(batches))
     expected = build(Compiled, {"make": make_compiled}).validate(iter(batches))
-    assert computed_numbers(found) == pytest.approx(computed_numbers(expected))
+    assert computed_numbers(found) == pytest.approx(computed_numbers(expected), rel=1e-4)
 
 
 def test_losses_of_layers_count_in_addition_to_a_registered_loss(build):
@@ -267,7 +262,9 @@ def test_eager_models_run_without_graphs(build):
         batch = next(iter(in_batches((FEATURES, BITS))))
         assert float(operator.train_batch(batch, {})["train_loss"]) > 0
         expected = operator.model.test_on_batch(*batch)
-        assert float(operator.validate_batch(batch, {})["val_loss"]) == pytest.approx(expected)
+        assert float(operator.validate_batch(batch, {})["val_loss"]) == pytest.approx(
+            expected, rel=1e-5
+        )
     finally:
         tf.config.run_functions_eagerly(False)
 
@@ -342,13 +339,21 @@ def test_several_workers_warn_of_losses_that_weight_samples(build, loss, said, c
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_synchronized_batch_normalization_needs_one_worker(build, workers):
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (lambda: keras.layers.BatchNormalization(synchronized=True, name="norm"), "synchronize"),
+        (lambda: keras.layers.LSTM(4, stateful=True, name="norm"), "stateful=False"),
+    ],
+)
+def test_layers_that_connect_workers_or_batches_need_one_worker(build, workers, layer, said):
     def make():
-        norm = keras.layers.BatchNormalization(synchronized=True, name="norm")
-        inner = keras.Sequential([keras.Input((4,)), norm])
-        return keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(1)])
+        norm = layer()
+        shape = (8, 2, 4) if said.startswith("stateful") else (None, 4)
+        inner = keras.Sequential([keras.Input(batch_shape=shape), norm])
+        return keras.Sequential([keras.Input(batch_shape=shape), inner, keras.layers.Dense(1)])
 
-    refused = pytest.raises(NotImplementedError, match=r"does not synchronize .* 'norm'")
+    refused = pytest.raises(NotImplementedError, match=f"(?s)'norm'.*{said}|{said}.*'norm'")
     with refused if workers == 2 else contextlib.nullcontext():
         build(Given, {"make": make, "loss": "mse", "metrics": []}, num_workers=workers)
 

@@ -22,9 +22,7 @@ TEXTS = np.array([f"x{n % 5} y{n % 3} z" for n in range(16)], object)[:, None]
 TARGETS = RNG.normal(size=(16, 1)).astype("float32")
 
 
-class Keeps(keras.Layer):
-    """Saves and loads a number that is not a variable."""
-
+class Centers(keras.Layer):
     mean = 0.0
 
     def adapt(self, data):
@@ -32,6 +30,10 @@ class Keeps(keras.Layer):
 
     def call(self, inputs):
         return inputs - self.mean
+
+
+class Keeps(Centers):
+    """Saves and loads a number that is not a variable."""
 
     def save_own_variables(self, store):
         store["mean"] = np.array(self.mean)
@@ -40,16 +42,8 @@ class Keeps(keras.Layer):
         self.mean = float(store["mean"])
 
 
-class KeepsFile(keras.Layer):
+class KeepsFile(Centers):
     """Saves and loads files with a number that is not a variable."""
-
-    mean = 0.0
-
-    def adapt(self, data):
-        self.mean = float(np.mean(data))
-
-    def call(self, inputs):
-        return inputs - self.mean
 
     def save_assets(self, dir_path):
         (Path(dir_path) / "inner").mkdir()

@@ -92,13 +92,6 @@ def test_steps_of_uneven_sparse_batches_are_divided(training, kind, splits):
     assert {tuple(row) for row in found} == set(map(tuple, dense.tolist()))
 
 
-def test_an_epoch_goes_on_in_its_order_in_another_process():
-    first, again = sources(2, shuffle=True)[0], sources(2, shuffle=True)[0]
-    epochs = [drawn(first, epoch, 0) for epoch in range(3)]
-    assert epochs[0] != epochs[1]
-    assert drawn(again, 2, 2) == epochs[2][1:]
-
-
 def test_steps_of_validation_go_on_where_the_last_ended():
     left, right = sources(2, training=False)
     assert [drawn(left, 0, 0, 2), drawn(right, 0, 0, 2)] == [drawn(left)[:2], drawn(right)[:2]]

@@ -110,17 +110,6 @@ def measured(given, target=BITS, output=CHANCES):
     return BatchMetrics(None, given).measure(target, output, None)
 
 
-def test_metrics_may_be_objects_names_and_functions():
-    mine = keras.metrics.AUC(num_thresholds=7, name="mine")
-
-    def share(target, output):
-        return tf.reduce_mean(output)
-
-    found = measured([mine, "mae", share])
-    assert list(found) == ["mine", "mae", "share"]
-    assert found["share"].compute() == pytest.approx(CHANCES.mean())
-
-
 def test_metric_names_do_not_depend_on_earlier_metrics_of_the_process():
     kinds = keras.metrics
     for _ in range(2):

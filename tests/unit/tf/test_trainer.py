@@ -56,12 +56,14 @@ def test_get_model_predict_and_test_agree(trainer):
     trainer.train(num_steps=40)
     model = trainer.get_model()
     (_, _), (images, labels) = digits()
-    share = (model.predict(images, verbose=0).argmax(axis=1) == labels).mean()
-    assert trainer.validate()["val_accuracy"] == pytest.approx(share, abs=1e-6)
+    predicted = model.predict(images, verbose=0)
+    share = (predicted.argmax(axis=1) == labels).mean()
+    close = pytest.approx(share, abs=2.5 / len(labels))  # rounding may decide on a few samples
     assert share > 0.3  # of ten classes
+    assert trainer.validate()["val_accuracy"] == close
+    assert trainer.test((images, labels))["test_accuracy"] == close
     for given in ((images, labels), images):
-        assert (trainer.predict(given).argmax(axis=1) == labels).mean() == pytest.approx(share)
-    assert trainer.test((images, labels))["test_accuracy"] == pytest.approx(share)
+        np.testing.assert_allclose(trainer.predict(given), predicted, rtol=1e-4, atol=1e-4)
     with pytest.raises(CallbackError, match="use_ema=True"):
         trainer.fit(trainer.epoch + 1, callbacks=[EMA()])
 
@@ -132,6 +134,75 @@ def test_fit_refuses_to_count_epochs_of_endless_data_of_creator_functions():
         pytest.raises(ValueError, match=r"repeats without end.* fit\(max_steps="),
     ):
         trainer.fit(1, verbose=False)
+
+
+def make_trainable(value):
+    """Return a function for `apply_all_operators` that freezes or thaws the first layer."""
+
+    def change(operator):
+        operator.model.layers[0].trainable = value
+
+    return change
+
+
+def test_a_state_has_what_is_trainable():
+    with TFTrainer(training_operator_cls=Digits, config={}, use_local=True) as trainer:
+        trainer.train(num_steps=1)
+        trainer.apply_all_operators(make_trainable(False))
+        state = trainer.state_dict()
+    with TFTrainer(training_operator_cls=Digits, config={}, use_local=True) as trainer:
+        trainer.load_state_dict({k: v for k, v in state.items() if k != "trainable"})  # older
+        assert trainer.get_model().layers[0].trainable
+        trainer.load_state_dict(state)
+        trainer.train(num_steps=2)
+        found = trainer.state_dict()
+        models = zip(*(each["models"][0].values() for each in (state, found)), strict=True)
+        assert [(then == now).all() for then, now in models] == [True, True, False, False]
+        with pytest.raises(CheckpointError, match=r"trainable.* has 1 layers and variables, not 8"):
+            trainer.load_state_dict({**state, "trainable": [{"0/model": True}]})
+
+
+class Frozen(Digits):
+    def register(self, models, **others):
+        models.layers[0].trainable = False
+        return super().register(models, **others)
+
+
+def compile_again(operator):
+    operator.model.compile("sgd", "mse")
+
+
+def test_another_phase_of_training_is_an_error_that_names_the_way():
+    with TFTrainer(training_operator_cls=Frozen, config={}, use_local=True) as trainer:
+        trainer.apply_all_operators(make_trainable(True))
+        with pytest.raises(RuntimeError, match=r"dense\w*/kernel is trainable now.*set_weights"):
+            trainer.train(num_steps=1)
+        trainer.apply_all_operators(make_trainable(False))
+        assert trainer.train(num_steps=1)["batch_count"] == 1  # nothing had changed
+        trainer.apply_all_operators(compile_again)
+        with pytest.raises(RuntimeError, match="was compiled after setup"):
+            trainer.train(num_steps=1)
+        weights = trainer.get_model().get_weights()
+
+    class Next(Digits):
+        def register(self, models, **others):
+            models.set_weights(self.config["weights"])
+            return super().register(models, **others)
+
+    config = {"weights": weights}
+    with TFTrainer(training_operator_cls=Next, config=config, use_local=True) as trainer:
+        found = trainer.get_model().get_weights()
+        assert all((a == b).all() for a, b in zip(weights, found, strict=True))
+
+
+def test_batch_idx_counts_in_the_call_across_pauses():
+    class Indexed(Digits):
+        def train_batch(self, batch, batch_info):
+            return {**super().train_batch(batch, batch_info), "index": batch_info["batch_idx"]}
+
+    with TFTrainer(training_operator_cls=Indexed, config={}, use_local=True) as trainer:
+        (row,) = trainer.fit(max_steps=4, verbose=False, log_every=2)
+    assert row["index"] == 1.5  # the mean of 0 to 3
 
 
 class ValidatesFirst(Digits):

@@ -1,21 +1,18 @@
 """Models whose training must have the same bits on any number of workers."""
 
 import hashlib
-import pickle
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from raysgd import EqualBits, TrainingOperator
-from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import PredictRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
 from raysgd.utils import BATCH_SIZE
+from tests.unit.torch import cases
 
 NUM_SHARDS = 6
 LENGTH = 5
@@ -94,32 +91,17 @@ class Transformer(nn.Module):
         return self.head(self.layer(self.embedding(x)).mean(1))
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "perceptron": {"model": Perceptron},
-    "accumulation": {"model": Perceptron, "register": {"gradient_accumulation_steps": 2}},
-    "convolution": {"model": Convolution, "optimizer": "SGD", "num_samples": 61},
-    "recurrent": {"model": Recurrent, "register": {"max_grad_norm": 0.1}},
-    "transformer": {"model": Transformer, "num_items": True},
-    "bfloat16": {"model": Perceptron, "precision": torch.bfloat16},
-    "float16": {"model": Perceptron, "precision": torch.float16},
-    "in memory": {"model": Perceptron, "in_memory": True},
-    "own loop": {"model": Perceptron, "own_loop": True},
-    "two optimizers": {"model": Perceptron, "two_optimizers": True},
-    "buffers": {"model": Counting, "noisy_validation": True, "late_parameter": True},
-}
-
-
 class Trains(TrainingOperator):
     def setup(self, config):
         self.case = case = config["case"]
         torch.manual_seed(3)
-        model = case["model"]()
+        model = case.model()
         parameters, optimizers = list(model.parameters()), []
-        if case.get("two_optimizers"):
+        if case.two_optimizers:
             optimizers = [torch.optim.SGD([parameters.pop()], lr=0.1)]
-        if case.get("late_parameter"):
+        if case.late_parameter:
             self.late = parameters.pop()
-        if case.get("optimizer") == "SGD":
+        if case.optimizer == "SGD":
             optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         else:
             optimizer = torch.optim.AdamW(parameters, lr=0.01)
@@ -130,25 +112,24 @@ class Trains(TrainingOperator):
             optimizers=optimizers,
             criterion=nn.CrossEntropyLoss(),
             schedulers=torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
-            **case.get("register", {}),
+            **case.register,
         )
-        of_tokens = case["model"] in (Recurrent, Transformer)
-        data = Augmented(case.get("num_samples", 64), of_tokens)
-        if case.get("in_memory"):
+        data = Augmented(case.num_samples, case.of_tokens)
+        if case.in_memory:
             data = TensorDataset(data.x, data.y)
-        known, size = Augmented(31, of_tokens), config[BATCH_SIZE]
+        known, size = Augmented(31, case.of_tokens), config[BATCH_SIZE]
         self.register_data(
             train_loader=DataLoader(data, size, shuffle=True),
             validation_loader=DataLoader(TensorDataset(known.x, known.y), size),
         )
 
     def num_items(self, batch):
-        return (batch[0] > 4).sum() if self.case.get("num_items") else None
+        return (batch[0] > 4).sum() if self.case.num_items else None
 
     def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
-        if self.case.get("late_parameter") and epoch_idx == 1:
+        if self.case.late_parameter and epoch_idx == 1:
             self.optimizer.add_param_group({"params": [self.late]})
-        if not self.case.get("own_loop"):
+        if not self.case.own_loop:
             return super().train_epoch(iterator, info, num_steps, epoch_idx)
         self.train_mode(True)
         noise = torch.randn(8)
@@ -157,7 +138,7 @@ class Trains(TrainingOperator):
         return {}
 
     def train_batch(self, batch, batch_info):
-        if not (self.case.get("own_loop") or self.case.get("two_optimizers")):
+        if not (self.case.own_loop or self.case.two_optimizers):
             return super().train_batch(batch, batch_info)
         x, y = batch
         self.backward(self.criterion(self.model(x), y))
@@ -166,7 +147,7 @@ class Trains(TrainingOperator):
         return {}
 
     def validate_batch(self, batch, batch_info):
-        if self.case.get("noisy_validation"):
+        if self.case.noisy_validation:
             batch = batch[0] + torch.rand(8), batch[1]
         return super().validate_batch(batch, batch_info)
 
@@ -192,45 +173,62 @@ def digest(tree):
     return found.hexdigest()
 
 
-def make_runner(case, size, num_shards=NUM_SHARDS, operator_cls=Trains, **settings):
-    dtype = case.get("precision")
-    options = TorchOptions(
-        training_operator_cls=operator_cls,
-        config={"case": case, BATCH_SIZE: 24},
-        num_workers=size,
-        exact=EqualBits(num_shards),
-        scheduler_step_freq="batch",
-        use_gpu=False,
-        **settings,
-        **({} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}),
-    )
-    return TorchRunner(options)
+@dataclass
+class Case(cases.Case):
+    """A model and how it is trained."""
+
+    model: type[nn.Module] = Perceptron
+    optimizer: str = "AdamW"
+    num_samples: int = 64
+    num_items: bool = False
+    in_memory: bool = False
+    own_loop: bool = False
+    two_optimizers: bool = False
+    noisy_validation: bool = False
+    late_parameter: bool = False
+    num_shards: int = NUM_SHARDS
+    num_epochs: int = 2
+    shares: tuple[float, ...] | None = None
+    operator_cls: Any = field(default=Trains, kw_only=True)
+
+    @property
+    def of_tokens(self):
+        return self.model in (Recurrent, Transformer)
+
+    def make_runner(self, **settings):
+        exact = {"exact": EqualBits(self.num_shards), "scheduler_step_freq": "batch"}
+        return super().make_runner(**exact, **settings)
+
+    def config(self):
+        return {"case": self, BATCH_SIZE: 24}
+
+    def run(self, rank):
+        """Train, validate, and predict. Return a hash of the state, metrics, and predictions."""
+        runner = self.start(rank)
+        until = {"until_epoch": self.num_epochs, "shares": self.shares}
+        trained = runner.handle(TrainRequest(call=0, **until))
+        validated = runner.handle(ValidateRequest(call=1))
+        data = Augmented(13, self.of_tokens)
+        predicted = runner.handle(PredictRequest(loader=DataLoader(data, 3)))
+        state = digest(runner._train_state.training_state())
+        runner.teardown()
+        return state, trained, validated, predicted
 
 
-def run(case, rank, size, num_shards=NUM_SHARDS, num_epochs=2, shares=None):
-    """Train, validate, and predict. Return a hash of the state, the metrics, and predictions."""
-    runner = make_runner(case, size, num_shards)
-    context = WorkerContext(world_rank=rank, world_size=size, distributed=size > 1)
-    runner.prepare(context)
-    runner.setup(context)
-    trained = runner.handle(TrainRequest(call=0, until_epoch=num_epochs, shares=shares))
-    validated = runner.handle(ValidateRequest(call=1))
-    data = Augmented(13, case["model"] in (Recurrent, Transformer))
-    predicted = runner.handle(PredictRequest(loader=DataLoader(data, 3)))
-    state = digest(runner._train_state.training_state())
-    runner.teardown()
-    return state, trained, validated, predicted
-
-
-def play(rank, size, store, cases=CASES, prefix="", **settings):
-    """Run cases, and put the results of this rank into the store."""
-    if size > 1:
-        group = dist.PrefixStore(f"{prefix}group{size}", store)
-        dist.init_process_group("gloo", store=group, rank=rank, world_size=size)
-    for name, case in cases.items():
-        key = f"{prefix}{name}/{size}/{rank}"
-        store.set(key, pickle.dumps(run(case, rank, size, **settings)))
-    print("good")
+BFLOAT16 = {"use_fp16": True, "amp_dtype": torch.bfloat16}
+CASES = {
+    "perceptron": Case(),
+    "accumulation": Case(register={"gradient_accumulation_steps": 2}),
+    "convolution": Case(Convolution, "SGD", num_samples=61),
+    "recurrent": Case(Recurrent, register={"max_grad_norm": 0.1}),
+    "transformer": Case(Transformer, num_items=True),
+    "bfloat16": Case(settings=BFLOAT16),
+    "float16": Case(settings=cases.FLOAT16),
+    "in memory": Case(in_memory=True),
+    "own loop": Case(own_loop=True),
+    "two optimizers": Case(two_optimizers=True),
+    "buffers": Case(Counting, noisy_validation=True, late_parameter=True),
+}
 
 
 def merged(results):

@@ -7,15 +7,12 @@ The result must equal that of one process.
 import copy
 import datetime
 import functools
-import itertools
 import json
 import pickle
 import queue
 import threading
-import traceback
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,39 +25,19 @@ from raysgd.backends import create_backend
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
-from raysgd.torch.features.fully_sharded import FullyShardedModel
-from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
-from raysgd.torch.sharding.shards import gather_state
+from raysgd.torch.strategies.fully_sharded import FullyShardedModel
+from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.strategies.shards import gather_state
+from tests.unit.torch import cases
 
 NUM_WORKERS = 4
 BATCH = 6
-NUM_STEPS = 12
+NUM_STEPS = 8
 MOVE_AT = 4
 
 
 class LeftError(Exception):
     """Raised to simulate the loss of a worker."""
-
-
-@dataclass
-class Round:
-    """A training setup, the workers that leave it, and when they rejoin."""
-
-    optimizer: str = "AdamW"
-    copies: int | None = None
-    register: dict[str, Any] = field(default_factory=dict)
-    leaves: list[tuple[int, int, str]] = field(default_factory=list)
-    """Process, step (None in validation), and moment. "fail MOMENT" raises instead of leaving."""
-    moves: int | None = None
-    """The process that leaves between two steps and hands over its shards."""
-    joins_at: int | None = None
-    """Step before which the absent processes join."""
-    num_optimizers: int = 1
-    sharding: str = "optimizer"
-    is_lost: bool = False
-    """Whether all holders of a share fail."""
 
 
 class Tied(torch.nn.Module):
@@ -93,12 +70,13 @@ class Tied(torch.nn.Module):
 
 class Divided(TrainingOperator):
     def setup(self, config):
-        self.at = config["at"]
-        models = [Tied(config["model"]) for _ in range(config["num_optimizers"])]
-        optimizers = [self.optimizer_of(model, config["optimizer"]) for model in models]
+        case = config["case"]
+        self.at = case.at
+        models = [Tied(case.sharding) for _ in range(case.num_optimizers)]
+        optimizers = [self.optimizer_of(model, case.optimizer) for model in models]
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
         self.all_models, self.optimizers, self.schedulers = self.register(
-            models=models, optimizers=optimizers, schedulers=schedulers, **config["register"]
+            models=models, optimizers=optimizers, schedulers=schedulers, **case.arguments()
         )
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(0, 7, (BATCH * NUM_WORKERS * NUM_STEPS // 2, 4), generator=generator)
@@ -149,39 +127,65 @@ class Divided(TrainingOperator):
         self.num_updates = state["num_updates"]
 
 
-def make_runner(given, at, divides):
-    register = dict(given.register)
-    if divides:
-        arguments = {} if given.copies is None else {"copies": given.copies}
-        register |= {"sharding": given.sharding, "sharding_args": arguments}
-    return TorchRunner(
-        TorchOptions(
-            training_operator_cls=Divided,
-            config={
-                "at": at,
-                "model": given.sharding,
-                "optimizer": given.optimizer,
-                "num_optimizers": given.num_optimizers,
-                "register": register,
-            },
-            num_workers=NUM_WORKERS,
-            use_gpu=False,
-            scheduler_step_freq="batch",
-            elastic=ElasticConfig(snapshot_every=3),
-        )
-    )
+@dataclass
+class Round(cases.Case):
+    """A training setup, the workers that leave it, and when they rejoin."""
+
+    optimizer: str = "AdamW"
+    copies: int | None = None
+    leaves: list[tuple[int, int, str]] = field(default_factory=list)
+    """Process, step (None in validation), and moment. "fail MOMENT" raises instead of leaving."""
+    moves: int | None = None
+    """The process that leaves between two steps and hands over its shards."""
+    joins_at: int | None = None
+    """Step before which the absent processes join."""
+    num_optimizers: int = 1
+    sharding: str = "optimizer"
+    divides: bool = True
+    """Whether to shard. False in one process."""
+    is_lost: bool = False
+    """Whether all holders of a share fail."""
+    num_workers: int = field(default=NUM_WORKERS, kw_only=True)
+
+    operator_cls = Divided
+    has_group = False
+    at = staticmethod(lambda moment: None)
+
+    def make_runner(self):
+        elastic = ElasticConfig(snapshot_every=3)
+        return super().make_runner(scheduler_step_freq="batch", elastic=elastic)
+
+    def arguments(self):
+        """Return the arguments of ``register``."""
+        copies = {} if self.copies is None else {"copies": self.copies}
+        sharded = {"sharding": self.sharding, "sharding_args": copies}
+        return self.register | sharded if self.divides else self.register
+
+    def run(self, rank):
+        player = player_of(rank, self.port)
+        try:
+            if (result := player.play(self)) is not None:
+                self.check(result)
+        finally:
+            player.leave_group()
+
+    def check(self, result):
+        """Compare the result with that of one process."""
+        register = json.dumps(self.register)
+        expected = plain_state(self.optimizer, self.num_optimizers, register, self.sharding)
+        names = ("models", "optimizers", "schedulers", "operator", "global_step", "epoch")
+        reference = {name: copy.deepcopy(expected[name]) for name in names}
+        for model in (*reference["models"], *result["models"]):
+            del model["count"]  # which counts forward passes
+        check_equal({name: result[name] for name in names}, reference, str(self))
 
 
 @functools.cache
 def plain_state(optimizer, num_optimizers, register, sharding):
     """Return the state after training in one process."""
-    given = Round(
-        optimizer,
-        register=json.loads(register),
-        num_optimizers=num_optimizers,
-        sharding=sharding,
-    )
-    runner = make_runner(given, lambda moment: None, divides=False)
+    given = Round(optimizer, num_optimizers=num_optimizers, sharding=sharding, divides=False)
+    given.register = json.loads(register)
+    runner = given.make_runner()
     runner.setup(WorkerContext())
     runner.handle(TrainRequest(call=0, until_step=NUM_STEPS))
     state = runner.state_dict()
@@ -192,19 +196,24 @@ def plain_state(optimizer, num_optimizers, register, sharding):
 class Player:
     """One process in all rounds."""
 
-    def __init__(self, process, connect):
-        self.process, self.store, self.watched_store = process, connect(), connect()
+    def __init__(self, process, port):
+        a_minute = datetime.timedelta(minutes=1)
+        self.store, self.watched_store = (
+            dist.TCPStore("127.0.0.1", port, timeout=a_minute) for _ in range(2)
+        )
+        self.process = process
         self.generation = 0
         self.prefix = ""
         self.entered = None, "", []
         self.entries = queue.SimpleQueue()
         threading.Thread(target=self.interrupt_broken, daemon=True).start()
+        self.watch()
 
-    def play(self, number, given):
-        self.prefix, self.generation = f"round-{number}", 0
+    def play(self, given):
+        self.prefix, self.generation, given.at = f"round-{given.number}", 0, self.at
         self.leaves = list(given.leaves)
         members, absent = list(range(NUM_WORKERS)), []
-        runner = self.runner = make_runner(given, self.at, divides=True)
+        runner = self.runner = given.make_runner()
         self.enter(members)
         runner.setup(self.context)
         self.gather("set up", members, None)  # no process leaves while another sets up
@@ -223,7 +232,7 @@ class Player:
                 self.runner.teardown()
                 if given.joins_at is None:
                     return None
-                runner = self.runner = make_runner(given, self.at, divides=True)
+                runner = self.runner = given.make_runner()
                 break
             if not any(told.values()) and (goal == NUM_STEPS):
                 return self.result(given, members)
@@ -232,7 +241,7 @@ class Player:
                 self.store.set(f"{self.prefix}/join", json.dumps([members, self.generation]))
             self.rejoin(members, is_new=False)
             if given.is_lost:
-                assert runner.progress().lacks_shards
+                assert runner.progress().holdings.condition == "lost"
                 return None
         # a process that left joins again
         members, self.generation = json.loads(self.store.get(f"{self.prefix}/join"))
@@ -240,7 +249,8 @@ class Player:
         runner.setup(self.context)
         models = runner.operator.all_models
         assert not any(isinstance(p, DTensor) for model in models for p in model.parameters())
-        pieces = [p for each in runner.operator._train_state.sharded_features for p in each._pieces]
+        replication = runner.operator._train_state.replication
+        pieces = [p for o in replication.parts for p in o._pieces]
         assert all(piece.base is None for piece in pieces)  # no copy of the parameters
         self.rejoin(members, is_new=True)
         self.train(call, NUM_STEPS)
@@ -441,44 +451,4 @@ def check_equal(found, expected, place=""):
         assert found == expected, (place, found, expected)
 
 
-def play(process, connect):
-    """Play rounds from the store until one is None."""
-    player = Player(process, connect)
-    player.watch()
-    for number in itertools.count():
-        if (given := pickle.loads(player.store.get(f"rounds/{number}"))) is None:
-            break
-        said = ""
-        try:
-            if (result := player.play(number, given)) is not None:
-                check(given, result)
-        except Exception:
-            said = traceback.format_exc()
-        player.leave_group()
-        player.store.set(f"said/{number}/{process}", said)
-    print("good")
-
-
-def play_round(store, number, given):
-    """Make the four processes play a round, and raise their errors."""
-    store.set(f"rounds/{number}", pickle.dumps(given))
-    if given is not None:
-        store.set_timeout(datetime.timedelta(seconds=60))
-        keys = [f"said/{number}/{n}" for n in range(NUM_WORKERS)]
-        try:
-            store.wait(keys)
-        except dist.DistStoreError:  # the others wait for a process that failed
-            keys = [key for key in keys if store.check([key])] or keys
-        said = [store.get(key).decode() for key in keys]
-        assert not any(said), "\n".join(said)
-
-
-def check(given, result):
-    """Compare the result of a round with that of one process."""
-    register = json.dumps(given.register)
-    expected = plain_state(given.optimizer, given.num_optimizers, register, given.sharding)
-    names = ("models", "optimizers", "schedulers", "operator", "global_step", "epoch")
-    reference = {name: copy.deepcopy(expected[name]) for name in names}
-    for model in (*reference["models"], *result["models"]):
-        del model["count"]  # which counts forward passes
-    check_equal({name: result[name] for name in names}, reference, str(given))
+player_of = functools.cache(Player)

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TrainingOperator
+from raysgd.testing import run_operator
 from tests.conftest import assert_names
 
 NUM_SAMPLES = 10
@@ -118,6 +119,40 @@ def test_unclear_number_of_samples_is_one_warning(make_trainer, config, caplog):
     trainer.train()
     (record,) = caplog.records
     assert_names(record.getMessage(), ["rows", "num_items(batch)"])
+
+
+LABELS = torch.tensor([[[0, 1, -100, -100]] * 2] * 4)
+
+
+class Tokens(TrainingOperator):
+    """Computes its own loss. With `config["counts"]`, counts tokens."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(2, 3)
+        self.model, self.optimizer = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            gradient_accumulation_steps=config["steps"],
+        )
+
+    def train_batch(self, batch, batch_info):
+        labels = batch["labels"].flatten()
+        loss = torch.nn.functional.cross_entropy(self.model(batch["x"]).flatten(0, 1), labels)
+        self.backward(loss, num_samples=4 if self.config["counts"] else None)
+        self.optimizer_step(self.optimizer)
+        return {"train_loss": loss.detach(), "num_samples": 2}
+
+
+@pytest.mark.parametrize(
+    ("counts", "steps", "warns"), [(False, 2, True), (True, 2, False), (False, 1, False)]
+)
+def test_masked_labels_without_a_count_are_one_warning(counts, steps, warns, caplog):
+    operator = run_operator(Tokens, {"counts": counts, "steps": steps})
+    for _ in "ab":
+        operator.train_epoch(
+            iter([{"x": torch.ones(2, 4, 2), "labels": labels} for labels in LABELS])
+        )
+    assert caplog.text.count("override num_items(batch): return (batch['labels'] != -100)") == warns
 
 
 def test_batch_info_has_the_number_of_samples(make_trainer):

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from raysgd._internal import step_timing
-from raysgd._internal.step_timing import DATA, FORWARD, OTHER, PHASES, SAVE
-from raysgd.torch import device_timing
-from raysgd.torch.device_timing import DeviceTiming
+from raysgd._internal.step_timing import DATA, FORWARD, OTHER, PHASES, SAVE, StepTiming
 from tests.operators import on_gpu
 
 
@@ -49,7 +47,7 @@ def device(monkeypatch):
 
 def run(device, *, data_s=0.0, waits=False, saves_s=0.0):
     """Run steps of 0.1 s, whose work the host starts within 2 ms. Return the shares of phases."""
-    timing = DeviceTiming(device.event)
+    timing = StepTiming(device.event)
     with timing.running():
         for _ in range(100):
             timing.enter(DATA)
@@ -99,10 +97,10 @@ def test_an_error_of_the_device_stays_the_error(device):
     def train():
         with timing.running():
             timing.enter(DATA)
-            timing._new_event = fail
+            timing._device._new_event = fail
             raise ValueError("first error")
 
-    timing = DeviceTiming(device.event)
+    timing = StepTiming(device.event)
     device.now = 1.0
     with pytest.raises(ValueError, match="first error"):
         train()
@@ -111,18 +109,18 @@ def test_an_error_of_the_device_stays_the_error(device):
 @pytest.mark.parametrize("step_s", [0.001, 0.01])
 def test_few_steps_have_events(device, step_s):
     made = []
-    timing = DeviceTiming(lambda: made.append(None) or device.event())
+    timing = StepTiming(lambda: made.append(None) or device.event())
     with timing.running():
         for _ in range(1000):
             timing.enter(DATA)
             timing.enter(FORWARD)
             device.now += step_s
-    assert len(made) <= 3 * (device.now / device_timing._EVERY_S + 1)
+    assert len(made) <= 3 * (device.now / step_timing._EVERY_S + 1)
 
 
 @on_gpu
 def test_a_gpu_measures_its_phases():
-    timing = DeviceTiming()
+    timing = StepTiming(lambda: torch.cuda.Event(enable_timing=True))
     matrix = torch.ones(4096, 4096, device="cuda")
     with timing.running():
         for _ in range(50):

@@ -1,17 +1,13 @@
 """Losses that are not means over samples, and unequal batches, count as in one process."""
 
-import datetime
 import functools
 import itertools
 import logging.handlers
-import pickle
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.data import (
     BatchSampler,
@@ -23,24 +19,15 @@ from torch.utils.data import (
 )
 
 from raysgd import TrainingOperator
-from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
-from tests.conftest import assert_names, needs_full_sharding, running_ranks
+from tests.conftest import assert_names, needs_full_sharding
+from tests.unit.torch import cases
 
-NUM_RANKS = 2
 NUM_SAMPLES = 23
 BATCH = 3
 WEIGHTS = torch.tensor([0.5, 3.0, 1.0], dtype=torch.float64)
-
-PLAY = """
-from tests.unit.torch.test_losses import play
-
-play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
-"""
 
 
 class Lengths(BatchSampler):
@@ -70,16 +57,34 @@ class Parts(IterableDataset):
 
 
 @dataclass
-class Case:
+class Case(cases.Case):
     criterion: Any
     loader: str = "samples"
     accumulation: int = 1
     num_parts: int = 1
     sharding: str | None = None
     ignored: int = -100
-    num_workers: int = NUM_RANKS
     data_set: str = "tensors"
     """Key of DATA_SETS."""
+
+    @property
+    def operator_cls(self):
+        return Trained
+
+    def run(self, rank):
+        """Train an epoch, and validate. Return parameters, metrics, and warnings."""
+        runner = self.make_runner(add_dist_sampler=self.loader != "stream")
+        runner.setup(self.context(rank))
+        if self.num_parts > 1:
+            runner._train_state.micro_batching.raise_split(self.num_parts)
+        log = logging.handlers.MemoryHandler(1000, flushLevel=100)
+        logging.getLogger("raysgd").addHandler(log)
+        trained = runner.handle(TrainRequest(call=0, until_epoch=1))
+        validated = runner.handle(ValidateRequest(call=1))
+        logging.getLogger("raysgd").removeHandler(log)
+        found = cases.parameters_of(runner)
+        runner.teardown()
+        return found, trained, validated, [record.getMessage() for record in log.buffer]
 
     def data(self):
         generator = torch.Generator().manual_seed(2)
@@ -148,76 +153,6 @@ class Trained(TrainingOperator):
         )
 
 
-def run(case, rank):
-    """Train an epoch, and validate. Return parameters, metrics, and warnings."""
-    runner = TorchRunner(
-        TorchOptions(
-            training_operator_cls=Trained,
-            config={"case": case},
-            num_workers=case.num_workers,
-            use_gpu=False,
-            add_dist_sampler=case.loader != "stream",
-        )
-    )
-    is_distributed = case.num_workers > 1
-    runner.setup(
-        WorkerContext(world_rank=rank, world_size=case.num_workers, distributed=is_distributed)
-    )
-    if case.num_parts > 1:
-        runner._train_state.micro_batching.raise_split(case.num_parts)
-    log = logging.handlers.MemoryHandler(1000, flushLevel=100)
-    logging.getLogger("raysgd").addHandler(log)
-    trained = runner.handle(TrainRequest(call=0, until_epoch=1))
-    validated = runner.handle(ValidateRequest(call=1))
-    parameters = [
-        (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
-        for each in runner.operator.unwrapped(runner.operator.model).parameters()
-    ]
-    runner.teardown()
-    logging.getLogger("raysgd").removeHandler(log)
-    return parameters, trained, validated, [record.getMessage() for record in log.buffer]
-
-
-def play(rank, store):
-    """Run cases from the store until one is None."""
-    for number in itertools.count():
-        case = pickle.loads(store.get(f"cases/{number}"))
-        if case is None:
-            break
-        if rank >= case.num_workers:
-            continue
-        if case.num_workers > 1:
-            own = dist.PrefixStore(f"group-{number}", store)
-            dist.init_process_group("gloo", store=own, rank=rank, world_size=case.num_workers)
-        try:
-            result = run(case, rank)
-        except Exception:
-            result = traceback.format_exc()
-        store.set(f"results/{number}/{rank}", pickle.dumps(result))
-        if case.num_workers > 1:
-            dist.destroy_process_group()
-    print("good")
-
-
-@pytest.fixture(scope="module")
-def workers():
-    """Return a function that trains a case, and returns the results of each worker."""
-    with running_ranks(PLAY, NUM_RANKS) as store:
-        store.set_timeout(datetime.timedelta(seconds=60))
-        numbers = itertools.count()
-
-        def train(case):
-            number = next(numbers)
-            store.set(f"cases/{number}", pickle.dumps(case))
-            keys = [f"results/{number}/{rank}" for rank in range(case.num_workers)]
-            results = [pickle.loads(store.get(key)) for key in keys]
-            assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
-            return results
-
-        yield train
-        store.set(f"cases/{next(numbers)}", pickle.dumps(None))
-
-
 def expected(case):
     """Return the parameters and the validation loss of a plain loop in one process."""
     (features, target), model = case.data(), make_model(case.criterion)
@@ -227,8 +162,9 @@ def expected(case):
         stop = start + sum(sizes[first : first + case.accumulation])
         optimizer.zero_grad()
         loss = case.criterion(model(features[start:stop]), target[start:stop])
-        loss.nan_to_num().backward()
-        optimizer.step()
+        if loss.isfinite():  # NaN is the mean over no items
+            loss.backward()
+            optimizer.step()
         start = stop
     with torch.no_grad():
         validated = case.criterion(model(features), target)

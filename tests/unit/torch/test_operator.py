@@ -16,7 +16,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
-from tests.operators import Classifier, make_model, parameters, register_all
+from tests.operators import Classifier, make_model, register_all
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
 
@@ -81,25 +81,6 @@ def test_validation_needs_no_optimizer():
     operator = run_operator(Small)
     del operator.optimizer
     operator.validate_batch(BATCH, {})
-
-
-# ---- train
-
-
-def test_train_batch_equals_a_plain_step():
-    operator = run_operator(Small)
-    twin = make_model()
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        expected = torch.nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1])
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
-        result = operator.train_batch(BATCH, {})
-        assert float(result["train_loss"]) == expected.item()
-        assert not result["train_loss"].requires_grad
-    for mine, its in zip(operator.model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(mine, its)
 
 
 # ---- validate
@@ -237,28 +218,6 @@ def test_accuracy_needs_class_indices_of_a_fitting_shape(output, target, accurac
 # ---- items
 
 
-def test_batch_of_no_items_is_ignored():
-    class Ignoring(Classifier):
-        def setup(self, config):
-            super().setup(config)
-            self.criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
-
-        def num_items(self, batch):
-            return (batch[1] != 0).sum()
-
-    operator = run_operator(Ignoring)
-    before = parameters(operator).clone()
-    features, classes = BATCH
-    nothing = (features, torch.zeros_like(classes))
-    operator.train_batch(nothing, {})
-    assert torch.equal(parameters(operator), before)
-    result = operator.validate(iter([nothing, BATCH, nothing]))
-    with torch.no_grad():
-        expected = operator.criterion(operator.model(features), classes)
-    assert result["val_loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert result["num_samples"] == 12
-
-
 @pytest.mark.parametrize(("found", "error"), [("3", TypeError), (-1, ValueError)])
 def test_invalid_num_items_is_an_error(found, error):
     operator = run_operator(type("Odd", (Classifier,), {"num_items": lambda self, batch: found}))
@@ -324,7 +283,7 @@ def test_only_an_overridden_num_items_communicates():
     for overridden in (False, True):
         methods = {"num_items": lambda self, batch: None} if overridden else {}
         operator = run_operator(type("Counting", (Classifier,), methods))
-        operator._train_state.sum_over_workers = asked
+        operator._train_state.exchange.total = asked
         if overridden:  # also if it returns None, because other workers may return a count
             with pytest.raises(AssertionError):
                 operator.train_batch(BATCH, {})

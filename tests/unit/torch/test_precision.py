@@ -136,19 +136,6 @@ def test_discarded_step_keeps_the_scale():
     assert models[0].weight.item() == before - 1
 
 
-def test_clipping_ignores_the_loss_scale(make_trainer):
-    class Clipping(Classifier):
-        def register(self, **given):
-            return super().register(max_grad_norm=0.1, **given)
-
-    trained = []
-    for options in ({}, HALF):
-        trainer = make_trainer(Clipping, {"shuffle": False}, **options)
-        trainer.train()
-        trained.append(parameters(trainer.get_local_operator()).clone())
-    torch.testing.assert_close(*trained, atol=1e-3, rtol=0.0)
-
-
 # ---- overflows
 
 
@@ -179,19 +166,6 @@ def test_overflow_skips_its_step(make_trainer, clip, make):
 
 
 # ---- state
-
-
-def test_the_scaler_is_part_of_the_state(make_trainer, tmp_path):
-    trainer = make_trainer(Overflowing, {"overflow_at": [0, 1]}, **HALF)
-    trainer.train(num_steps=3)
-    state = trainer.state_dict()
-    assert (state["amp_native"]["scale"], state["amp_native"]["_growth_tracker"]) == (START / 4, 1)
-    trainer.save(tmp_path / "state.pt")
-    other = make_trainer(Overflowing, {"overflow_at": []}, **HALF)
-    other.load(tmp_path / "state.pt")
-    assert scaler_of(other).get_scale() == START / 4
-    other.train()
-    assert other.state_dict()["amp_native"]["_growth_tracker"] == 3
 
 
 def test_states_load_with_and_without_scaler(make_trainer):

@@ -12,6 +12,7 @@ from raysgd import ElasticConfig, EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset, Stream, text
 from raysgd.data.partition import MicroBatch
+from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
 from raysgd.torch.options import TorchOptions
@@ -70,6 +71,24 @@ def test_trained_criterion_is_also_a_model():
     train_state = make_registration()
     register(train_state, [model, criterion], sgd(model, criterion), criterion)
     assert train_state.models == train_state.given_models == [model, criterion]
+
+
+def test_optimizer_state_names_its_parameters():
+    def state_of(*order):
+        model, train_state = torch.nn.Sequential(linear(), linear()), make_registration()
+        parameters = [[*model[part].parameters()][which] for part, which in order]
+        register(train_state, model, torch.optim.SGD(parameters, lr=0.1))
+        return train_state
+
+    saved = state_of((0, 0), (1, 0)).training_state()
+    said = r"optimizers\[0\] .* SGD: its next parameter was \('models\[0\].0.weight', \[2, 2\]\)"
+    for order in ([(1, 0), (0, 0)], [(0, 1), (1, 0)], [(1, 0)]):
+        other = state_of(*order)
+        with pytest.raises(CheckpointError, match="groups have" if len(order) == 1 else said):
+            other.check_training_state(saved)
+    older = {name: value for name, value in saved.items() if name != "parameters"}
+    state_of((1, 0), (0, 0)).check_training_state(older)
+    state_of((0, 0), (1, 0)).check_training_state(saved)
 
 
 def test_groups_that_share_a_learning_rate_follow_their_schedulers():
@@ -140,7 +159,9 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
 
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
-    wrapped = registration.register(train_state, model, sgd(model), accumulation_steps=2)[0]
+    wrapped = registration.register(train_state, model, sgd(model), gradient_accumulation_steps=2)[
+        0
+    ]
     registration.adopt_wrappers(train_state, [])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
@@ -176,11 +197,28 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     assert teacher.seen.tolist() == [0, 0, 0]
 
 
+def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
+    for wrap_ddp, wraps, follows in (
+        (True, False, True),
+        (False, False, False),
+        (False, True, True),
+    ):
+        model, train_state = linear(), distributed(wrap_ddp=wrap_ddp)
+        register(train_state, model)
+        wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
+        registration.adopt_wrappers(train_state, wrappers)
+        replication = train_state.replication
+        assert [replication.follows(False, new) for new in (False, True)] == [follows, True]
+        assert not replication.follows(True, False)
+        assert train_state.exchange.num_workers == 1 + follows
+
+
 def test_static_graph_with_accumulation_is_an_error(process_group):
     train_state, model, static = distributed(), linear(), {"static_graph": True}
-    registration.register(train_state, model, sgd(model), ddp_args=static, accumulation_steps=2)
     with pytest.raises(ValueError, match="cannot accumulate gradients"):
-        registration.adopt_wrappers(train_state, [])
+        registration.register(
+            train_state, model, sgd(model), ddp_args=static, gradient_accumulation_steps=2
+        )
 
 
 # ---- training data
@@ -233,6 +271,14 @@ def test_warning_about_a_stream_without_shuffle_names_the_argument_of_the_stream
     data = Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), transform=float)
     make_registration(num_workers=2).data.register(DataLoader(data), None)
     assert "Write Stream(..., shuffle=10_000)" in caplog.text
+
+
+def test_one_warning_says_why_every_worker_reads_a_grouped_stream(tmp_path, caplog):
+    (tmp_path / "data.txt").write_text("1\n2\n")
+    data = DataLoader(Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), group=2))
+    make_registration(num_workers=2).data.register(data, data)
+    assert caplog.text.count("use the Stream without group and skip_broken") == 1
+    assert "every worker reads all samples" in caplog.text
 
 
 # ---- checks of what is registered

@@ -1,5 +1,7 @@
 """Changes by a discarded step are restored, or make the state partial."""
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,28 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from raysgd.torch.tensors import Versions
+
+
+def test_versions_find_changed_and_replaced_gradients_and_keep_none_alive():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    gradient = weakref.ref(parameter.grad)
+    versions = Versions(lambda: [parameter, parameter.grad])
+    assert versions.changed() == set()
+    parameter.grad.mul_(2)
+    assert versions.changed() == {id(parameter.grad)}
+    versions = Versions(lambda: [parameter, parameter.grad])
+    parameter.grad = parameter.grad.clone()
+    assert id(parameter.grad) in versions.changed()
+    assert gradient() is None
+
+
+def test_versions_find_gradients_that_change_places():
+    gradients = [torch.ones(2), torch.ones(2)]
+    versions = Versions(lambda: gradients)
+    gradients.reverse()
+    assert versions.changed() == set(map(id, gradients))
 
 
 def stepped(optimizer):

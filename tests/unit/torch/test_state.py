@@ -1,54 +1,30 @@
 """Copies of states, and checks whether a state fits the objects that load it."""
 
 import copy
-import io
 import pickle
-import random
 import threading
 
 import cloudpickle
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
-from raysgd.torch.tensors import copy_to_cpu, state_problem, to_cpu
+from raysgd.torch.tensors import copy_leaf, copy_to_cpu, state_problem
 from tests.unit.recorder import Recorder
 
-RUNNER = TorchRunner(TorchOptions())
 
-
-def draws():
-    return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3).tolist()
-
-
-def test_random_states_load_with_weights_only():
-    state = RUNNER.generators.state()
-    expected = draws()
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    RUNNER.generators.set(torch.load(buffer, weights_only=True))
-    assert draws() == expected
-
-
-@pytest.mark.parametrize("place", [-1, 625, 10**6, "1"])
-def test_invalid_random_state_is_an_error(place):
-    state = RUNNER.generators.state()
-    kind, keys, _, *rest = state["numpy"]
-    with pytest.raises((TypeError, ValueError)):
-        RUNNER.generators.set({**state, "numpy": (kind, keys, place, *rest)})
+def copied_to_cpu(state):
+    return map_leaves(state, lambda leaf: copy_leaf(leaf, on_host=True))
 
 
 def test_copy_does_not_change_with_the_original():
     tensor, lock = torch.ones(2, requires_grad=True), threading.Lock()
     tree = {"a": [tensor, (tensor, "text")], "n": {1}, "lock": lock}
-    copied = to_cpu(tree)
+    copied = copied_to_cpu(tree)
     with torch.no_grad():
         tensor.zero_()
     tree["n"].add(2)
@@ -61,14 +37,8 @@ def test_copy_does_not_change_with_the_original():
 
 def test_a_copy_of_a_view_has_only_the_elements_of_the_view():
     """Pickles and files have the whole memory of a tensor."""
-    copied = to_cpu({"first": torch.zeros(1000)[:1]})
+    copied = copied_to_cpu({"first": torch.zeros(1000)[:1]})
     assert copied["first"].untyped_storage().nbytes() == 4
-
-
-def test_a_copy_keeps_the_versions_of_modules():
-    """PyTorch keeps them in `_metadata`. Without it, modules assume a state of an old version."""
-    state = torch.nn.BatchNorm1d(2).state_dict()
-    assert to_cpu(state)._metadata == state._metadata
 
 
 def test_copied_model_is_independent():
@@ -143,6 +113,18 @@ def options(**changes):
     return state
 
 
+def entries(number=0, **changes):
+    """Return the state of Adam after a step, with changed entries of a parameter."""
+    adam = optimizer()
+    for parameter in adam.param_groups[0]["params"]:
+        parameter.grad = torch.ones(2)
+    adam.step()
+    state = copy.deepcopy(adam.state_dict())
+    of_parameter = {**state["state"][number], **changes}
+    state["state"][number] = {k: each for k, each in of_parameter.items() if each is not None}
+    return state
+
+
 def scheduler():
     adam = optimizer()
     return Lr.SequentialLR(adam, [Lr.ConstantLR(adam), Lr.MultiStepLR(adam, [2, 4])], [2])
@@ -182,6 +164,13 @@ MISFITS = [
     ("optimizers", optimizer(), options(betas=0.9), "its 'betas' is 0.9"),
     ("optimizers", optimizer(), options(betas=[0.9, "x"]), "its 'betas' is [0.9, 'x']"),
     ("optimizers", optimizer(), without_rate(), "Adam: a group lacks lr."),
+    ("optimizers", optimizer(), entries(exp_avg=None), "state of parameter 0 lacks exp_avg."),
+    (
+        "optimizers",
+        optimizer(),
+        entries(1, exp_avg=torch.ones(3)),
+        "exp_avg of parameter 1 has shape (3,), not (2,).",
+    ),
     ("schedulers", scheduler(), fields(last_epoch="now"), "its 'last_epoch' is 'now', but the"),
     ("schedulers", scheduler(), fields(base_lrs=[]), "its 'base_lrs' is []"),
     ("schedulers", scheduler(), fields(milestones=None), "its 'milestones' is None"),
@@ -211,6 +200,9 @@ def test_unknown_options_and_fields_fit():
         pass
 
     held, saved = optimizer(), optimizer()
+    adam = entries()
+    del adam["state"][1]  # its parameter had no gradient
+    check_fits("optimizers", [held], [adam])
     Lr.OneCycleLR(saved, max_lr=1.0, total_steps=5)
     saved.param_groups[0]["name"] = "head"
     check_fits("optimizers", [held], [saved.state_dict()])

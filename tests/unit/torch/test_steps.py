@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
-from raysgd.loop.signal import Signal
-from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
@@ -153,65 +151,6 @@ def ctrl_c(*_):
     signal.raise_signal(signal.SIGINT)
 
 
-# ---- Ctrl-C
-
-
-@pytest.mark.parametrize("where", ["forward", "in the update", "after update 0"])
-def test_ctrl_c_is_delivered_when_the_step_has_ended(start, where):
-    trainer = start(where, do=ctrl_c)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert trainer.global_step == 4
-    assert digits(trainer.state_dict()) == {expected(4)}
-
-
-def test_a_second_ctrl_c_is_delivered_immediately(start):
-    seen = []
-
-    def twice(operator):
-        ctrl_c()
-        seen.append("first")
-        ctrl_c()
-        seen.append("second")
-
-    trainer = start("forward", do=twice)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert (seen, trainer.global_step) == (["first"], 3)
-
-
-def test_ctrl_c_ends_a_call_that_waits_for_data(start):
-    trainer, reached = start(), []
-
-    def read(index):
-        ctrl_c()
-        reached.append(index)
-
-    trainer.get_local_operator().data.read = read
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert reached == []
-
-
-def test_ctrl_c_after_the_last_step_is_delivered_at_the_end_of_the_call():
-    reached = []
-
-    def call():
-        with Signal().deferring_ctrl_c():
-            ctrl_c()
-            reached.append("the end")
-
-    with pytest.raises(KeyboardInterrupt):
-        call()
-    assert reached
-
-
-def test_signal_handler_is_restored_after_a_call(start):
-    before = signal.getsignal(signal.SIGINT)
-    start().train()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 # ---- steps that fail
 
 
@@ -258,7 +197,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
     with make_trainer(num_models=num_models, updates=updates) as trainer:
         operator = trainer.get_local_operator()
         if averages:
-            operator._train_state.feature(Averaging).start(0.5, 1)
+            operator._train_state.averaging.start(0.5, 1)
         trainer.train(num_steps=1)  # shows how many updates a step makes
         for point, kind, visits, num_steps in plan:
             before = copy.deepcopy(trainer.state_dict())
@@ -350,7 +289,7 @@ def flat(tree):
 
 def test_sparse_averages_are_an_error():
     train_state = make_registration(torch.optim.SGD, torch.float32)
-    train_state.feature(Averaging).start(0.5, 1)
+    train_state.averaging.start(0.5, 1)
     state = copy.deepcopy(train_state.training_state())
     given = state["averages"]["models"][0]
     given["weight"] = given["weight"].to_sparse()

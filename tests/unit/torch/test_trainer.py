@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
-from raysgd._internal.config import BATCH_SIZE
 from raysgd.tf.options import TFOptions
 from raysgd.torch.options import TorchOptions
 from tests.operators import Adversaries, Classifier, make_data
@@ -17,18 +16,6 @@ from tests.operators import Adversaries, Classifier, make_data
 def make(**arguments):
     given = {"training_operator_cls": Classifier, "use_local": True, "use_gpu": False}
     return TorchTrainer(**{**given, **arguments})
-
-
-# ---- one worker in this process
-
-
-def test_single_local_worker_has_no_process_group(make_trainer):
-    trainer = make_trainer()
-    operator = trainer.get_local_operator()
-    assert isinstance(operator, Classifier)
-    assert (operator.world_rank, operator.world_size) == (0, 1)
-    assert not torch.distributed.is_initialized()
-    assert trainer.num_workers == trainer.max_workers == 1
 
 
 def test_an_old_pytorch_is_an_error(monkeypatch):
@@ -47,19 +34,6 @@ def test_initialization_hook_runs_before_setup(make_trainer):
     with pytest.raises(OSError, match="no data here"):
         make_trainer(Noting, initialization_hook=lambda: calls.append("hook"))
     assert calls == ["hook", "setup"]
-
-
-def test_config_is_never_changed(make_trainer):
-    class Changing(Classifier):
-        def setup(self, config):
-            super().setup(config)
-            config["mine"] = 1
-
-    config = {BATCH_SIZE: 8, "num_samples": 40}
-    with make(training_operator_cls=Changing, config=config) as trainer:
-        assert config == {BATCH_SIZE: 8, "num_samples": 40}
-        trainer.config["mine"] = 2
-        assert trainer.config == config
 
 
 def test_use_gpu_auto_asks_pytorch_without_a_cluster(make_trainer, monkeypatch):

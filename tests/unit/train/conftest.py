@@ -24,6 +24,7 @@ def run():
         here.context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         queue = FakeQueue()
         here.session, here.shards = Session(Plan("one", b"", **planned), queue), shards
+        here.accelerator = here.seed = None
         return queue
 
     yield enter

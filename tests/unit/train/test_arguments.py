@@ -7,22 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.train.arguments import (
-    bound_function,
-    checked_size,
-    make_folder,
-    pickled_function,
-    run_folder,
-    worker_resources,
-)
+from raysgd.train.arguments import bound_function, make_folder, pickled_function, run_folder
+from raysgd.train.backend import BackendConfig, executor_for
+from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.constants import DEFAULT_RESULTS_DIR
+from raysgd.train.worker_group import group_options
 
 
 @pytest.mark.parametrize(
     ("given", "expected"), [(3, (3, 3)), ((1, 3), (1, 3)), ([2, 2], (2, 2)), ((1, 1), (1, 1))]
 )
 def test_a_number_of_workers_may_be_a_range(given, expected):
-    assert checked_size(given) == expected
+    options = group_options(given)
+    assert (options.min_workers, options.num_workers) == expected
 
 
 @pytest.mark.parametrize(
@@ -30,8 +27,12 @@ def test_a_number_of_workers_may_be_a_range(given, expected):
 )
 def test_a_wrong_number_of_workers_is_refused(size):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  the start of the message is below
-        checked_size(size)
+        group_options(size)
     assert str(caught.value).startswith(f"num_workers={size!r}: must be")
+
+
+def executor(use_gpu, resources):
+    return executor_for(BackendConfig(), ScalingConfig(1, use_gpu, resources), FailureConfig())
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,8 @@ def test_a_wrong_number_of_workers_is_refused(size):
 )
 def test_resources_of_a_worker(use_gpu, resources, expected):
     before = dict(resources or {})
-    assert worker_resources(use_gpu, resources) == expected
+    options = executor(use_gpu, resources).options
+    assert (options.num_cpus, options.num_gpus, options.resources) == expected
     assert before == (resources or {})
 
 
@@ -61,7 +63,7 @@ def test_resources_of_a_worker(use_gpu, resources, expected):
 )
 def test_wrong_resources_are_refused(use_gpu, resources, error, match):
     with pytest.raises(error, match=match):
-        worker_resources(use_gpu, resources)
+        executor(use_gpu, resources)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,10 @@
 import os
 from types import SimpleNamespace
 
-import cloudpickle
 import pytest
 import torch
 
 from raysgd.train import Checkpoint
-
-
-def packed(folder):
-    return cloudpickle.dumps(Checkpoint.from_directory(folder).to_dict())
 
 
 def files_in(turn):

@@ -1,11 +1,9 @@
 """Backends and their configs."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from raysgd.train import horovod, tensorflow
-from raysgd.train.executor import BackendExecutor
+from raysgd.train.backend import BackendExecutor
 from raysgd.train.framework import (
     Backend,
     BackendConfig,
@@ -113,15 +111,3 @@ def test_before_the_start_there_are_no_workers():
         with pytest.raises(InactiveWorkerGroupError, match=r"Call start\(\) first"):
             call()
     executor.shutdown()  # does nothing
-
-
-def test_a_function_that_fails_is_stopped_on_all_workers():
-    """The other workers may wait for the failed one."""
-    executor, stopped = BackendExecutor(BackendConfig(), 2), []
-    executor._workers = SimpleNamespace(execute=lambda function: function())
-    executor._controller = SimpleNamespace(
-        check_process=lambda: None, run=lambda call: None, stop=stopped.append
-    )
-    with pytest.raises(ZeroDivisionError):
-        executor.run(lambda: 1 / 0)
-    assert [request.name for request in stopped] == ["end_run"]

@@ -23,15 +23,6 @@ def test_the_history_is_in_the_folder_of_the_run(tmp_path, path):
     assert result.log_dir == tmp_path
 
 
-def test_each_report_can_be_read_immediately(path):
-    log = ReportLog(path)
-    assert log.last is None
-    for n in range(3):
-        log.write({"n": n})
-        assert read_reports(path) == [{"n": k} for k in range(n + 1)]
-    assert log.last == {"n": 2}
-
-
 def test_a_restored_run_continues_after_the_last_complete_report(path):
     path.write_text('{"n": 0}\n{"n": 1}\n{"n": 2, "lo')  # the writer was killed
     log = ReportLog(path)

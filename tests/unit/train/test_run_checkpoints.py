@@ -75,10 +75,6 @@ def test_a_checkpoint_without_a_score_is_an_error_and_is_stored(tmp_path):
     assert again.latest == {"epoch": 2}
 
 
-def test_a_score_that_selects_no_files_is_not_needed():
-    keep(RunCheckpoints(None, CheckpointStrategy(1, "accuracy")), {"epoch": 1})
-
-
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_without_files_the_newest_is_held_in_memory(tmp_path, in_memory):
     folder = tmp_path / "c"

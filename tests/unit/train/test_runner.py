@@ -1,6 +1,8 @@
 """The runner of a training function in a worker: turns, stops, and restarts."""
 
+import importlib
 import os
+import sys
 import threading
 from functools import partial
 
@@ -11,6 +13,7 @@ from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train import session
+from raysgd.train.integrations import Finder
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
 from raysgd.train.session import Plan
 
@@ -42,6 +45,37 @@ def make_worker():
         worker.runner.handle(EndRunRequest())
         worker.runner.teardown()
     session.receive_shards(None)
+
+
+@pytest.mark.filterwarnings(r"ignore:`\w+` is meant to only be called")  # by Ray 2.44
+@pytest.mark.filterwarnings(r"ignore:This API is deprecated")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ray_sets_up_a_tracker_on_worker_0_only(make_worker, rank, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    package = importlib.import_module("ray.air.integrations")
+    for name in ("mlflow", "wandb"):  # restore the modules of Ray
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        monkeypatch.delitem(sys.modules, module.__name__)
+        monkeypatch.delattr(package, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    uri = (tmp_path / "runs").as_uri()
+
+    def function():
+        from ray.air.integrations import mlflow, wandb
+
+        run = mlflow.setup_mlflow(
+            tracking_uri=uri, experiment_name="a", create_experiment_if_not_exists=True
+        )
+        run.log_metric("loss", 0.5)
+        run.end_run()
+        with run.start_run():
+            run.log_metric("loss", 0.5)
+        return wandb.WandbLoggerCallback.__name__
+
+    worker = make_worker(rank=rank)
+    worker.begin(function)
+    assert worker.next().value == "WandbLoggerCallback"
+    assert (tmp_path / "runs").exists() == (rank == 0)
 
 
 def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):

@@ -37,17 +37,22 @@ def test_before_a_run_there_is_no_folder_and_no_checkpoint(trainer):
     assert trainer.best_checkpoint_path is None
 
 
-def test_runs_need_a_started_trainer(trainer):
-    for call in (trainer.run, trainer.run_iterator):
-        with pytest.raises(RuntimeError, match=r"Call start\(\)"):
-            call(lambda: 1)
-    trainer.shutdown()
-
-
 def test_trainers_created_in_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "run_folder", lambda kind, _: tmp_path / f"{kind}_now")
     names = [Trainer(BackendConfig()).logdir.name for _ in range(2)]
     assert names == ["train_now", "train_now_002"]
+
+
+def test_each_run_has_a_new_folder_also_with_the_logdir_of_another_trainer(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module.BackendExecutor, "is_started", True)
+    monkeypatch.setattr(trainer_module.BackendExecutor, "start_training", lambda *arguments: None)
+    monkeypatch.setattr(trainer_module.BackendExecutor, "abort", lambda executor: None)
+    first, second = (Trainer(BackendConfig(), logdir=tmp_path) for _ in range(2))
+    folders = []
+    for each in (first, second, first):
+        each.run_iterator(print)
+        folders.append(each.latest_run_dir)
+    assert [folder.name for folder in folders] == ["run_001", "run_002", "run_003"]
 
 
 def test_snapshots_of_operators_are_ignored(tmp_path):

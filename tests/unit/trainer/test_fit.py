@@ -1,5 +1,6 @@
 """``trainer.fit()``."""
 
+import html
 import json
 import logging
 import math
@@ -56,6 +57,21 @@ class TrainOnly(Recorder):
         return loaders
 
 
+def test_history_is_a_short_table():
+    rows = [{"epoch": n, "num_samples": 9, "train_loss": 1 / n} for n in range(1, 101)]
+    history = History({**row, "last_train_loss": 0, "val": {"acc": 0.5}} for row in rows)
+    history.stop_reason = "num_epochs=100 is reached"
+    lines = repr(history).splitlines()
+    assert lines[0].split() == ["epoch", "train_loss", "val/acc"]
+    assert lines[3].split() == ["3", "0.3333", "0.5"]
+    assert (len(lines), lines[6].split(), lines[-1]) == (13, ["…"] * 3, history.stop_reason)
+    assert repr(History([{"epoch": 1}, {"train_loss": 2.0}])).splitlines()[1:] == [
+        "    1            ",
+        "    2           2",
+    ]
+    assert repr(History()) == "epoch"
+
+
 def test_fit_trains_validates_and_returns_the_metrics(make_trainer):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy])
@@ -64,7 +80,7 @@ def test_fit_trains_validates_and_returns_the_metrics(make_trainer):
     assert [entry["epoch"] for entry in history] == [1, 2]
     assert {"train_loss", "val_loss", "val_accuracy"} <= set(history[0])
     assert history[1]["val_loss"] == trainer.latest_metrics["val_loss"]
-    assert history.stop_reason is None
+    assert history.stop_reason.startswith("num_epochs=")
     assert [call[1:] for call in spy.calls] == [
         ("on_train_start", 0),
         ("on_event", "started"),
@@ -142,13 +158,17 @@ def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trai
 
 
 @pytest.mark.parametrize(
-    ("operator_cls", "given"), [(TrainOnly, {}), (Recorder, {"validate_every": None})]
+    ("operator_cls", "given", "why"),
+    [
+        (TrainOnly, {}, r" There is no validation loader\. Call self\.register_data"),
+        (Recorder, {"validate_every": None}, "$"),
+    ],
 )
 def test_a_metric_of_validation_is_an_error_if_fit_does_not_validate(
-    make_trainer, operator_cls, given
+    make_trainer, operator_cls, given, why
 ):
     trainer = make_trainer(operator_cls)
-    with pytest.raises(ValueError, match=r"because fit.. does not validate"):
+    with pytest.raises(ValueError, match=rf"because fit.. does not validate\.{why}"):
         trainer.fit(2, callbacks=[EarlyStopping()], **given)
     assert trainer.global_step == 0
 
@@ -479,7 +499,7 @@ def test_a_complete_run_is_logged_even_if_its_validation_is_missing(make_trainer
     spy = Spy()
     assert make_trainer(callbacks=[CheckpointCallback(folder), spy]).fit(2) == []
     assert told(spy) == ["on_validation_end"]
-    assert caplog.text.count("trains nothing, because the run has already completed 2 epochs") == 1
+    assert caplog.text.count("trains nothing, because the run has already completed epoch 2.") == 1
 
 
 def test_validate_makes_up_for_a_missing_validation(broken_off):
@@ -588,10 +608,74 @@ def test_a_callback_may_validate_at_the_end_of_an_epoch(make_trainer):
     assert spy.hooks[-2:] == ["on_validation_end", "on_epoch_end"]
 
 
+@pytest.mark.parametrize(
+    ("run", "validates", "expected"),
+    [
+        (lambda trainer: trainer.fit(2), False, ["both", "both"]),
+        (lambda trainer: trainer.fit(3, validate_every=2), False, ["train", "both", "both"]),
+        (lambda trainer: trainer.fit(max_steps=3), False, []),
+        (lambda trainer: (trainer.train(), trainer.validate()), False, ["train", "both"]),
+        (lambda trainer: (trainer.train(), trainer.validate(num_steps=1)), False, ["train"]),
+        (lambda trainer: (trainer.train(num_steps=2), trainer.validate()), False, ["both"]),
+        (lambda trainer: trainer.validate(), False, []),
+        (lambda trainer: trainer.fit(2), True, ["both", "both"]),
+        (lambda trainer: trainer.fit(2, None), True, ["both", "both"]),
+        (lambda trainer: (trainer.train(), trainer.validate()), True, ["both"]),
+    ],
+)
+def test_an_epoch_has_one_result_with_its_validation(make_trainer, run, validates, expected):
+    class Validating(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            if validates:
+                trainer.validate()
+
+    class Results(Callback):
+        def on_result(self, trainer, call, metrics):
+            assert "train_loss" in metrics
+            assert call.kind == ("validate" if "val_loss" in metrics else "train")
+            results.append("both" if "val_loss" in metrics else "train")
+
+    results = []
+    run(make_trainer(callbacks=[Validating(), Results()]))
+    assert results == expected
+
+
+def test_a_metric_of_both_is_that_of_validation_in_each_result(make_trainer):
+    class Scoring(Recorder):
+        def train_batch(self, batch, batch_info):
+            return {**super().train_batch(batch, batch_info), "score": 9.0}
+
+        def validate_batch(self, batch, batch_info):
+            return {**super().validate_batch(batch, batch_info), "score": 1.0}
+
+    class Results(Callback):
+        def on_result(self, trainer, call, metrics):
+            scores.append(metrics.get("score"))
+
+    scores, stopping = [], EarlyStopping("score", "min")
+    history = make_trainer(Scoring, callbacks=[Results(), stopping]).fit(3, validate_every=2)
+    assert (scores, stopping.best) == ([None, 1.0, 1.0], 1.0)
+    assert [row["score"] for row in history] == [9.0] * 3
+
+
 class Logging(Recorder):
     def train_batch(self, batch, batch_info):
         twice = 2.0 * batch_info["global_step"]
         return {"twice": twice, **super().train_batch(batch, batch_info)}
+
+
+def test_log_every_starts_anew_after_an_earlier_state_is_loaded(make_trainer):
+    class Points(Callback):
+        def on_log(self, trainer, call, metrics):
+            seen.append(trainer.global_step)
+
+    seen = []
+    trainer = make_trainer(Logging, callbacks=[Points()])
+    state = trainer.state_dict()
+    for _ in range(2):
+        trainer.fit(1, log_every=2)
+        trainer.load_state_dict(state)
+    assert seen == [2, 4, 2, 4]
 
 
 def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
@@ -620,10 +704,11 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
         assert point["seconds"] > 0
     trainer.shutdown()
     report = (tmp_path / "report.html").read_text()
-    drawn = report.partition('"name":"train_loss, by step"')[2]
-    x, y = (re.search(rf'"{axis}":\[(.*?)\]', drawn).group(1).split(",") for axis in "xy")
+    charts = map(json.loads, map(html.unescape, re.findall('data-chart="(.*?)"', report)))
+    (lines,) = (lines for each in charts if "train_loss" in (lines := dict(each["lines"])))
+    drawn = lines["train_loss, by step"]
     told = [(point["global_step"], point["metrics"]["train_loss"]) for point in points()]
-    assert [*zip(map(float, x), map(float, y), strict=True)] == told
+    assert [tuple(point[:2]) for point in drawn] == told
     assert [step for step, _ in scalars(tmp_path / "tensorboard", "step/twice")] == [2, 4, 6, 8, 10]
     assert len(scalars(tmp_path / "tensorboard", "train/twice")) == 3
 

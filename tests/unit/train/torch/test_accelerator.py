@@ -1,5 +1,8 @@
 """Models, loaders, and optimizers that a training function prepares, in this process."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -77,6 +80,18 @@ def test_a_scheduler_and_a_state_dict_see_through_a_prepared_optimizer():
     optimizer.load_state_dict(plain.state_dict())
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: 1)
+
+
+def test_a_model_of_one_worker_has_the_attribute_of_a_wrapper():
+    plain = torch.nn.Linear(2, 1)
+    model = train.torch.prepare_model(plain)
+    assert model.module is plain
+    assert not hasattr(plain, "module")  # or code that unwraps models would not end
+    assert not model.eval().module.training
+    assert sorted(model.state_dict()) == ["bias", "weight"]
+    twin = copy.deepcopy(model)
+    assert twin.module.weight is twin.weight is not model.weight
+    assert type(pickle.loads(pickle.dumps(model))) is torch.nn.Linear
 
 
 def test_without_mixed_precision_an_optimizer_stays_as_it_is():

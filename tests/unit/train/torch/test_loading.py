@@ -101,6 +101,18 @@ class OwnSampler:
         return iter(range(self.epoch, self.epoch + 8))
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_loader_of_one_worker_takes_an_epoch(shuffle):
+    one = prepared(loader(shuffle=shuffle), size=1)
+    orders = []
+    for epoch in (0, 1, 0):
+        one.sampler.set_epoch(epoch)
+        orders.append(rows(one))
+    assert orders[0] == orders[2]
+    assert (orders[0] != orders[1]) == shuffle
+    assert sorted(orders[1]) == list(range(20))
+
+
 def test_the_users_own_sampler_follows_the_epoch_and_may_set_it():
     sampler = OwnSampler(epoch=2)
     worker = prepared(loader(sampler=sampler))
@@ -191,9 +203,9 @@ def test_loaders_that_cannot_be_partitioned_stay_as_they_are_with_a_warning(
     assert "add_dist_sampler=False" in caplog.text
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_loader_that_is_prepared_twice_is_partitioned_once(size):
-    once = [prepared(loader(shuffle=True), rank, size) for rank in range(2)]
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_loader_that_is_prepared_twice_is_partitioned_once(splits):
+    once = [prepared(loader(shuffle=True), rank, splits=splits) for rank in range(2)]
     parts = [rows(prepared(each, rank)) for rank, each in enumerate(once)]
     assert sorted(parts[0] + parts[1]) == list(range(20))
 
@@ -262,6 +274,25 @@ def test_the_last_batch_of_a_worker_may_be_larger_with_shares():
         used += itertools.chain(*batches)
     assert sorted(used) == list(range(17))
     assert weights == [1.0, 0.75, 1.0, 1.0, 1.5, 1.0, 1.0, 0.75, 1.0]
+
+
+def test_loader_that_is_not_partitioned_begins_once_in_an_epoch():
+    class Own(DataLoader):
+        began = 0
+
+        def __iter__(self):
+            self.began += 1
+            self.rest = super().__iter__()
+            return self
+
+        def __next__(self):
+            return next(self.rest)
+
+    own = Own(torch.arange(6), batch_size=2)
+    device = torch.device("cpu")
+    worker = PreparedLoader(own, world_size=1, rank=0, device=device, ahead=False, seed=0)
+    assert [batch.tolist() for batch in worker] == [[0, 1], [2, 3], [4, 5]]
+    assert own.began == 1
 
 
 @on_gpu

@@ -1,0 +1,72 @@
+"""The command ``raysgd compare``: which phase of a step takes longer than in an earlier run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+
+from raysgd._internal.step_timing import PHASES
+from raysgd.callbacks.report import RunLog, checking_logs
+
+_LEAST_MS = 0.005
+_LEAST_SHARE, _LEAST_SHARE_OF_ONE = 0.05, 0.2
+"""Share of a step below which no change counts; the second if a run has one measurement."""
+
+
+def compare(before: Path, after: Path) -> str:
+    """Return a table of the phases of two runs, and a sentence about what changed most.
+
+    Raises:
+        OSError, ValueError: if a folder has no table of phases.
+    """
+    old, new = (_measurements(folder) for folder in (before, after))
+    is_one = min(len(old["step"]), len(new["step"])) == 1
+    least = median(old["step"]) * (_LEAST_SHARE_OF_ONE if is_one else _LEAST_SHARE)
+    lines, changes = [f"{'ms per step':12}{'before':>10}{'after':>10}{'spread':>10}"], {}
+    for name in (*PHASES, "step"):
+        first, second = median(old[name]), median(new[name])
+        spread = max(_spread(old[name]), _spread(new[name]))
+        if max(first, second) >= _LEAST_MS:
+            lines.append(f"{name:12}{first:10.3g}{second:10.3g}{spread:10.2g}")
+        if abs(second - first) > max(spread, least):
+            text = f"{name}: from {first:.3g} to {second:.3g} ms per step."
+            changes[name] = second - first, text
+    of_phases = {name: change for name, change in changes.items() if name != "step"}
+    found = sorted((of_phases or changes).values())
+    if not found:
+        lines.append("Nothing differs beyond the spread.")
+    elif found[-1][0] > 0:
+        lines.append(f"What grew most is {found[-1][1]}")
+    else:
+        lines.append(f"Nothing grew beyond the spread. What shrank most is {found[0][1]}")
+    return "\n".join(lines)
+
+
+def _measurements(folder: Path) -> Mapping[str, Sequence[float]]:
+    """Return the milliseconds per step of each phase in each call or logged part of a call.
+
+    A phase counts on its slowest worker. The others wait for it, so the shortest wait counts.
+    """
+    with checking_logs(folder):
+        log = RunLog(folder)
+        kinds = [[c["speed"] for c in log.calls_of(k) if c.get("speed")] for k in ("step", "train")]
+        speeds = max(kinds, key=len)
+        if not speeds:
+            raise ValueError(
+                f"{folder} has no table of phases: it is of an older version of raysgd, or no call "
+                "of train() has ended. Use the folder of a run that trained."
+            )
+        values = {
+            name: [1000 * (min if name == "wait" else max)(s[f"{name}_s"]) for s in speeds]
+            for name in PHASES
+        }
+        ranks = [zip(*(s[f"{name}_s"] for name in PHASES), strict=True) for s in speeds]
+        return {**values, "step": [1000 * mean(map(sum, each)) for each in ranks]}
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the range of the values, without the highest and the lowest quarter."""
+    cut = len(values) // 4
+    middle = sorted(values)[cut : len(values) - cut]
+    return middle[-1] - middle[0]

@@ -1,1 +1,0 @@
-"""Names of RaySGD and Ray Train 1, as mixins and functions that the other packages use."""

@@ -1,0 +1,58 @@
+"""Collect what the workers measure for ``fit(log_every=...)``, while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd._internal.context import Point, Progress
+
+Part = tuple[Any, Point]
+"""A worker, and its part of a point."""
+
+
+@dataclass(eq=False)
+class Points:
+    """The points of one call.
+
+    A point is a step at which a log is due. Each worker has a part of it, and repeats the part in
+    its progress until the driver acknowledges it. Each point is shown once, also if a restart
+    repeats its steps.
+    """
+
+    call: int | None = None
+    show: Callable[[Sequence[Part]], None] | None = None
+    """Receives the parts of the next point. The last one is of its step."""
+    _parts: dict[tuple[int, Any], Point] = field(default_factory=dict)
+    _reached: dict[Any, int] = field(default_factory=dict)
+    """The newest point of each worker, or the step at which the worker has joined."""
+    _shown: int = -1
+
+    def begin(self, step: int, members: Sequence[Any]) -> None:
+        """Begin an attempt at `step`. Drop the parts of steps that do not count."""
+        for member in members:
+            self._reached.setdefault(member, step)
+        self._parts = {key: part for key, part in self._parts.items() if part.global_step <= step}
+        self.take({}, members)
+
+    def take(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
+        """Store the parts in the progress of workers. Show the points that all `members` have."""
+        for worker, each in progress.items():
+            for part in each.points:
+                if part.call == self.call:
+                    self._reached[worker] = part.global_step
+                    if part.global_step > self._shown:
+                        self._parts[part.global_step, worker] = part
+            if each.points:
+                worker.control("release_points", each.points[-1].global_step)
+        until = min((self._reached.get(member, 0) for member in members), default=-1)
+        whole = {part.global_step for part in self._parts.values() if part.is_whole}
+        for step in sorted(each for each in whole if each <= until):
+            # Workers that have left have measured steps before this point.
+            keys = sorted((key for key in self._parts if key[0] <= step), key=lambda key: key[0])
+            if self.show is not None:
+                self.show([(worker, self._parts[step, worker]) for step, worker in keys])
+            self._shown = step
+            for key in keys:
+                del self._parts[key]

@@ -1,0 +1,56 @@
+"""What does not work together. Trainers check it first, and ``register`` and callbacks later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+
+from raysgd.torch.strategies import ddp
+
+
+def check(
+    mode: str,
+    call: str,
+    options: Any,
+    models: Sequence[torch.nn.Module] = (),
+    ddp_args: Mapping[str, Any] = MappingProxyType({}),
+    scales: bool = False,
+) -> None:
+    """Raise ValueError if a mode does not work with something else that user code has chosen.
+
+    Args:
+        mode: "exact", or the value of ``sharding``.
+        call: what has chosen the mode.
+        options: of the trainer.
+        models: the registered models, if any.
+        ddp_args: the argument of ``register``.
+        scales: whether the precision scales gradients.
+    """
+    every, sharding, full = ("exact", "optimizer", "full"), ("optimizer", "full"), ("full",)
+    float16 = "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16"
+    measured = 'ElasticConfig(shares="measured"), but with a mapping of shares'
+    scaled_batch = 'ElasticConfig(global_batch="scale")'
+    conflicts = [
+        # what does not work with the modes   the modes           whether it is given
+        ('backend="horovod"', every, options.use_horovod),
+        ('use_fp16="apex"', every, options.use_fp16 == "apex"),
+        ("wrap_ddp=False", every, not options.wrap_ddp),
+        ("TorchTrainer(exact=...)", sharding, options.exact is not None),
+        ("add_dist_sampler=False", ("exact",), not options.add_dist_sampler),
+        (scaled_batch, ("exact",), options.elastic.global_batch != "keep"),
+        (measured, full, options.elastic.shares == "measured"),
+        ("DistributedDataParallel(model)", ("exact", "full"), any(map(ddp.replicated, models))),
+        ("torch.compile", full, any(map(ddp.is_compiled, models))),
+        ("register(ddp_args=...)", full, ddp_args),
+        (float16, full, scales),
+    ]
+    for other, modes, is_given in conflicts:
+        if is_given and mode in modes:
+            refuse(call, other)
+
+
+def refuse(call: str, other: str) -> NoReturn:
+    raise ValueError(f"{call} does not work with {other}. Leave out one of the two.")

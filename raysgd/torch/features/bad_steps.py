@@ -1,0 +1,127 @@
+"""Discard updates whose loss or gradient is not finite, or whose loss jumps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd.errors import BadStepsError, CheckpointError
+from raysgd.loop.feature import StepFeature
+from raysgd.loop.loss_weights import Factors
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch.optimization import Optimization
+from raysgd.torch.options import BadSteps
+from raysgd.torch.registered_state import RegisteredState
+
+_KEY = "bad_steps"
+_WINDOW = 100
+"""Number of losses in the median."""
+_UNIT, _LARGEST = 2.0**-26, 2.0**26
+"""Losses are added up as multiples of a unit, so that their order does not change the sum."""
+
+
+class BadStepFilter(StepFeature):
+    """Decides before each update whether it is applied. All workers decide the same.
+
+    The gradients of a loss that is not finite become NaN, so the average of the workers' gradients
+    shows it to all of them.
+    """
+
+    needs_helper = "bad_steps"
+
+    def __init__(
+        self, state: RegisteredState, optimization: Optimization, options: BadSteps
+    ) -> None:
+        if len(state.optimizers) != 1:
+            raise ValueError(
+                f"TorchTrainer(bad_steps=...) needs one optimizer, but register() got "
+                f"{len(state.optimizers)}. An update of the first one could not be undone."
+            )
+        self._state, self._optimization, self._options = state, optimization, options
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+
+    def begin(self, tx: UpdateTransaction) -> None:
+        self._part: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
+        self._loss: float | None = None  # of an update that is applied
+
+    def watched(self, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
+        """Return a loss of the same value whose gradients are NaN if it is not finite."""
+        value = loss.detach()
+        poison, part = value * 0, value.double() * factors.loss
+        if self._state.transaction.gathers_metrics:  # the sum must not depend on the workers
+            part = (part.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
+        self._part = self._part * factors.earlier + part + poison
+        return loss * (poison + 1)
+
+    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
+        state, spike, precision = self._state, self._options.spike, self._optimization.precision
+        norm = float(state.exchange.norm(precision.parameters(optimizer))[1])
+        is_finite = math.isfinite(norm)
+        if is_finite and spike is None and state.replication.replicates:
+            return
+        loss = state.exchange.total(float(self._part)) / state.exchange.num_workers
+        usual = statistics.median(self._losses or [math.inf])
+        is_spike = spike is not None and loss > spike * usual
+        signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
+        if not state.replication.replicates and state.context.distributed:
+            # Each worker has a loss and gradients of its own.
+            signs = [low < 0 for low in state.lowest(*(-sign for sign in signs))]
+        is_of_loss, is_of_gradient, is_spike = signs
+        if is_of_loss:
+            self._note(tx, "the loss is not finite", str(norm))
+        elif is_of_gradient:
+            if not precision.scales:  # otherwise the GradScaler skips it, and lowers the scale
+                self._note(tx, "the gradient is not finite", str(norm))
+        elif is_spike:
+            self._note(tx, f"the loss is more than {spike:g} times the median, {usual:.4g}", loss)
+        else:
+            self._loss = loss
+
+    def _note(self, tx: UpdateTransaction, reason: str, value: Any) -> None:
+        state, options = self._state, self._options
+        source = state.data.source(state.data.trains_on)
+        tx.bad_step = {
+            "step": state.global_step + tx.plan.num_steps,
+            "epoch": state.epoch + 1,
+            "reason": reason,
+            "value": value,
+            "samples": source.sample_names(state.epoch, state.offset, tx.plan.total or 0),
+        }
+        steps = [each for each in state.bad_steps if each["step"] > state.call_start]
+        steps.append(tx.bad_step)
+        if len(steps) > options.max_skipped:
+            named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)
+            raise BadStepsError(
+                f"{len(steps)} bad steps in this call, and {options}: {named}. "
+                "The state is that before the last one. The attribute `steps` has the samples.",
+                steps,
+            )
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        if tx.bad_step is not None:
+            self._state.bad_steps.append(tx.bad_step)
+            self._state.buffers.write(self._state.buffers.copies)
+            if self._state.meters is not None:
+                self._state.meters.discard_held()
+        elif self._loss is not None:
+            self._losses.append(self._loss)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_KEY: {"losses": [*self._losses], "records": [*self._state.bad_steps]}}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        saved = state.get(_KEY, {})
+        if not all(isinstance(each, Sequence) for each in saved.values()):
+            raise CheckpointError(f"Cannot load {_KEY!r} of the state: {saved!r}.")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get(_KEY, {})
+        self._losses = deque(saved.get("losses", ()), maxlen=_WINDOW)
+        self._state.bad_steps = [*saved.get("records", ())]

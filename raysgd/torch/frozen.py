@@ -1,0 +1,101 @@
+"""Frozen parameters that are still as ``setup`` made them, which states can leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd.errors import CheckpointError
+from raysgd.loop.feature import StepFeature
+from raysgd.torch.digests import digest_of, has_bits
+from raysgd.torch.tensors import version_of
+
+KEY = "frozen"
+"""Entry of a state that lacks parameters: their digests by name, for each model."""
+
+
+class FrozenParameters(StepFeature):
+    """The parameters of the models that are frozen at the end of ``setup``.
+
+    A state that lacks some of them has their digests instead, and is completed with the parameters
+    that ``setup`` of the receiver has made.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module] = ()) -> None:
+        self._known: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        """The newest version of each parameter whose digest is known, and this digest."""
+        self._made = [self._digests_of(model) for model in models]
+        self.are_reproducible = False
+        """Whether ``setup`` of all workers has made the same."""
+
+    def unchanged(self, models: Sequence[torch.nn.Module]) -> list[dict[str, int]]:
+        """Return the digests of the parameters that have the bytes of ``setup``, by model."""
+        pairs = zip(self._made, map(self._digests_of, models), strict=False)
+        return [
+            {n: digest for n, digest in now.items() if made.get(n) == digest} for made, now in pairs
+        ]
+
+    def forget(self) -> None:
+        """Compute digests again, because writes to ``parameter.data`` do not count as versions."""
+        self._known.clear()
+
+    def begin_call(self, logs_steps: bool) -> None:
+        self.forget()
+
+    def after_apply(self) -> None:
+        self.forget()
+
+    def _digests_of(self, model: torch.nn.Module) -> dict[str, int]:
+        return {
+            name: self._digest_of(parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad and has_bits(parameter)
+        }
+
+    def _digest_of(self, parameter: torch.nn.Parameter) -> int:
+        """Return the digest of a parameter. Compute it only if it may have changed."""
+        version, digest = self._known.get(parameter, (None, 0))
+        if version != version_of(parameter):
+            digest = int(digest_of([parameter.detach()], parameter.device)) >> 1  # fits 64 bits
+            self._known[parameter] = version_of(parameter), digest
+        return digest
+
+
+def without(state: Mapping[str, Any], digests: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """Return a state without the parameters that have digests. The state then has the digests."""
+    if not any(digests) or "models" not in state:
+        return dict(state)
+    models = [
+        {name: value for name, value in model.items() if name not in own}
+        for model, own in zip(state["models"], digests, strict=False)
+    ]
+    return {**state, KEY: digests, "models": models}
+
+
+def completed(
+    state: dict[str, Any], own: Sequence[Mapping[str, int]], models: Sequence[torch.nn.Module]
+) -> dict[str, Any]:
+    """Return a state with this worker's parameters for those that it lacks.
+
+    Raises:
+        CheckpointError: if ``setup`` has made another parameter.
+    """
+    lacking = state.get(KEY)
+    if not lacking:
+        return state
+    if len(lacking) != len(models) or not all(isinstance(each, Mapping) for each in lacking):
+        raise CheckpointError(f"The state's {KEY!r} must have a dict for each model.")
+    full = []
+    for index, digests in enumerate(lacking):
+        for name, digest in digests.items():
+            if own[index].get(name) != digest:
+                raise CheckpointError(
+                    f"The state was saved without frozen parameters, and {name!r} of model {index} "
+                    "is not the one that setup() made then. Load the same pretrained weights in "
+                    "setup, and freeze the same parameters, or save with frozen=True."
+                )
+        made = models[index].state_dict()
+        full.append({name: made[name] for name in digests} | state["models"][index])
+    return {**state, "models": full}

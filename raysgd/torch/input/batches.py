@@ -1,0 +1,274 @@
+"""Interpret batches and model outputs for the default methods of an operator."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from raysgd._internal.nested import described, named_values
+from raysgd.metrics import Sums, ratio
+from raysgd.torch.strategies.ddp import plain
+
+
+class Batch(NamedTuple):
+    """Arguments of ``forward`` in a batch, and the target."""
+
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    target: Any
+    """None if the model computes its loss."""
+
+    @property
+    def lengths(self) -> set[int]:
+        return {len(tensor) for tensor in _tensors_in(list(self)) if tensor.dim()}
+
+    def count_samples(self, drawn: int | None = None) -> tuple[int, bool]:
+        """Return the number of samples, and whether it is clear.
+
+        If all tensors have the same length, this is the number. Otherwise, use `drawn`, the number
+        that the loader knows, or else the length of the target, or of the first tensor.
+        """
+        target = self.target
+        if drawn and isinstance(target, torch.Tensor) and target.shape[:1] == (drawn,):
+            return drawn, True  # saves time
+        content = (self.arguments, self.keywords) if target is None else target
+        tensors, lengths = list(_tensors_in(content)), self.lengths
+        rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(content))
+        if drawn is None:
+            inputs = _tensors_in([self.arguments, self.keywords])
+            first = next((len(t) for t in inputs if t.dim()), rows)
+            return rows, len(lengths) < 2 or (isinstance(target, torch.Tensor) and first == rows)
+        is_list = any(
+            isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, content)
+        )
+        widths = {t.shape[1] if t.dim() > 1 else 0 for t in _tensors_in(list(self))}
+        is_known = len(lengths) != 1 or is_list or widths == {drawn}  # or dimension 0 is the time
+        return drawn if is_known else rows, is_known or rows == drawn
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors, and objects that have a method ``to``, on a device."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if _moves_itself(leaf) else leaf
+
+    return map_batch(batch, move, _moves_itself)
+
+
+def map_batch(
+    batch: Any,
+    convert: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Return a batch with new containers, and `convert` applied to everything else.
+
+    `is_leaf` selects containers that `convert` gets as a whole.
+    """
+    if isinstance(batch, torch.Tensor) or (is_leaf is not None and is_leaf(batch)):
+        return convert(batch)
+    mapped = functools.partial(map_batch, convert=convert, is_leaf=is_leaf)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(mapped, batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map(mapped, batch))
+    if isinstance(batch, dict | UserDict):
+        made = copy.copy(batch)
+        for key, item in batch.items():
+            made[key] = mapped(item)
+        return made
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = {field.name for field in dataclasses.fields(batch)}
+        if set(getattr(batch, "__dict__", ())) <= names:
+            like = copy.copy(batch)  # replace() would run __post_init__ again
+            for name in names:
+                object.__setattr__(like, name, mapped(getattr(batch, name)))
+            return like
+    return convert(batch)
+
+
+def _moves_itself(item: Any) -> bool:
+    return callable(getattr(item, "to", None))
+
+
+# ---- from a batch to the arguments of forward
+
+
+def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
+    """Return the arguments and the target in a batch.
+
+    In ``(*features, target)``, the features are positional arguments. In a dict or data class, keys
+    that ``forward`` takes are keyword arguments, and one other key is the target. This also holds
+    for a named tuple if ``forward`` takes all fields except at most one.
+
+    Raises:
+        TypeError: If the arguments and the target cannot be told apart.
+    """
+    fields = set(getattr(batch, "_fields", ())) if isinstance(batch, tuple) else set()
+    if (named := batch._asdict() if fields else named_values(batch)) is not None:
+        inputs = _inputs_of(model)
+        names = {p.name for p in inputs if p.kind not in _VARIADIC}
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inputs)
+        accepted = {name for name in named if takes_any or name in names}
+        others = [name for name in named if name not in accepted]
+        required = {p.name for p in inputs if p.default is p.empty and p.kind not in _VARIADIC}
+        if not fields or (required <= fields and len(fields - names) <= 1):
+            if not accepted or len(others) > 1:
+                raise _unclear(batch, model)
+            known = {name: named[name] for name in named if name in accepted}
+            return Batch((), known, named[others[0]] if others else None)
+    if not isinstance(batch, tuple | list) or len(batch) < 2:
+        raise _unclear(batch, model)
+    *features, target = batch
+    return Batch(tuple(features), {}, target)
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _inputs_of(model: torch.nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(plain(model).forward).parameters.values())
+
+
+def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
+    takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _inputs_of(model))
+    return TypeError(
+        f"The batch is {described(batch)}, and forward of {type(plain(model)).__name__} takes "
+        f"({takes}). It must be (*features, target), or a dict or data class with the arguments of "
+        "forward and the target. Change the collate_fn of the loader, or override train_batch, "
+        "validate_batch, and predict_batch."
+    )
+
+
+# ---- from an output to a loss and metrics
+
+
+def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
+    if batch.target is None or getattr(operator, "criterion", None) is None:
+        own = _own_loss(output)
+        if own is not None:
+            return own
+        if batch.target is None:
+            raise TypeError(
+                f"The output {described(output)} has no loss, and the batch has no target: "
+                f"forward takes all of {described(dict(batch.keywords))}. Return an output with "
+                ".loss, add a target to the batch that forward does not take, or override "
+                "train_batch."
+            )
+    loss = _loss_by(operator._default("criterion"), output, batch)
+    if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+        raise ValueError(
+            f"The criterion returned a tensor of shape {tuple(loss.shape)}, but a loss must be one "
+            "number, such as the mean. A loss of PyTorch must not have reduction='none'."
+        )
+    return loss
+
+
+def _loss_by(criterion: Any, output: Any, batch: Batch) -> Any:
+    # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
+    modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
+    is_torchs = bool(modules & {"torch.nn.modules.loss", "torch.nn.functional"})
+    if not is_torchs:
+        return criterion(output, batch.target)
+    scores = scores_in(output)
+    if scores is not output and torch.is_grad_enabled():
+        _refuse_auxiliary(output, scores)
+    return criterion(scores, batch.target)
+
+
+def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
+    """Raise an error for other trained parts that are auxiliary by their name or shape."""
+    own = [*getattr(output, "_fields", ()), *getattr(output, "__dict__", ())]
+    unused = [
+        name
+        for name in named_values(output) or own
+        if (part := _part(output, name)) is not None and part is not scores and part.requires_grad
+        if name.startswith("aux") or part.shape == scores.shape
+    ]
+    if unused:
+        raise TypeError(
+            f"The output {type(output).__name__} has logits and {', '.join(unused)}, but a loss of "
+            "PyTorch receives only the logits. Register a criterion of your own, a function of "
+            "(output, target) that adds all losses, or create the model without auxiliary outputs."
+        )
+
+
+def _own_loss(output: Any) -> torch.Tensor | None:
+    """Return the loss in a model's output: ``loss``, or a number at the start of a tuple."""
+    first = output[0] if isinstance(output, tuple) and output else None
+    if isinstance(first, torch.Tensor) and first.dim() == 0:
+        return first
+    own: torch.Tensor | None = _part(output, "loss")
+    return own
+
+
+def scores_in(output: Any) -> Any:
+    """Return the ``logits`` of an output, or the output itself."""
+    logits = _part(output, "logits")
+    return output if logits is None else logits
+
+
+def _part(output: Any, name: str) -> Any:
+    if isinstance(output, torch.Tensor):
+        return None
+    value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
+    """Return the metric of a loss that is a mean over samples, or over `num_items`."""
+    if num_items is None:
+        return loss.detach()
+    # The mean of no items may be NaN.
+    return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
+
+
+def has_masked_labels(batch: Any) -> bool:
+    """Return whether labels are -100, which losses ignore."""
+    if isinstance(batch, Mapping):
+        labels = [value for name, value in batch.items() if "label" in str(name)]
+    else:
+        labels = list(batch[-1:]) if isinstance(batch, tuple | list) else []
+    integers = [t for t in labels if isinstance(t, torch.Tensor) and not t.is_floating_point()]
+    return any(bool((each == -100).any()) for each in integers)
+
+
+def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums | None:
+    """Return the share of positions whose argmax along dimension 1 equals the target.
+
+    Targets that are `ignored` or negative do not count. None if the output is not (batch, classes,
+    ...), or the target does not hold class indices.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    has_classes = output.dim() > 1 and output.shape[1] > 1 and output.is_floating_point()
+    if not has_classes or target.is_floating_point() or target.is_complex():
+        return None
+    batch, _, *rest = output.shape
+    if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
+        return None
+    hits = output.argmax(dim=1).reshape(target.shape) == target
+    counts = (target >= 0) & (target != ignored)
+    if counts.all():
+        return hits.double().mean()
+    num_positions = target.numel() / batch  # the weight of a sample is 1
+    total = (hits & counts).sum() / num_positions
+    return Sums(ratio, total=total, weight=counts.sum() / num_positions)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif (named := named_values(value)) is not None:
+        yield from _tensors_in(list(named.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors_in(each)

@@ -1,0 +1,488 @@
+"""Batch sources for PyTorch loaders. Each loader is partitioned or read by every worker."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from raysgd.data import Dataset as ItemDataset
+from raysgd.data.formats import Records
+from raysgd.data.partition import EpochPartition
+from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_split
+from raysgd.data.step_layout import BY_WORKERS, StepLayout
+from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
+from raysgd.loop.sources import DataSources
+from raysgd.torch.input.orders import (
+    HUGE,
+    IndexSampler,
+    Order,
+    SeededSamples,
+    drawn_order,
+    is_plain_shuffle,
+    picked,
+    seed_all,
+)
+from raysgd.torch.input.stream_loading import StreamSource, has_samples, keeps_samples, known_length
+from raysgd.torch.input.stream_reading import changed
+from raysgd.torch.losses import has_ignored
+
+_MISSING = object()
+
+
+class TorchSources(DataSources):
+    def register(self, train_loader: Any, validation_loader: Any) -> None:
+        super().register(train_loader, validation_loader)
+        options = self._settings.options
+        if options.layout.is_fixed:
+            for name, source in self._sources.items():
+                _check_equal_bits(name, source)
+        for loader in filter(has_samples, (train_loader, validation_loader)):
+            if loader.persistent_workers and not hasattr(loader.dataset, "set_epoch"):
+                self._settings.warn_once(
+                    "persistent",
+                    "%s is a stream, so persistent_workers=True has no effect: its loader "
+                    "processes start with a new copy in each epoch, and do not keep a count of "
+                    "epochs. Define set_epoch(epoch), which raysgd calls, and shuffle by it.",
+                    type(loader.dataset).__name__,
+                )
+        if train_loader is None or options.num_workers == 1:
+            return
+        source = self.source("train")
+        has_shares = (
+            source.is_partitioned and getattr(source.loader, "batch_size", None) is not None
+        )
+        if options.elastic.shares != "even" and not has_shares:
+            raise ValueError(
+                f"register_data(train_loader=...): ElasticConfig(shares=...) needs a DataLoader "
+                "with a batch_size that raysgd partitions. raysgd cannot change the batch size of "
+                f'{source.describe()}. Pass such a loader, or shares="even".'
+            )
+        keeps_order = type(source) is PartitionedLoader and not source.shuffles
+        keeps_order = keeps_order and type(source.order_sampler) is SequentialSampler
+        if keeps_order and self._settings.context.generation <= 1:
+            advice = "DataLoader(..., shuffle=True)"
+            if isinstance(source.loader.dataset, NumberedSamples):
+                advice = "Stream(..., shuffle=10_000)"
+            self._settings.warn_once(
+                "order",
+                "The train loader does not shuffle. PyTorch's DistributedSampler would. "
+                f"Write {advice}, unless you want the order of the data set.",
+            )
+
+    @property
+    def ignores_targets(self) -> bool:
+        sources = self._sources.values()
+        return any(isinstance(each, PartitionedLoader) and each.ignores_targets for each in sources)
+
+    def wrap(self, loader: Any, training: bool) -> BatchSource:
+        settings = self._settings
+        return wrap_loader(
+            loader,
+            training=training,
+            partitions=settings.options.add_dist_sampler,
+            seed=self._seed,
+            config_batch=settings.config_batch,
+            order_batch=settings.global_batch,
+            **settings.placing,
+        )
+
+
+class PartitionedLoader(PartitionedSource):
+    """A map-style DataLoader, partitioned across the workers.
+
+    The loader's sampler, the seed, and the epoch determine the order of an epoch, so workers know
+    it without communication.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seed: int, **placing: Any) -> None:
+        total, size = len(_sampler_of(loader)), loader.batch_size
+        super().__init__(loader, total, size, bool(loader.drop_last), **placing)
+        self._deals_batches = makes_own_batches(loader)
+        self.reseed(seed)
+        self.knows_sizes = keeps_samples(loader)
+        # An item of a `raysgd.data.Dataset` can have several rows.
+        self._joins = loader.batch_size is not None and loader.collate_fn != _join_samples
+        self._tensors = None if self._deals_batches else _tensors_of(loader)
+        self._kept_loader: DataLoader[Any] | None = None
+        self._order: tuple[tuple[int, int], Order] | None = None
+        self._orders_agreed = False
+
+    @property
+    def partition(self) -> EpochPartition:
+        """This worker's part, for the current length of the sampler."""
+        if self._partition.total != (total := len(self.order_sampler)):
+            self._partition = replace(self._partition, total=total)
+        return self._partition
+
+    @property
+    def order_sampler(self) -> Any:
+        """The loader's sampler, or the user's batch sampler."""
+        sampler = _sampler_of(self.loader)
+        if type(sampler) is DistributedSampler and len(sampler) > HUGE:  # it lists all indices
+            kind: Any = RandomSampler if sampler.shuffle else SequentialSampler
+            return kind(sampler.dataset)
+        return sampler
+
+    @property
+    def shuffles(self) -> bool:  # type: ignore[override]
+        sampler = self.order_sampler
+        if self._numbered is not None:
+            return self._numbered.shuffles
+        if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
+            return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
+        return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
+
+    @property
+    def _numbered(self) -> NumberedSamples | None:
+        """The data set, if it has its own order of each epoch."""
+        data: Any = self.loader.dataset
+        keeps_order = type(self.order_sampler) is SequentialSampler
+        return data if keeps_order and isinstance(data, NumberedSamples) else None
+
+    def __iter__(self) -> Iterator[Any]:
+        # Use a copy, so that a running iteration keeps its worker processes.
+        apart = copy.copy(self)
+        apart._kept_loader = apart._iteration = None
+        return apart.batches(self.current_epoch or 0, 0)
+
+    def batches(
+        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+    ) -> Iterator[Any]:
+        order, partition = self._order_of(epoch, offset), self.partition
+        first, again = itertools.tee(partition.batches(offset, num_steps, in_parts))
+        if self._tensors is not None:
+            rows = (self._rows(order, *span) for span in first)
+            return self._complete(rows, order, again, epoch)
+        data: Any = self.loader.dataset
+        if isinstance(data, NumberedSamples) and self._numbered is None:
+            data.set_epoch(epoch)  # the keys of a sampler have no epoch
+            self._kept_loader = None  # its processes have copies of the data set
+        loader, seeds = self._reader(), (self._seed, epoch)
+        loader._index_sampler.begin(order, first, seeds if partition.layout.is_fixed else None)
+        # The seeds of loader processes come from this generator, not from generators of the user.
+        seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
+        loader.generator = torch.Generator().manual_seed(seed)
+        self._iteration = iter(loader)
+        return self._complete(self._iteration, order, again, epoch)
+
+    def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
+        keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
+        return [each[keys] for each in self._tensors or ()]
+
+    def _complete(
+        self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
+    ) -> Iterator[Any]:
+        """Yield the batches of a loader. Raise an error if samples are missing at the end."""
+        for number, (start, stop) in enumerate(spans):
+            if (batch := next(batches, _MISSING)) is _MISSING:
+                expected = number + 1 + sum(1 for _ in itertools.islice(spans, 10**6))
+                raise RuntimeError(
+                    f"The loader ended after {number} of {expected} batches. Its data set must not "
+                    "raise StopIteration."
+                )
+            self.num_joined = stop - start if self._joins else None
+            if self._deals_batches:
+                self.num_joined = sum(map(len, picked(order, start, stop)))
+            if self._partition.layout.is_fixed:
+                seed_all(hash((self._seed, epoch, start)))  # for user code
+            yield batch
+        next(batches, None)  # ends the loader's processes
+
+    def indices(self, epoch: int) -> Iterator[Any]:
+        """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
+        order = self._order_of(epoch)
+        return itertools.chain.from_iterable(picked(order, *s) for s in self.partition.batches())
+
+    def sample_names(self, epoch: int, offset: int, count: int) -> list[Any]:
+        keys = picked(self._order_of(epoch, offset), offset, offset + count)
+        if self._deals_batches:
+            keys = [*itertools.chain.from_iterable(keys)]
+        if (numbered := self._numbered) is not None:
+            return [numbered.locate(*key) for key in keys]
+        return [int(key) if isinstance(key, Integral) else repr(key) for key in keys]
+
+    def _reader(self) -> DataLoader[Any]:
+        """Return a copy of the user's loader that draws from a sampler of raysgd."""
+        if (made := self._kept_loader) is None:
+            name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+            made = changed(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
+            if self._partition.layout.is_fixed:
+                made = changed(made, dataset=SeededSamples(self.loader.dataset))
+            if self.loader.persistent_workers:
+                self._kept_loader = made
+        return made
+
+    def close_workers(self) -> None:
+        super().close_workers()
+        self._kept_loader = None
+        close_files(self.loader.dataset)
+
+    # ---- the order
+
+    def reseed(self, seed: int, own_seed: int | None = None) -> None:
+        generator = self.loader.generator
+        if generator is not None:
+            seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
+        self._seed = seed
+
+    @property
+    def own_seed(self) -> int | None:  # type: ignore[override]
+        return None if self.loader.generator is None else self._seed
+
+    def _order_of(self, epoch: int, offset: int = 0) -> Order:
+        sampler = self.order_sampler
+        if self._numbered is not None:
+            step = self._partition.stride if self._partition.even else 0  # predict keeps the order
+            return self._numbered.keys(epoch, offset, step)
+        if not self._has_order(epoch):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            self._order = (self._seed, epoch), drawn_order(sampler, self._seed + epoch)
+        assert self._order is not None
+        return self._order[1]
+
+    def _has_order(self, epoch: int) -> bool:
+        return self._order is not None and self._order[0] == (self._seed, epoch)
+
+    def order_digest(self, epoch: int) -> int | None:
+        """Return a number that identifies the order of an epoch.
+
+        Return None if seed and epoch determine the order, so that all workers agree.
+        """
+        sampler = self.order_sampler
+        if type(sampler) is SequentialSampler:
+            return None
+        if is_plain_shuffle(sampler):
+            return self.own_seed  # with the epoch, this determines the order
+        order = self._order_of(epoch)
+        # Keys without their own `repr` never compare equal.
+        return int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
+
+    def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
+        """Make all workers use one order, because a user's sampler or generator may differ.
+
+        Raises:
+            RuntimeError: If the orders have differed from the beginning.
+        """
+        rank, size = train_state.context.world_rank, train_state.context.world_size
+        if size == 1:
+            self._orders_agreed = True  # also for workers that join later with new samplers
+            return
+        was_drawn = self._has_order(epoch)
+        digest = self.order_digest(epoch)
+        if digest is None:
+            return
+        low, high, agreed = train_state.lowest(digest, -digest, -int(self._orders_agreed))
+        if low != -high:
+            if agreed == 0:
+                raise RuntimeError(
+                    f"{type(self.order_sampler).__name__} gives the workers different orders of "
+                    f"epoch {epoch}. Give its generator the same seed on all workers, or draw "
+                    "from the global generators of torch, numpy, or random. If the sampler selects "
+                    "the samples of its worker, pass add_dist_sampler=False to the trainer, or "
+                    "give it an attribute num_replicas."
+                )
+            # A worker has joined since, and its sampler has drawn less often.
+            leader = train_state.minimum(rank if was_drawn else size) % size
+            order = train_state.from_rank(lambda: self._order_of(epoch), leader)
+            self._order = (self._seed, epoch), order
+        self._orders_agreed = True
+
+    # ---- for messages and comparisons
+
+    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+        stamps = file_stamps(self.loader.dataset) if offset else {}
+        return {**stamps, **super().position(epoch, offset)}
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        check_files(self.loader.dataset, position)
+        if "epoch" in position and hasattr(sampler := self.order_sampler, "set_epoch"):
+            sampler.set_epoch(position["epoch"])  # the length may depend on it
+        super().check_position(position)
+
+    @functools.cached_property
+    def ignores_targets(self) -> bool:
+        return has_ignored(self.loader.dataset)
+
+    def fingerprint(self) -> str:
+        partition = self.partition
+        sizes = f"{partition.total} samples, drop_last {partition.drop_last}"
+        if self._deals_batches:
+            sizes = f"{partition.total} batches of its {type(self.order_sampler).__name__}"
+        elif self.loader.batch_size is None:
+            sizes += ", batch_size None"
+        if self.loader.generator is not None:
+            sizes += ", a generator of its own"
+        return f"{sizes}, {_content_of(self.loader.dataset)}"
+
+
+def _check_equal_bits(name: str, source: BatchSource) -> None:
+    is_split = isinstance(source, PartitionedLoader) and source.loader.batch_size is not None
+    if not is_split or source.loader.collate_fn is _join_samples:
+        raise ValueError(
+            f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
+            "batch_size and a map-style data set, which raysgd can divide into shards, but it is "
+            f"{source.describe()}."
+        )
+
+
+def wrap_loader(
+    loader: Any,
+    *,
+    partitions: bool,
+    order_batch: int | None = None,
+    layout: StepLayout = BY_WORKERS,
+    **placing: Any,
+) -> BatchSource:
+    """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
+
+    `partitions` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler
+    are partitioned even if it is False. `order_batch` is the argument of `StreamSource`, and
+    `placing` has the seed and the arguments of `PartitionedSource`.
+    """
+    if isinstance(records := getattr(loader, "dataset", loader), Records):
+        raise TypeError(
+            f"{records!r} has records, not samples. Pass DataLoader(Stream(records), "
+            "batch_size=...), with raysgd.data.Stream."
+        )
+    members = loader.values() if isinstance(loader, Mapping) else loader
+    is_collection = isinstance(loader, Mapping | list | tuple)
+    if is_collection and any(isinstance(each, DataLoader) for each in members):
+        raise TypeError(
+            f"A {type(loader).__name__} of {len(loader)} loaders cannot be trained on. Pass "
+            "one loader, and join data sets with torch.utils.data.ConcatDataset. To validate on "
+            "several data sets, call trainer.test(loader) for each."
+        )
+    has_samples = isinstance(loader, torch.Tensor | Dataset | NumberedSamples)
+    if has_samples and not isinstance(loader, IterableDataset):
+        raise TypeError(
+            f"A {type(loader).__name__} yields samples, not batches. Pass a loader: "
+            "torch.utils.data.DataLoader(data, batch_size=...)."
+        )
+    if isinstance(loader, ItemDataset):
+        loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
+    may_split = partitions and own_split(loader) is None
+    whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
+    why = why_whole(whole)
+    if (may_split or _is_distributed(whole)) and not why:
+        return PartitionedLoader(whole, layout=layout, **placing)
+    # A stream has no fixed parts, which `_check_equal_bits` reports.
+    if may_split and not is_read_once(loader) and not layout.is_fixed:
+        return StreamSource(loader, order_batch=order_batch, layout=layout, **placing)
+    has_length = known_length(loader) is not None
+    return BatchSource(loader, has_length, by_user=not partitions, why_whole=why)
+
+
+def _content_of(dataset: Any) -> str:
+    """Describe the data. Different subsets and tensors get different texts."""
+    if isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        keys = indices.tolist() if hasattr(indices, "tolist") else indices
+        return f"subset {_digest(keys)} of {_content_of(dataset.dataset)}"
+    if type(dataset) is TensorDataset:
+        ends = [(tensor[0], tensor[-1]) for tensor in dataset.tensors if len(tensor)]
+        return f"tensors {_digest(ends)}"
+    return repr(dataset) if isinstance(dataset, NumberedSamples) else type(dataset).__name__
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
+
+
+def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a loader of all samples, with a DistributedSampler of one replica at most."""
+    batches = loader.batch_sampler
+    if type(batches) is BatchSampler and loader.batch_size is None:
+        size, drop_last = batches.batch_size, batches.drop_last
+        loader = changed(loader, sampler=batches.sampler, batch_size=size, drop_last=drop_last)
+    if _is_distributed(loader):
+        sampler: Any = loader.sampler
+        undivided = copy.copy(sampler)
+        DistributedSampler.__init__(undivided, sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
+        loader = changed(loader, sampler=undivided)
+    return loader
+
+
+def _is_distributed(loader: Any) -> bool:
+    sampler = getattr(loader, "sampler", None)
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(sampler, DistributedSampler)
+        and type(sampler).__init__ is DistributedSampler.__init__
+    )
+
+
+def why_whole(loader: Any) -> str:
+    """Return why a loader cannot be partitioned, or an empty string if it can."""
+    if is_read_once(loader):
+        return "an iterator can be read only once"
+    if not isinstance(loader, DataLoader):
+        return "it is not a torch.utils.data.DataLoader"
+    if isinstance(loader.dataset, IterableDataset):
+        return f"its data set, a {type(loader.dataset).__name__}, is an IterableDataset"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"its class, {type(loader).__name__}, overrides __iter__"
+    sampler = _sampler_of(loader)
+    if length_of(sampler) is None:
+        return f"its sampler, a {type(sampler).__name__}, has no length"
+    return ""
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    return loader.batch_sampler if makes_own_batches(loader) else loader.sampler
+
+
+def makes_own_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader reads an IterableDataset or has a user-defined batch sampler."""
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    batches: Any = loader.batch_sampler
+    # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
+    is_own = type(batches) is not BatchSampler or loader.batch_size is None
+    return batches is not None and is_own
+
+
+# ---- data sets of items
+
+
+def _join_samples(samples: list[Any]) -> Any:
+    """Join samples, which may be small batches, into one batch."""
+    if isinstance(samples[0], tuple | list):
+        return [_join_samples(list(column)) for column in zip(*samples, strict=True)]
+    if isinstance(samples[0], torch.Tensor) and samples[0].dim() > 0:
+        return torch.cat(samples)
+    return default_collate(samples)
+
+
+def _tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:
+    """Return the tensors of a loader that only collates the rows of a TensorDataset.
+
+    Indexing the tensors for a whole batch is many times faster than reading sample by sample.
+    """
+    data = loader.dataset
+    if type(loader) is not DataLoader or type(data) is not TensorDataset:
+        return None
+    reads_in_process = loader.num_workers == 0 and not loader.pin_memory
+    only_collates = loader.collate_fn is default_collate and reads_in_process
+    is_dense = all(tensor.layout is torch.strided for tensor in data.tensors)
+    return data.tensors if only_collates and is_dense else None

@@ -1,0 +1,259 @@
+"""Partition streams: data that can only be read in order.
+
+Every worker reads the whole stream, and trains on its part of each step. The workers compare a
+digest of the samples, so a stream that gives them different samples is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate
+
+from raysgd.data.partition import UpdatePlan
+from raysgd.data.source import PartitionedSource, length_of
+from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
+from raysgd.torch.input.batches import map_batch
+from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_jump, in_processes, name_of
+
+
+class StreamSource(PartitionedSource):
+    """A stream, read by every worker.
+
+    The samples of a DataLoader over an IterableDataset are partitioned. For any other loader, each
+    item is a ready batch, and the workers take turns.
+
+    `order_batch` is the batch size that determines the order of the samples of several loader
+    processes. It does not depend on the number of workers.
+    """
+
+    reads_everything = True
+    order_sampler = None
+
+    def __init__(
+        self, loader: Any, *, seed: int, order_batch: int | None = None, **placing: Any
+    ) -> None:
+        self._joins = has_samples(loader)
+        self._order_batch, self._seed = order_batch, seed
+        size, drop_last = (loader.batch_size, loader.drop_last) if self._joins else (None, False)
+        super().__init__(loader, 0, size, bool(drop_last), **placing)
+        self.knows_sizes = self._joins and keeps_samples(loader)
+        self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
+        self._length = known_length(loader)
+        self._saved: Mapping[str, Any] = {}
+        self.close_workers()
+
+    def set_batch_size(self, size: int, follows_config: bool) -> None:
+        super().set_batch_size(size, follows_config)
+        self._chunk_size = self._order_batch if follows_config and self._order_batch else size
+
+    @property
+    def _dataset(self) -> Any:
+        return self.loader.dataset if self._joins else self.loader
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{self.describe()} has no length.")
+        return replace(self._partition, total=self._length).num_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        apart = copy.copy(self)
+        apart._iteration = None
+        apart.close_workers()
+        for batch in apart.batches(self.current_epoch or 0, 0):
+            yield batch
+            apart._buffer.trim(apart._unit[0])
+
+    # ---- batches
+
+    def batches(
+        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+    ) -> Iterator[Any]:
+        self._go_to(epoch, offset)
+        partition = self._partition
+        unit = partition.stride if partition.even else partition.batch_size
+        turns = 1 if partition.even else partition.world_size
+        self._steps_read = 0
+        for number in itertools.count() if num_steps is None else range(num_steps * turns):
+            self._unit = offset, size = offset, self._available(offset, unit)
+            if size == 0 or (partition.drop_last and size < unit):
+                return
+            self._steps_read = number // turns + 1
+            if partition.even:
+                step = replace(partition, total=size, drop_last=False)
+                for start, stop in step.batches(0, None, in_parts):
+                    yield self._batch(offset + start, offset + stop)
+            else:
+                if number % turns == partition.rank:
+                    yield self._batch(offset, offset + size)
+                self._buffer.trim(offset + size)
+            offset += size
+        if offset == self._length:
+            self._available(offset, 1)  # code of the loader after its last batch may matter
+
+    def _batch(self, start: int, stop: int) -> Any:
+        samples = self._buffer.samples(start, stop)
+        if not self._joins:
+            self.num_joined = None
+            return samples[0]
+        self.num_joined = stop - start
+        batch = self.loader.collate_fn(samples)
+        if self.loader.pin_memory and torch.cuda.is_available():
+            return map_batch(
+                batch, lambda leaf: leaf.pin_memory() if torch.is_tensor(leaf) else leaf
+            )
+        return batch
+
+    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+        self._buffer.trim(offset)
+        partition = self._partition
+        starts = range(offset, offset + num_steps * partition.stride, partition.stride)
+        sizes = [self._available(start, partition.stride) for start in starts]
+        least = partition.stride if partition.drop_last else 1
+        return partition.plan(tuple(size for size in sizes if size >= least), in_parts)
+
+    def batch_positions(self) -> Iterator[int]:
+        return itertools.count(self._partition.rank, self._partition.world_size)
+
+    def steps_left(self, offset: int) -> int | None:  # type: ignore[override]
+        if self._length is None:
+            return None
+        return replace(self._partition, total=self._length).num_steps(offset)
+
+    def offset_after(self, offset: int, num_steps: int) -> int:
+        end = offset + num_steps * self._partition.stride
+        return min(end, self._buffer.end) if self._buffer.has_ended else end
+
+    def steps_taken(self, count: int) -> int:
+        return self._steps_read
+
+    # ---- the position
+
+    def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
+        if offset == 0:
+            return {}
+        if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
+            return self._saved if self._saved.get("at") == [epoch, offset] else {}
+        position = {"at": [epoch, offset], "digest": self._buffer.digest_at(offset)}
+        if mark := self._buffer.mark_before(offset):
+            position["mark"] = mark
+        return position | file_stamps(self._dataset)
+
+    def check_position(self, position: Mapping[str, Any]) -> None:
+        check_files(self._dataset, position)
+
+    def move_to(self, position: Mapping[str, Any]) -> None:
+        self._saved = position
+
+    def step_digest(self) -> int | None:
+        start, size = self._unit
+        return (self._buffer.digest_at(start + size) << 24) + size
+
+    def reseed(self, seed: int, own_seed: int | None = None) -> None:
+        self._seed = seed
+
+    def fingerprint(self) -> str:
+        return f"a stream, {name_of(self._dataset)}"
+
+    def describe(self) -> str:
+        what = f"{self.batch_size} samples" if self._joins else "one batch"
+        return f"a stream, {name_of(self._dataset)}, with {what} per worker and step"
+
+    def describe_reading(self) -> str:
+        again = (
+            "where a checkpoint ends" if can_jump(self._dataset) else "at the start of the epoch"
+        )
+        return (
+            f"{self.describe()}: every worker reads all samples, and uses its part. A resumed run "
+            f"begins to read {again}"
+        )
+
+    # ---- reading
+
+    def close_workers(self) -> None:
+        super().close_workers()
+        close_files(self._dataset)
+        self._reading: tuple[int, int] | None = None  # epoch and seed
+        self._buffer = StreamBuffer()
+        self._unit = 0, 0  # start and size of the newest step
+        self._steps_read = 0
+
+    def _go_to(self, epoch: int, offset: int) -> None:
+        if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
+            self._open(epoch, offset)
+        with self._closing_after_errors():
+            self._buffer.skip_to(offset)
+        known = self._saved.get("digest") if self._saved.get("at") == [epoch, offset] else None
+        if not self._buffer.holds(offset) or known not in (None, self._buffer.digest_at(offset)):
+            raise RuntimeError(
+                f"Training cannot continue in epoch {epoch} after {offset} samples, because the "
+                f"stream, {name_of(self._dataset)}, now gives other samples. It must give "
+                "the same samples in each iteration of an epoch: seed its shuffles, do not change "
+                "its files, and use config[BATCH_SIZE] with loader processes. Otherwise, continue "
+                "from a checkpoint of the end of an epoch."
+            )
+        self._buffer.trim(offset)
+
+    def _open(self, epoch: int, offset: int) -> None:
+        self.close_workers()
+        for each in (self.loader, *(getattr(self.loader, n, None) for n in ("dataset", "sampler"))):
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
+        num_processes = self.loader.num_workers if self._joins else 0
+        starts: list[tuple[int, Any]] = [(0, None)] * max(1, num_processes)
+        mark = self._saved.get("mark")
+        at = self._saved.get("at", [None, 0])
+        fits = at[0] == epoch and at[1] <= offset and can_jump(self._dataset)
+        if mark and fits and len(mark["states"]) == len(starts):
+            starts = [tuple(each) for each in mark["states"]]
+        else:
+            mark = None
+        seed = self._seed + epoch
+        turn = 0 if mark is None else mark["turn"]
+        chunks: Any = Chunks(self._dataset, self._chunk_size, seed, starts, turn)
+        if num_processes:
+            chunks = self._iteration = iter(in_processes(self.loader, chunks, seed))
+        self._buffer = StreamBuffer(chunks, starts, mark)
+        self._reading = epoch, self._seed
+
+    def _available(self, start: int, size: int) -> int:
+        with self._closing_after_errors():
+            return self._buffer.available(start, size)
+
+    @contextlib.contextmanager
+    def _closing_after_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._reading is not None:
+                self._saved = self.position(self._reading[0], self._buffer.first)
+            self.close_workers()  # a generator that has raised looks like one that has ended
+            raise
+
+
+def keeps_samples(loader: DataLoader[Any]) -> bool:
+    """Return whether each batch surely has all its samples. A collate_fn of users may drop some."""
+    return loader.batch_size is not None and loader.collate_fn is default_collate
+
+
+def has_samples(loader: Any) -> bool:
+    """Return whether a DataLoader collates batches from the samples of an IterableDataset."""
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and loader.batch_size is not None
+        and type(loader.batch_sampler) is BatchSampler
+    )
+
+
+def known_length(loader: Any) -> int | None:
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None  # PyTorch can only guess it
+    return length_of(loader)

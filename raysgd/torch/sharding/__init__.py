@@ -1,1 +1,0 @@
-"""Shards of parameters and of optimizer state."""

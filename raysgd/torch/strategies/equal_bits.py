@@ -1,0 +1,321 @@
+"""Training with the same bits on any number of workers, ``TorchTrainer(exact="bits")``.
+
+Each step has a fixed number of shards, whose samples do not depend on the workers. A worker trains
+the shards that it owns one after the other, each as a micro-batch with its own forward and backward
+pass, random numbers, and batch statistics. The gradients of all shards are added up in the order of
+a fixed tree (`tree_sum.py`). See EasyScale, "Elastic Training with Consistent Accuracy and Improved
+Utilization on GPUs", 2023, for the idea of logical workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.data.partition import EpochPartition
+from raysgd.errors import CheckpointError
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch import conflicts
+from raysgd.torch.input.orders import seed_all
+from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.replicated import copy_first
+from raysgd.torch.strategies.shard_buffers import ShardBuffers
+from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
+from raysgd.torch.tensors import kind_of, multiply_all, parameters_of
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+_KEY = "num_shards"
+_WIDTH = 64
+"""Size of a worker's message of metrics, in units of 4 bytes, until one is longer."""
+_SKIPPED = (
+    "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
+    "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
+    "for every batch."
+)
+
+
+class EqualBitsGradients(GradientExchange):
+    """Sums of gradients in a fixed order, instead of averages.
+
+    The gradient of a loss has the weight ``items of the shard / samples of the update``. If user
+    code counts items, the counts are added up like gradients, and the sum is then multiplied by
+    ``samples / items of the update``.
+    """
+
+    keeps_equal = True
+    needs_helper = 'exact="bits"'
+    num_workers = 1  # gradients are summed
+    _state: RegisteredState
+
+    def __init__(self, state: TorchTrainState) -> None:
+        super().__init__(state)
+        self._precision, self._transaction = state.optimization.precision, state.transaction
+        self._num_shards = state.settings.options.layout.full_size(1)
+        self._shard = 0
+        self._ends_group = True  # the shard has no later micro-batch in this update
+        self._buffers = ShardBuffers(state)
+        self._width = _WIDTH
+        self._clear()
+
+    def wrap(self, **arguments: Mapping[str, Any]) -> None:
+        super().wrap()
+        _check_modules(self._state.models)
+        self._transaction.gathers_metrics = self._transaction.weights.sums_gradients = True
+        self._state.micro_batching.must_split = self.needs_helper
+
+    def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().adopt(wrappers)
+        call, options = f"TorchTrainer({self.needs_helper})", self._state.settings.options
+        conflicts.check("exact", call, options, self._state.models)
+
+    def start_together(self) -> None:
+        copy_first(self._state)
+
+    def _clear(self) -> None:
+        self._trees: dict[int, TreeSum] = {}
+        self._earlier: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self._has_gradient: dict[int, list[bool]] = {}
+        self._buffers.clear()
+        self._stepped: list[int] = []  # optimizers, by number, in the current shard
+        self._stepped_before: list[int] | None = None  # in the earlier shards
+
+    def enter(self) -> None:
+        """Check that all workers compute with the same bits."""
+        self._width = _WIDTH
+        if not self._state.context.distributed:
+            return
+        own = kind_of(self._state.settings.device)
+        first = self._state.from_rank(lambda: own, 0)
+        if self._state.minimum(-int(own != first)) < 0:
+            raise RuntimeError(
+                f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
+                f"another worker differs (this one has {own}). Choose equal hosts with "
+                "resources_per_worker."
+            )
+
+    def sync_buffers(self) -> None:
+        """Do nothing, because all buffers are equal after each step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_KEY: self._num_shards}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        saved = state.get(_KEY, self._num_shards)
+        if saved != self._num_shards:
+            raise CheckpointError(
+                f"The state comes from a run with {saved!r} shards, and this trainer has "
+                f"{self._num_shards}. Pass exact=EqualBits(num_shards={saved!r})."
+            )
+
+    # ---- hooks of a step
+
+    @property
+    def _partition(self) -> EpochPartition:
+        return self._state.data.source(self._state.data.trains_on).partition  # type: ignore[no-any-return]
+
+    def begin_call(self, logs_steps: bool) -> None:
+        self.end_epoch(self._state.epoch)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Seed the generators for code of ``train_epoch`` before its first batch."""
+        seed_all(hash((self._state.seed, epoch)))
+
+    def begin(self, tx: UpdateTransaction) -> None:
+        """Keep what an update changes besides the optimizer and the model."""
+        self._scales = [t.clone() for t in self._precision.scales_of()]
+        self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
+
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+        owned = self._partition.owned
+        if tx.index > 0:
+            self._end_shard()
+            for optimizer in tx.optimizers:  # of losses of other optimizers
+                optimizer.zero_grad(set_to_none=True)
+        for model in self._state.models:  # also of parameters that no optimizer has yet
+            model.zero_grad(set_to_none=True)
+        self._shard = owned[tx.index % len(owned)]
+        self._ends_group = tx.micro_batch.step_index == tx.plan.num_steps - 1
+        self._buffers.begin(self._shard, is_first=tx.index <= 0)
+
+    def _end_shard(self) -> None:
+        """Check that all shards have stepped the same optimizers, and have then ended."""
+        if self._stepped:
+            self._check_buffers()
+        if self._stepped_before not in (None, self._stepped):
+            raise RuntimeError(_SKIPPED.format(self.needs_helper, self._state.global_step))
+        self._stepped, self._stepped_before = [], self._stepped
+
+    def _check_buffers(self) -> None:
+        if self._buffers.have_changed:
+            raise RuntimeError(
+                f"{self.needs_helper}: train_batch changes buffers after self.optimizer_step, for "
+                "example by a forward pass in train mode. Change them before it."
+            )
+
+    def before_commit(self, tx: UpdateTransaction) -> None:
+        self._end_shard()
+        if not self._stepped_before:
+            self._agree(0, [])
+        if self._state.meters is not None:
+            self._state.meters.share(self._of_all_workers)
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        if not self._stepped_before:
+            self._state.buffers.write(self._state.buffers.copies)
+        self._clear()
+
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        if tx.optimizer_steps:
+            for scale, before in zip(self._precision.scales_of(), self._scales, strict=True):
+                scale.copy_(before)
+            for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
+                scheduler.load_state_dict(state)
+        self._clear()
+
+    # ---- metrics
+
+    def _of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
+        """Return the metrics of all workers' shards, so that those of a lost worker are kept."""
+        shards = itertools.product(range(len(updates)), self._partition.owned)  # of each step
+        own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
+        rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
+        rows.sort(key=lambda row: row[0])
+        last = self._num_shards - 1
+        return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        """Return the messages of all workers, by rank."""
+        if not dist.is_initialized():
+            return [own]
+        while True:
+            size, content = 4 * self._width, len(own).to_bytes(4, sys.byteorder) + own
+            content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
+            rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
+            rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
+            rows = rows.to(self._state.settings.device)
+            dist.all_reduce(rows)  # the rows of the other workers are zeros
+            parts = [row.tobytes() for row in rows.cpu().numpy()]
+            ends = [4 + int.from_bytes(part[:4], sys.byteorder) for part in parts]
+            if max(ends) <= size:
+                return [part[4:end] for part, end in zip(parts, ends, strict=True)]
+            self._width = max(ends) // 2  # twice as wide as needed
+
+    # ---- gradients
+
+    def keep(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the gradients of a shard, when its optimizer would step."""
+        parameters = _trained(optimizer)
+        key = id(optimizer), self._shard
+        gradients = [p.grad for p in parameters]
+        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+            raise ValueError(
+                f"{self.needs_helper}: {type(optimizer).__name__} has sparse gradients, whose sums "
+                "raysgd cannot order. Create the embedding with sparse=False."
+            )
+        optimizer.zero_grad(set_to_none=True)
+        if (count := self._transaction.weights.counted_items) is not None:
+            device = self._state.settings.device
+            gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
+        if (earlier := self._earlier.pop(key, None)) is not None:
+            gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
+        if not self._ends_group:
+            self._earlier[key] = gradients
+        else:
+            known = self._has_gradient.setdefault(key[0], [False] * len(parameters))
+            leaf: list[Any] = []
+            for index, parameter in enumerate(parameters):
+                gradient = gradients[index]
+                known[index] |= gradient is not None
+                leaf.append(torch.zeros_like(parameter) if gradient is None else gradient)
+            leaf += gradients[len(parameters) :]
+            self._trees.setdefault(key[0], TreeSum()).add(0, self._shard, leaf)
+        if self._stepped:  # another optimizer
+            self._check_buffers()
+        else:
+            self._buffers.keep()
+        self._stepped.append(self._number_of(optimizer))
+        return True
+
+    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the position of a registered optimizer, from 1."""
+        return [id(each) for each in self._state.optimizers].index(id(optimizer)) + 1
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write the sum over all shards into the gradients. Every rank must call this."""
+        tx = self._transaction
+        if not tx.is_open or all(optimizer is not each for each in self._state.optimizers):
+            raise RuntimeError(
+                f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
+                "draws from its iterator, and for registered optimizers."
+            )
+        self.keep(optimizer)
+        parameters = _trained(optimizer)
+        tree = self._trees.pop(id(optimizer))
+        flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
+        kind = 2 * self._number_of(optimizer) + (tx.weights.counted_items is not None)
+        flags = self._agree(kind, flags)
+        partition = self._partition
+        total = sum_over_workers(tree, self._num_shards, partition.shares)
+        if tx.weights.counted_items is not None:
+            *total, count = total
+            num_items = count.item()
+            tx.weights.is_empty = not num_items
+            if num_items:
+                multiply_all(total, (tx.plan.total or 1) / num_items)
+        for parameter, gradient, has in zip(parameters, total, flags, strict=False):
+            # Sums of workers have another layout, which may change the order of later sums.
+            parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None
+        self._buffers.merge(flags[len(parameters) :], partition)
+
+    def _agree(self, kind: int, flags: Sequence[int]) -> list[int]:
+        """Return the maximum of each flag over the workers. Check that all do the same."""
+        if not dist.is_initialized():
+            return list(flags)
+        # Messages of different optimizers have equal sizes, so that they can be compared.
+        width = max(sum(len(g["params"]) for g in o.param_groups) for o in self._state.optimizers)
+        padding = [0] * (width + len(self._state.buffers.copies) - len(flags))
+        step = self._state.global_step
+        sent = [step, kind, -step, -kind, *flags, *padding]
+        maxima = torch.tensor(sent, dtype=torch.int64, device=self._state.settings.device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        newest, largest, oldest, smallest, *agreed = maxima.tolist()
+        if (newest, largest) != (-oldest, -smallest):
+            raise RuntimeError(_SKIPPED.format(self.needs_helper, -oldest))
+        return agreed[: len(flags)]
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+
+
+def _sum(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first.add_(second)
+
+
+def _check_modules(models: Sequence[torch.nn.Module]) -> None:
+    """Reject modules whose results depend on the other samples of a worker."""
+    for module in (module for model in models for module in model.modules()):
+        name = type(module).__name__
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            why, remedy = "communicates in each forward pass", "Use BatchNorm"
+        elif getattr(module, "max_norm", None):
+            why, remedy = "with max_norm changes its weight in each forward pass", "Leave it out"
+        elif any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
+            why, remedy = "has uninitialized parameters", "Call the model once before register()"
+        elif any(b.layout is not torch.strided for b in module.buffers(recurse=False)):
+            why, remedy = "has sparse buffers", "Create them with to_dense()"
+        else:
+            continue
+        raise ValueError(f'exact="bits" does not work with {name}, which {why}. {remedy}.')

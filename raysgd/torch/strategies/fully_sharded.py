@@ -1,0 +1,285 @@
+"""Shard parameters, gradients, and optimizer state over the workers: ``sharding="full"``.
+
+PyTorch's ``fully_shard`` gathers parameters before a module needs them, and reduces the gradients
+to each worker's rows. `FullyShardedGradients` uses these rows. `FullyShardedModel` extends
+`ShardedOptimizer`, and also shards the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch import collectives
+from raysgd.torch.precision.native import NativeAmp
+from raysgd.torch.register_checks import check_same_parameters
+from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.fsdp import ShardedModels
+from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.strategies.shards import PARAMETER, Piece, UpdateBuffers
+from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
+
+if TYPE_CHECKING:
+    import contextlib
+
+    from raysgd.torch.train_state import TorchTrainState
+
+
+class FullyShardedModel(ShardedOptimizer):
+    """Shards models and their optimizer.
+
+    A worker sends its gradients to the workers that hold copies of its shard, so that these workers
+    can repeat its update. Parameters change when all workers have computed their updates.
+
+    Args:
+        state: the training state, with the user's models and an elementwise optimizer. The module
+            objects stay the same. The optimizer gets the new parameters of each generation.
+        arguments: ``sharding_args`` of ``register``.
+    """
+
+    def __init__(self, state: TorchTrainState, arguments: Mapping[str, Any]) -> None:
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise ImportError(
+                'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
+                f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
+            )
+        if state.micro_batching.batch_norms:
+            why = "batch normalization may need fewer parts on some workers"
+            state.micro_batching.why_not_split = why
+        models, device, (optimizer,) = state.models, state.settings.device, state.optimizers
+        precision = state.optimization.precision
+        dtype = precision.dtype if isinstance(precision, NativeAmp) else None
+        self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
+        # Rows of a new worker come from the group, or from a state that it loads.
+        whole = () if state.context.alone else self.models.parameters
+        self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
+        """Complete parameters for `take_state`, by index."""
+        self._received: dict[int, UpdateBuffers] = {}
+        """Received gradients of the shards that this worker holds as copies, by shard."""
+        self.parts = (self,)
+        if dist.get_world_size() > 1:
+            collectives.broadcast_tensors([p.detach() for p in self.models.parameters], source=0)
+        super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
+
+    def is_whole(self, each: Any) -> bool:
+        return False
+
+    # ---- training step
+
+    def _meet(self) -> None:
+        super()._meet()
+        layout, device = self._layout, self._device
+        size, rank = layout.size, layout.rank
+        self._received, requests = {}, []
+        if not (num_copies := layout.num_copies(size)):
+            return
+        own = layout.new_buffers(rank, device)
+        for which, part in own.parts.items():
+            if (gradient := self.models.gradient(which)) is not None:
+                part.copy_(gradient)
+        for distance in range(1, num_copies + 1):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            rows = self._received[source] = layout.new_buffers(source, device)
+            requests += [dist.P2POp(dist.isend, buffer, to) for buffer in own.bytes()]
+            requests += [dist.P2POp(dist.irecv, buffer, source) for buffer in rows.bytes()]
+        for work in dist.batch_isend_irecv(requests) if requests else ():
+            work.wait()
+
+    def _now(self, piece: Piece) -> torch.Tensor:
+        assert piece.base is not None
+        return piece.base
+
+    def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        gradient = self.models.gradient(piece.which)
+        if gradient is None:  # the loss does not depend on the parameter on any worker
+            return None
+        if shard != self._layout.rank:
+            gradient = self._received[shard].parts[piece.which]
+        first, _ = self._layout.shards[shard][piece.which]
+        return gradient[piece.start - first : piece.stop - first]
+
+    def _put_in_place(self) -> None:
+        self._wait_for_updates()
+        copy_all((self._now(p), p.value) for p in self._pieces if p.value is not None)
+        self._received = {}
+
+    def _wait_for_updates(self) -> None:
+        if self._layout.size > 1:
+            self._train_state.minimum(self._version)
+
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        super().roll_back(tx)
+        self._received = {}
+        self.models.reset()
+
+    def start_together(self) -> None:
+        super().start_together()
+        self._train_state.buffers.receive(0)()
+
+    # ---- state of this worker
+
+    def shared_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        (of_optimizer,) = state["optimizers"]
+        return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load this worker's rows from complete states of models and optimizer."""
+        (of_optimizer,) = state["optimizers"]
+        pairs = zip(self.models.names, state["models"], strict=False)
+        self._values = {
+            which: saved[name] for names, saved in pairs for name, which in names.items()
+        }
+        numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
+        states: dict[Any, Any] = {
+            parameter: dict(of_optimizer["state"][number])
+            for parameter, number in zip(parameters_of(self.optimizer), numbers, strict=True)
+            if number in of_optimizer["state"]
+        }
+        self.optimizer.state = defaultdict(dict, states)
+        self.take_state()
+
+    def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name == "step":  # on the CPU, unless a kernel increments it
+            groups = self.optimizer.param_groups
+            (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
+            counts = group.get("fused") or group.get("capturable")
+            return value.to(self._device, torch.float32) if counts else value
+        dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+        return value.to(self._device, dtype)
+
+    def take_state(self) -> None:
+        super().take_state()
+        self._values = {}
+        is_alone = self._train_state.context.alone  # a replacement places its rows when it joins
+        if dist.is_initialized() and not is_alone:
+            self._place()
+
+    def receive(self, leader: int) -> Callable[[], None]:
+        load = super().receive(leader)
+        if self.holdings.condition != "lost":
+            self._place()
+        return load
+
+    def own_state(self) -> dict[str, Any]:
+        return {"shares": [self.shards()]}
+
+    def shards(self) -> list[tuple[Any, ...]]:
+        known_as: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for index, names in enumerate(self.models.names):
+            for name, which in names.items():
+                known_as[which].append((index, name))
+        return [
+            (
+                (self._numbers.get(piece.which), *known_as[piece.which]),
+                *piece.place_in(self._parameters),
+                {**piece.state, PARAMETER: self._now(piece)},
+            )
+            for piece in self._layout.own_pieces(self._pieces)
+        ]
+
+    def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
+        if which not in self._values:
+            return None
+        elements = self._values[which].detach().reshape(-1)[start:stop]
+        return elements.to(self._device, self._parameters[which].dtype, copy=True)
+
+    def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
+        if piece.base is None:  # the group restarts from what `setup` has made
+            elements = self._parameters[piece.which].detach().reshape(-1)
+            piece = replace(piece, base=elements[piece.start : piece.stop].clone())
+        # A rank that is behind has computed the update, but has not applied it.
+        if self._version < version and piece.value is not None:
+            piece = replace(piece, base=piece.value)
+        return super()._message(piece, start, stop, version)
+
+    @torch.no_grad()
+    def _place(self) -> None:
+        """Shard the models over the current group, and copy this worker's rows into them."""
+        before = self._parameters
+        self.models.shard()
+        self._parameters = list(self.models.parameters)
+        new = dict(zip(map(id, before), self._parameters, strict=True))
+        for group in self.optimizer.param_groups:
+            group["params"] = [new[id(parameter)] for parameter in group["params"]]
+        kept = {new[id(parameter)]: state for parameter, state in self._unsharded.items()}
+        self._unsharded = self.optimizer.state = defaultdict(dict, kept)
+        layout = self._layout
+        for piece in layout.own_pieces(self._pieces):
+            first, _ = layout.shards[layout.rank][piece.which]
+            rows = self.models.local(piece.which)[piece.start - first : piece.stop - first]
+            piece.base = rows.copy_(self._now(piece))
+
+    # ---- complete models
+
+    def export_models(self, count: int) -> list[torch.nn.Module]:
+        # The collectives of DTensor would block, because they hold the GIL, which gloo needs.
+        layout, is_first = self._layout, self._layout.rank == 0
+        values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
+        for number, shard in enumerate(layout.shards):
+            rows = {which: self.models.local(which) for which in shard}
+            if number != layout.rank:
+                rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
+            collectives.broadcast_tensors(list(rows.values()), source=number)
+            for which, (start, stop) in shard.items() if is_first else ():
+                values[which].view(-1)[start:stop] = rows[which]
+        if not is_first:
+            return []
+        try:
+            self.models.put_whole(values)
+            return [copy_to_cpu(model) for model in self.models.models[:count]]
+        finally:
+            self._place()
+
+    def check_trained(self) -> None:
+        check_same_parameters(self.models.models, {p: p.dtype for p in self._parameters})
+        for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
+            if parameter.requires_grad != trained:
+                raise RuntimeError(
+                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
+                    'in register(sharding="full"), and has changed. Set requires_grad earlier.'
+                )
+
+
+class FullyShardedGradients(GradientExchange):
+    """Gradients of sharded models. A backward pass leaves each worker the mean of its rows."""
+
+    keeps_equal = True
+    needs_warm_up = False  # a replacement worker has no rows yet
+    _state: RegisteredState
+
+    def __init__(self, state: RegisteredState) -> None:
+        super().__init__(state)
+        sharded: Any = state.replication
+        self._models: ShardedModels = sharded.models
+        self._sharing = [m for m in state.models if not ddp.only_running_statistics(m)]
+        """Models with other buffers than the statistics of batch normalization."""
+
+    def check_trained(self) -> None:
+        """Do nothing, because `FullyShardedModel` checks the parameters of its generation."""
+
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+        """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
+        buffers = [buffer for model in self._sharing for buffer in model.buffers()]
+        collectives.broadcast_tensors(buffers, source=0)
+
+    def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own, norm = super().norm([SimpleNamespace(grad=each.to_local()) for each in gradients])
+        squared = norm.square()
+        dist.all_reduce(squared)
+        return own, squared.sqrt()
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return self._models.on_demand()

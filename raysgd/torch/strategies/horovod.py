@@ -1,0 +1,84 @@
+"""Averaging of gradients by Horovod instead of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raysgd._internal import step_timing
+from raysgd.comm.horovod import check_dtypes
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.tensors import parameters_of
+
+
+class HorovodGradients(GradientExchange):
+    """Averages the gradients of each optimizer over the workers.
+
+    The user's optimizers make the updates, so that schedulers and references stay valid. The
+    DistributedOptimizer of Horovod only averages: backward passes start the exchange, and the
+    user's optimizer waits for the result before its step.
+    """
+
+    keeps_equal = True
+    _state: RegisteredState
+
+    def wrap(self, **arguments: Mapping[str, Any]) -> None:
+        super().wrap()
+        state, own = self._state, arguments["horovod_args"]
+        buffers = [buffer for model in state.models for buffer in model.buffers()]
+        trained = [p for model in state.models for p in model.parameters() if p.requires_grad]
+        compressed = "compression" in own  # Horovod then averages another dtype
+        check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
+        self._arguments = {"backward_passes_per_step": state.accumulation_steps, **own}
+        self._distributed: dict[int, Any] = {}
+        self.enter()
+
+    def start_together(self) -> None:
+        state = self._state
+        state.load_training_state(state.from_rank(state.training_state, 0))
+
+    def enter(self) -> None:
+        """Create the DistributedOptimizers for the current group."""
+        import horovod.torch as hvd
+
+        for before in self._distributed.values():
+            before._grad_accs.clear()  # removes its hooks
+            # If the graph of a failed step still exists, its hooks must never start an exchange.
+            for parameter in before._allreduce_delay:
+                before._allreduce_delay[parameter] = sys.maxsize
+        for optimizer in self._state.optimizers:
+            own = set(map(id, parameters_of(optimizer)))
+            named = [
+                (f"{number}.{name}", parameter)
+                for number, model in enumerate(self._state.models)
+                for name, parameter in model.named_parameters()
+                if id(parameter) in own
+            ]
+            self._distributed[id(optimizer)] = hvd.DistributedOptimizer(
+                optimizer, named_parameters=named, **self._arguments
+            )
+
+    def begin(self, tx: UpdateTransaction) -> None:
+        """Start the allreduce in the last backward pass of the update."""
+        passes = max(tx.num_planned, self._arguments["backward_passes_per_step"])
+        for distributed in self._distributed.values():
+            if passes != distributed.backward_passes_per_step:
+                distributed.set_backward_passes_per_step(passes)
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        if (distributed := self._distributed.get(id(optimizer))) is not None:
+            phase = step_timing.enter(step_timing.WAIT)
+            distributed.synchronize()
+            step_timing.resume(phase)
+
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        for distributed in self._distributed.values():
+            distributed._handles.clear()
+            for parameter in distributed._allreduce_delay:
+                passes = distributed.backward_passes_per_step
+                distributed._allreduce_delay[parameter] = passes

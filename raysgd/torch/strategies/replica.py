@@ -1,0 +1,274 @@
+"""A model that averages its gradients with DistributedDataParallel, and is used like its module.
+
+The workers average gradients in the last micro-batch of an update:
+
+1. DistributedDataParallel averages in the first backward pass after a forward pass.
+2. `_Passes._end_pass` runs after each pass. It completes the averages of the first one, for
+   unused parameters and those that were frozen at first, and averages all gradients of later ones.
+3. `ReplicatedGradients.average` runs before the step of an optimizer. If gradients are new or
+   changed since the last pass, it averages all gradients of the optimizer.
+4. `ReplicatedGradients.before_commit` raises if other workers trained a model that this worker did
+   not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
+
+from raysgd._internal import step_timing
+from raysgd.torch.collectives import average_gradients
+from raysgd.torch.tensors import version_of
+
+_METHODS_OF_THE_MODULE = (
+    "__bool__",
+    "__delitem__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "__setitem__",
+    "_apply",
+    "add_module",
+    "apply",
+    "load_state_dict",
+    "named_buffers",
+    "named_children",
+    "named_modules",
+    "named_parameters",
+    "register_buffer",
+    "register_load_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_module",
+    "register_parameter",
+    "register_state_dict_post_hook",
+    "register_state_dict_pre_hook",
+    "state_dict",
+    "train",
+)
+"""Methods of a wrapper that call the module's methods, so that names have no prefix."""
+
+
+class _Passes:
+    """The backward passes of a replicated model in an update, and what they have averaged.
+
+    This is an object of its own, because each change of a module's attribute takes many calls.
+    """
+
+    def __init__(self, model: ReplicatedModel) -> None:
+        self._model = model
+        self.reduced = [p for p in model._module_parameters if p.requires_grad]
+        """The parameters whose gradients a backward pass averages."""
+        self.others = [p for p in model._module_parameters if not p.requires_grad]
+        """Parameters that were frozen at first."""
+        self.awaits_pass = False
+        """Whether the next backward pass averages gradients, because a forward pass prepared it."""
+        self.is_in_backward = False
+        """Whether a backward pass is in progress."""
+        self.averaged: Mapping[torch.nn.Parameter, Any] = {}
+        """Averaged gradients, to detect changes until an optimizer steps."""
+        self.trained_this_update = False
+        """Whether a backward pass of this update has computed gradients."""
+        self.trained_last_update = False
+        """The same for the previous update."""
+        self.first_pass = -1
+        """Number of the first backward pass of the newest update with one, to order models."""
+        self.watches_parameters = False
+        """Whether hooks of the parameters detect backward passes, and not only hooks of outputs."""
+
+    def end_forward(self, output: Any) -> None:
+        """Watch for the backward pass of an output."""
+        self.awaits_pass, self.is_in_backward = True, False  # an earlier pass may have failed
+        for tensor in _find_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self.begin_pass)
+        if not self.watches_parameters and _may_hide_tensors(output):
+            self.watches_parameters = True
+            for parameter in filter(is_trainable, self._model._module_parameters):  # now or later
+                required = parameter.requires_grad
+                parameter.requires_grad_(True).register_hook(self.begin_pass)
+                parameter.requires_grad_(required)
+
+    def begin_pass(self, _: torch.Tensor) -> None:
+        # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
+        if not self.is_in_backward and self._model.require_backward_grad_sync:
+            self.is_in_backward, number = True, torch._C._current_graph_task_id()
+            before = list(map(gradient_of, self.reduced))
+            # A callback of a callback runs after the callback of DistributedDataParallel.
+            queue = Variable._execution_engine.queue_callback
+            phase = step_timing.enter(step_timing.BACKWARD, any_thread=True)
+
+            def complete() -> None:
+                # DistributedDataParallel now waits for the averages.
+                computing = step_timing.enter(step_timing.WAIT, any_thread=True)
+                step_phase = computing if phase is None else phase
+                queue(lambda: self._end_pass(number, before, step_phase))
+
+            queue(complete)
+
+    def _end_pass(self, number: int, before: Sequence[Any], phase: int | None) -> None:
+        """Average what backward pass `number` has not averaged. `before`: earlier gradients.
+
+        DistributedDataParallel averages only the first backward pass after a forward pass. The mean
+        of averaged and local gradients is right too, because a mean is linear.
+        """
+        step_timing.resume(phase)
+        self.is_in_backward = False
+        if list(map(gradient_of, self.reduced)) == before:
+            return  # a pass that computes no gradients of parameters, as for a gradient penalty
+        if not self.trained_this_update:
+            self.trained_this_update, self.first_pass = True, number
+        if self.awaits_pass:
+            pairs = zip(self.reduced, before, strict=True)
+            self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
+            local = [p for p in self.others if p.requires_grad]
+        else:
+            local = self._model._module_parameters
+        if local:
+            average_gradients(local)
+        self.averaged = {p: gradient_of(p) for p in self._model._module_parameters}
+
+    def _complete(self, missing: Sequence[torch.nn.Parameter]) -> None:
+        """Complete the averages that other workers wait for, if a loss does not use parameters.
+
+        Without gradients on all workers, parameters have none afterwards. Therefore the share of a
+        worker without a gradient is -0.0, which is the sum only of such shares.
+        """
+        self.awaits_pass = False
+        try:
+            self._model.reducer._check_reducer_finalized()
+        except RuntimeError:
+            pass
+        else:
+            if len(missing) < len(self.reduced):
+                return
+        frozen = [parameter for parameter in missing if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        self.is_in_backward = True  # this is no pass of user code
+        try:
+            torch.autograd.backward(missing, [torch.full_like(each, -0.0) for each in missing])
+        finally:
+            self.is_in_backward = False
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        for parameter in missing:
+            gradient = parameter.grad
+            if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):
+                parameter.grad = None
+
+    def take_averaged(self, stepped: Mapping[torch.nn.Parameter, Any]) -> Mapping[Any, Any]:
+        """Return the averaged gradients, and forget those of the parameters that will change."""
+        if self.awaits_pass and not stepped.keys().isdisjoint(self.reduced):
+            self._complete(self.reduced)
+        averaged = self.averaged
+        self.averaged = {p: gradient for p, gradient in averaged.items() if p not in stepped}
+        return averaged
+
+    def end_update(self) -> None:
+        self.trained_last_update, self.trained_this_update = self.trained_this_update, False
+        self.awaits_pass, self.averaged = False, {}
+
+    def complete_skipped(self) -> None:
+        """Join the averages of an update without a pass. Raise if other workers have gradients."""
+        if not self.awaits_pass:  # a forward pass without the module, as in PyTorch's Join
+            self._model._pre_forward()  # type: ignore[no-untyped-call]
+            self._model._post_forward(())  # type: ignore[no-untyped-call]
+        self._complete(self.reduced)
+        if any(parameter.grad is not None for parameter in self.reduced):
+            raise RuntimeError(
+                "train_batch made no backward pass for this batch on this worker, but did so on "
+                "other workers. All workers must train every model on every batch. For a batch "
+                "without a loss, call self.backward(loss, num_samples=0) with any loss of the "
+                "registered model. For others, pass their number of samples."
+            )
+
+
+class ReplicatedModel(DistributedDataParallel):
+    """DistributedDataParallel that user code can use like its module.
+
+    It has the attributes and items of its module, and names have no prefix ``module.``. Attributes
+    that its constructor does not set go to the module.
+
+    It synchronizes only forward passes with gradients. Under ``no_grad``, a call goes to the module
+    directly. DistributedDataParallel would broadcast the buffers then too, and block forever if
+    workers validate different numbers of batches.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        del self.training  # __getattr__ then returns the mode of the module
+        self._passes = _Passes(self)
+        self._wrapped = True
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        phase = step_timing.enter(step_timing.FORWARD)
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        step_timing.resume(phase)
+        if self.require_backward_grad_sync:
+            self._passes.end_forward(output)
+        return output
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Add ``module.`` to the names if a model that contains this wrapper loads its state."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not set yet
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        # The constructor sets attributes of the wrapper.
+        is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
+        if is_own or name == "module":
+            super().__setattr__(name, value)
+        elif isinstance(value, torch.nn.Module | torch.nn.Parameter) or hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def _of_module(name: str) -> Callable[..., Any]:
+    def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
+        if name == "__bool__":  # a module that has no length has no such method
+            return bool(getattr(self.module, "_orig_mod", self.module))
+        result = getattr(self.module, name)(*args, **kwargs)
+        return self if result is self.module else result
+
+    method.__name__ = name
+    return method
+
+
+for _name in _METHODS_OF_THE_MODULE:
+    setattr(ReplicatedModel, _name, _of_module(_name))
+
+
+def _may_hide_tensors(output: Any) -> bool:
+    """Return whether an output may contain tensors in objects of unknown classes."""
+    if isinstance(output, Mapping):
+        return any(map(_may_hide_tensors, output.values()))
+    if isinstance(output, list | tuple):
+        return any(map(_may_hide_tensors, output))
+    return not isinstance(output, torch.Tensor | int | float | str | None)
+
+
+def is_trainable(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> Any:
+    """Return the identity and version of a gradient, to detect changes."""
+    gradient = parameter.grad
+    return None if gradient is None else (id(gradient), version_of(gradient))

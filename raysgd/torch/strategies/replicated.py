@@ -1,0 +1,185 @@
+"""Replicated models with DistributedDataParallel, of user code or of raysgd."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd._internal.step_timing import OTHER
+from raysgd.errors import ReplicasDifferError
+from raysgd.loop.replication import Replication
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch import collectives
+from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.replica import ReplicatedModel, gradient_of
+from raysgd.torch.tensors import parameters_of
+
+
+class OwnModels(Replication):
+    """Each worker keeps its own models, unless user code has wrapped some of them."""
+
+    def __init__(self, state: RegisteredState, sharding_args: Mapping[str, Any]) -> None:
+        self._state = state
+
+    @property
+    def replicates(self) -> bool:  # type: ignore[override]
+        return any(map(ddp.replicated, self._state.models))
+
+
+class UserWrappers(GradientExchange):
+    """Averages gradients only of models that user code has wrapped."""
+
+    _state: RegisteredState
+    _wrappers: Sequence[DistributedDataParallel] = ()
+    _averaged: Sequence[dict[str, bool]] = ()
+    """Which parameters each wrapper averages."""
+
+    def wrap(self, **arguments: Mapping[str, Any]) -> None:
+        super().wrap()
+        self.adopt(())
+
+    def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().adopt(wrappers)
+        state = self._state
+        self._wrappers = [m for m in state.models if isinstance(m, DistributedDataParallel)]
+        self._averaged = list(map(ddp.averaged_parameters, self._wrappers))
+        if any(wrapper.static_graph for wrapper in self._wrappers):
+            why = "DistributedDataParallel(static_graph=True) cannot accumulate"
+            state.micro_batching.why_not_split = why
+            if state.accumulation_steps > 1:
+                raise ValueError(f"{why} gradients. Leave out one of the two.")
+
+    def enter(self) -> None:
+        for wrapper, names in zip(self._wrappers, self._averaged, strict=True):
+            ddp.rebuild(wrapper, names)
+
+    def sync_buffers(self) -> None:
+        buffers: list[torch.Tensor] = []
+        for model in self._state.models:
+            if ddp.replicated(model):
+                buffers += model.buffers()
+            elif self.keeps_equal:
+                buffers += ddp.running_statistics(model)
+        self._state.broadcast_buffers(buffers)
+
+    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+        self._set_sync(tx.is_last)
+
+    def _set_sync(self, wanted: bool) -> None:
+        """Set whether the next backward passes average gradients."""
+        for wrapper in self._wrappers:
+            if wrapper.require_backward_grad_sync != wanted:  # to set it takes many calls
+                wrapper.require_backward_grad_sync = wanted
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return ddp.no_forward_sync(self._wrappers)
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        self._set_sync(True)
+
+    roll_back = commit
+
+
+class ReplicatedGradients(UserWrappers):
+    """Wraps all models that user code has not wrapped."""
+
+    keeps_equal = True
+
+    def wrap(self, **arguments: Mapping[str, Any]) -> None:
+        state, num_given = self._state, len(self._state.given_models)
+        device, ddp_args = state.settings.device, arguments["ddp_args"]
+        state.models = [
+            ddp.wrapped(model, device, ddp_args, is_criterion=index >= num_given)
+            for index, model in enumerate(state.models)
+        ]
+        state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
+        super().wrap()
+
+    def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().adopt(wrappers)
+        self._replicas = [w for w in self._wrappers if isinstance(w, ReplicatedModel)]
+
+    def start_together(self) -> None:
+        copy_first(self._state)
+
+    def average(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average the gradients of an optimizer, unless wrappers of models have averaged them.
+
+        Every rank must call this.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() runs within a backward pass, such as in a "
+                "hook. The workers average gradients until the end of the pass. Call step() after "
+                "it."
+            )
+        stepped = dict.fromkeys(parameters_of(optimizer))
+        for wrapper in self._wrappers:
+            if not isinstance(wrapper, ReplicatedModel):
+                for parameter in wrapper.parameters():  # which user code averages
+                    stepped.pop(parameter, None)
+        averaged: dict[torch.nn.Parameter, Any] = {}
+        for replica in self._replicas:
+            averaged |= replica._passes.take_averaged(stepped)
+        if not any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
+            return
+        try:
+            collectives.average_gradients(list(stepped))
+            return
+        except RuntimeError as error:
+            # The other workers are in another collective, because they have no changes.
+            if not averaged or "must call the same collectives" not in str(error):
+                raise
+        rank = dist.get_rank()  # outside of the handler, because the error has another cause
+        raise ReplicasDifferError(
+            f"Worker {rank} changed gradients after the workers had averaged them, and other "
+            "workers did not. Change them on all workers, or clip them with "
+            "register(max_grad_norm=...).",
+            ranks=[rank],
+        )
+
+    def before_commit(self, tx: UpdateTransaction) -> None:
+        """Raise an error if this worker has skipped a model that other workers have trained.
+
+        Without it, the other workers would average their gradients with those of a later pass. A
+        model counts as skipped if it had a backward pass in the previous update. Without a pass and
+        without steps of optimizers, the first one counts. Every rank must call this.
+        """
+        replicas = sorted(self._replicas, key=lambda replica: replica._passes.first_pass)
+        trained = [replica for replica in replicas if replica._passes.trained_this_update]
+        skipped = [r for r in replicas if r._passes.trained_last_update and r not in trained]
+        if not (tx.optimizer_steps or trained):
+            skipped = replicas[:1]
+        parameters = [parameter for model in skipped for parameter in model.parameters()]
+        if any(parameter.grad is not None for parameter in parameters):
+            return  # user code accumulates gradients
+        for model in skipped:
+            model._passes.complete_skipped()
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        super().commit(tx)
+        for replica in self._replicas:
+            replica._passes.end_update()
+
+    roll_back = commit
+
+
+def copy_first(state: RegisteredState) -> None:
+    """Copy the models of rank 0 to all ranks. Every rank must call this."""
+    tensors = [t.detach() for m in state.models for t in (*m.parameters(), *m.buffers())]
+    # Models with DistributedDataParallel are equal at `register`, but setup may change them.
+    digest = collectives.fingerprint(tensors)
+    differs = digest != state.from_rank(lambda: digest, 0)
+    if state.minimum(-int(differs)) < 0:
+        received = state.from_rank(lambda: tensors, 0)
+        for own, value in zip(tensors, received, strict=False):
+            if own.shape == value.shape:  # a buffer of another shape is a cache
+                own.copy_(value)
+        state.buffers.update()

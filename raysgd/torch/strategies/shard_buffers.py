@@ -1,0 +1,120 @@
+"""The buffers of a model in a step with equal bits, such as running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd.data.partition import EpochPartition
+from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
+from raysgd.torch.tensors import version_of
+
+
+class ShardBuffers:
+    """The buffers after each shard. Each shard begins with the buffers of the step's start."""
+
+    def __init__(self, state: RegisteredState) -> None:
+        self._state = state
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the shards of a step."""
+        self._kept: dict[int, list[torch.Tensor | None]] = {}
+
+    def begin(self, shard: int, is_first: bool) -> None:
+        """Restore the buffers that a shard begins with, unless it `is_first`."""
+        self._shard = shard
+        self._start = self._kept.get(shard, self._state.buffers.copies)
+        if not is_first:
+            self._state.buffers.write(self._start)
+        self._versions = self._newest_versions()
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether buffers have changed since the last call of another method."""
+        return self._versions != self._newest_versions()
+
+    def _newest_versions(self) -> list[Any]:
+        buffers = self._state.buffers.tensors()
+        return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
+
+    def keep(self) -> None:
+        """Store the buffers that the shard has changed."""
+        # Compare contents, because kernels such as that of BatchNorm do not count versions.
+        newest = zip(self._start, self._state.buffers.tensors(), strict=True)
+        self._kept[self._shard] = [
+            before if _is_equal(before, after) else None if after is None else after.clone()
+            for before, after in newest
+        ]
+        self._versions = self._newest_versions()
+
+    def changes(self) -> list[int]:
+        """Return for each buffer how to merge it, as numbers of which the largest counts."""
+        changes = []
+        for index, before in enumerate(self._state.buffers.copies):
+            kept = [each[index] for each in self._kept.values()]
+            changes.append(max((_change(before, after) for after in kept), default=0))
+        return changes
+
+    def merge(self, changes: Sequence[int], partition: EpochPartition) -> None:
+        """Set floats to their old values and the mean of the changes, others as in shard 0."""
+        if not any(changes):
+            return
+        before: list[Any] = self._state.buffers.copies
+        merged, first = list(before), self._kept.get(0, before)
+        is_distributed = dist.is_initialized()
+        means, others, objects = ([i for i, c in enumerate(changes) if c == k] for k in (1, 2, 3))
+        if means:
+            total = self._mean_change(means, partition)
+            for i, change in zip(means, total, strict=True):
+                merged[i] = before[i] + change
+        if others:
+            values: Any = torch.cat([first[i].reshape(-1).to(torch.int64) for i in others])
+            if is_distributed:
+                dist.broadcast(values, 0)
+            pieces = values.split([before[i].numel() for i in others])
+            for i, piece in zip(others, pieces, strict=True):
+                merged[i] = piece.view(before[i].shape).to(before[i].dtype)
+        if objects:
+            contents = [first[i] for i in objects]
+            if is_distributed:
+                contents = self._state.from_rank(lambda: contents, 0)
+            for i, value in zip(objects, contents, strict=True):
+                merged[i] = value
+        self.clear()
+        self._state.buffers.write(merged)
+        self._versions = self._newest_versions()
+
+    def _mean_change(
+        self, places: Sequence[int], partition: EpochPartition
+    ) -> Sequence[torch.Tensor]:
+        before: list[Any] = self._state.buffers.copies
+        plan, owned, tree = self._state.transaction.plan, partition.owned, TreeSum()
+        for position, shard in enumerate(owned):
+            samples = sum(m.samples or 0 for m in plan.batches[position :: len(owned)])
+            after: list[Any] = self._kept.get(shard, before)
+            share = samples / (plan.total or 1)
+            tree.add(0, shard, [(after[i] - before[i]) * share for i in places])
+        assert partition.layout.num_parts is not None
+        return sum_over_workers(tree, partition.layout.num_parts, partition.shares)
+
+
+def _is_equal(before: torch.Tensor | None, after: torch.Tensor | None) -> bool:
+    if before is None or after is None:
+        return before is after
+    return before.dtype == after.dtype and torch.equal(before, after)
+
+
+def _change(before: torch.Tensor | None, after: torch.Tensor | None) -> int:
+    """Return how to merge a buffer: 0 not at all, 1 by means, 2 by values, 3 as an object."""
+    if after is before:
+        return 0
+    if before is None or after is None:
+        return 3
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        return 3
+    return 1 if before.is_floating_point() or before.is_complex() else 2

@@ -1,0 +1,401 @@
+"""Shard the state of an optimizer over the workers.
+
+Every worker has the complete parameters and gradients, and updates its shard of the elements. Then
+the workers exchange the updated elements. With copies, a worker also updates shards of other
+workers, so that the state of these shards survives a worker loss. Copies need no extra messages.
+
+An update goes into a separate buffer. Parameters change when all shards have arrived, so that a
+step that loses a worker is repeated from the same parameters. A worker that has updated a shard
+already keeps that update and does not repeat it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd._internal.context import Holdings
+from raysgd._internal.nested import map_leaves
+from raysgd.loop.replication import Replication
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch import collectives
+from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies.shards import (
+    Layout,
+    Piece,
+    Transfer,
+    UpdateBuffers,
+    elements_of,
+    flat,
+    is_sharded,
+    transfers,
+)
+from raysgd.torch.tensors import copy_all, parameters_of
+
+_PARTIAL = -1
+"""Version of a partly updated state, which is unusable."""
+
+
+class ShardedOptimizer(Replication):
+    """Lets the user's optimizer update this worker's shard.
+
+    Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of
+    the shard instead of the parameters. Between steps, the optimizer has the parameters and no
+    state.
+
+    Args:
+        optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
+        copies: see `Layout`.
+        state: the training state.
+        parameters: parameters that are sharded too, by rows. None if each worker has the complete
+            parameters. The layout then covers the parameters that the optimizer trains.
+    """
+
+    holdings = Holdings(complete=False)
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        copies: int | None,
+        state: RegisteredState,
+        parameters: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._train_state = state
+        everything: list[Any] = parameters_of(optimizer)
+        self._num_parameters = len(everything)
+        numbers = {parameter: number for number, parameter in enumerate(everything)}
+        by_rows = parameters is not None
+        if parameters is None:
+            parameters = [parameter for parameter in everything if parameter.requires_grad]
+        self._parameters: Sequence[torch.Tensor] = parameters
+        self._numbers = {
+            which: numbers[parameter]
+            for which, parameter in enumerate(parameters)
+            if parameter.requires_grad and parameter in numbers
+        }
+        """Maps the index of each updated parameter to its number in the optimizer."""
+        self._layout = Layout(parameters, self._numbers, copies, by_rows)
+        self._pieces: list[Piece] = []
+        self._stepped: list[Piece] = []
+        """Pieces that the optimizer has within a step."""
+        self._swapped: list[list[torch.Tensor]] | None = None
+        self._buffers: dict[int, UpdateBuffers] = {}
+        # Number of updates of the parameters, now and at the last commit.
+        self._version = self._committed = 0
+        # Identifies the run and the number of loaded states. Shards fit together if it is equal.
+        self._token: tuple[bytes, int] = os.urandom(16), 0
+        # Register this hook first, so that other hooks see the updated parameters.
+        optimizer.register_step_post_hook(self._end_step)
+
+    def is_whole(self, each: Any) -> bool:
+        return each is not self.optimizer
+
+    def wrap_steps(self) -> None:
+        self.take_state()
+        self.optimizer.register_step_pre_hook(self._begin_step)
+
+    # ---- training step
+
+    @torch.no_grad()
+    def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        _check_step(optimizer, self._num_parameters, args[1:], kwargs)
+        self._meet()
+        layout = self._layout
+        self._buffers = {
+            shard: layout.new_buffers(shard, self._device) for shard in layout.held_shards()
+        }
+        groups = optimizer.param_groups
+        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+        params: list[list[torch.Tensor]] = [[] for _ in groups]
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        placed, stepped = [], []
+        for shard, of_shard in self._buffers.items():
+            for piece in layout.pieces_of(shard, self._pieces):
+                if (part := of_shard.parts.get(piece.which)) is None:
+                    continue
+                first, _ = layout.shards[shard][piece.which]
+                view = part[piece.start - first : piece.stop - first]
+                if piece.version > self._version:  # it has its update
+                    assert piece.value is not None
+                    placed.append((piece, view, piece.value))
+                    continue
+                placed.append((piece, view, self._now(piece)))
+                view.grad = self._gradient(shard, piece)
+                params[group_of[self._numbers[piece.which]]].append(view)
+                if piece.state:
+                    state[view] = piece.state
+                stepped.append(piece)
+        copy_all((view, content) for _, view, content in placed)
+        for piece, view, _ in placed:
+            piece.value = view
+        self._stepped, self._swapped = stepped, [group["params"] for group in groups]
+        for group, of_group in zip(groups, params, strict=True):
+            group["params"] = of_group
+        optimizer.state = state
+
+    def _meet(self) -> None:
+        """Wait until all workers have computed the gradients, so that either all or none update."""
+        if self._layout.size > 1:
+            self._train_state.minimum(self._version)
+
+    def _now(self, piece: Piece) -> torch.Tensor:
+        return flat(self._parameters[piece.which])[piece.start : piece.stop]
+
+    def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
+        parameter = self._parameters[piece.which]
+        if parameter.grad is None:
+            return None
+        return parameter.grad.reshape(-1)[piece.start : piece.stop]
+
+    @torch.no_grad()
+    def _end_step(self, *_: Any) -> None:
+        if self._swapped is None:
+            return
+        self._give_back()
+        for piece in self._pieces:
+            piece.version = self._version + 1
+        if self._train_state.transaction.in_helper:
+            for parameter in self._parameters:
+                parameter.grad = None  # frees memory for the shards of other workers
+        self._put_in_place()
+        self._version += 1
+
+    def _put_in_place(self) -> None:
+        """Copy the updates of all workers into the parameters."""
+        pairs = []
+        for shard, of_shard in self._exchange().items():
+            for which, updated in of_shard.parts.items():
+                start, stop = self._layout.shards[shard][which]
+                pairs.append((flat(self._parameters[which])[start:stop], updated))
+        copy_all(pairs)
+
+    def _exchange(self) -> dict[int, UpdateBuffers]:
+        """Return the updated elements of all shards.
+
+        One broadcast per shard sends as much as an all-gather, and needs half the memory.
+        """
+        layout, size = self._layout, self._layout.size
+        if len(self._buffers) == size:
+            return self._buffers
+        own, device = self._buffers[layout.rank], self._device
+        updated = {
+            n: own if n == layout.rank else layout.new_buffers(n, device) for n in range(size)
+        }
+        works = [
+            dist.broadcast(buffer, src=shard, async_op=True)
+            for shard, of_shard in updated.items()
+            for buffer in of_shard.bytes()
+        ]
+        for work in works:
+            work.wait()
+        if device.type == "cuda":  # errors must surface before parameters change
+            torch.cuda.current_stream().synchronize()
+        return updated
+
+    def _give_back(self) -> None:
+        """Restore the parameters of the optimizer, and keep the state of the pieces."""
+        assert self._swapped is not None
+        for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
+            group["params"] = parameters
+        for piece in self._stepped:
+            assert piece.value is not None
+            piece.state = self.optimizer.state.get(piece.value, {})
+            piece.value.grad = None
+        self.optimizer.state = self._unsharded
+        self._swapped, self._stepped = None, []
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        self._committed = self._version
+        self._buffers = {}
+        self.in_sync = all(piece.version == self._version for piece in self._pieces)
+        for piece in self._pieces:
+            if piece.version == self._version:
+                piece.value = None
+
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        for piece in self._stepped:  # the optimizer raised within its step
+            piece.version = _PARTIAL
+        if self._swapped is not None:
+            self._give_back()
+        if tx.stepping is self.optimizer:
+            tx.stepping = None  # parameters change together, after the step
+        self._buffers = {}  # pieces with an uncommitted update keep their buffers
+        if tx.is_open and tx.has_several_optimizer_steps:
+            self._version = self._committed  # `Rollback` restores the parameters
+
+    # ---- state of this worker
+
+    def take_state(self) -> None:
+        """Keep this worker's shards of the optimizer state.
+
+        Every worker starts with the full state.
+        """
+        whole, layout = self.optimizer.state, self._layout
+        updated = {self._parameters[which] for which in self._numbers}
+        # Frozen parameters can have state too, such as in Adagrad. Their state is not sharded.
+        rest = {p: whole[p] for p in whole.keys() - updated}
+        self._unsharded = self.optimizer.state = defaultdict(dict, rest)
+        self._pieces, self._buffers = [], {}
+        layout.lay_out()
+        for shard in layout.held_shards():
+            for which, (start, stop) in layout.shards[shard].items():
+                parameter = self._parameters[which]
+                state = {
+                    name: self._convert(name, elements_of(value, parameter, start, stop), parameter)
+                    for name, value in whole.get(parameter, {}).items()
+                    if parameter in updated
+                }
+                base = self._elements_of(which, start, stop)
+                self._pieces.append(Piece(which, start, stop, self._version, state, base=base))
+        self._token = self._token[0], self._token[1] + 1
+        self.in_sync, self.holdings = True, Holdings(complete=False)
+
+    def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
+        """Return a value of the state with the dtype and device that the optimizer needs."""
+        return value
+
+    def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
+        """Return elements of a parameter. None unless parameters are sharded too."""
+        return None
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.take_state()
+
+    def start_together(self) -> None:
+        self._token = collectives.broadcast_object(self._token, 0)
+
+    def shards(self) -> list[tuple[Any, ...]]:
+        """Return this worker's shard of the optimizer's state, and of sharded models."""
+        return [
+            ((self._numbers[piece.which],), *piece.place_in(self._parameters), piece.state)
+            for piece in self._layout.own_pieces(self._pieces)
+            if piece.state
+        ]
+
+    def hand_over(self) -> Any:
+        messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]
+        return self._token, self._version, messages
+
+    def take_over(self, shards: Any) -> None:
+        """Keep shards of the same step. Ignore shards of another step."""
+        token, version, messages = shards
+        if (token, version) == (self._token, self._version):
+            device = self._device  # values that are not sharded, such as steps, stay on the CPU
+            moved = map_leaves(messages, lambda x: x.to(device) if is_sharded(x) else x)
+            self._pieces += [Piece(*message) for message in moved]
+
+    def receive(self, leader: int) -> Callable[[], None]:
+        """Send each rank its own shard and its copies of others. All ranks must call this.
+
+        A worker keeps its old shards until all workers have the new ones.
+        """
+        rank, size, layout = dist.get_rank(), dist.get_world_size(), self._layout
+        own = [(piece.which, piece.start, piece.stop, piece.version) for piece in self._pieces]
+        holdings: list[Any] = [None] * size
+        dist.all_gather_object(holdings, (self._token, self._version, own))
+        token, version, _ = holdings[leader]
+        pieces_by_rank = [pieces if of == token else [] for of, _, pieces in holdings]
+        shards = [layout.shard(each, size) for each in range(size)]
+        planned = transfers(shards, layout.num_copies(size), version, pieces_by_rank)
+        self.holdings = Holdings(complete=False, condition="lost" if planned is None else "good")
+        if planned is None:
+            return super().receive(leader)
+        batches: dict[int, list[Transfer]] = defaultdict(list)
+        for each in planned:
+            batches[each.source].append(each)
+        pieces: list[Piece] = []
+        for source, batch in batches.items():
+            kept = [each for each in batch if source in each.to]
+            sent = [each for each in batch if source not in each.to]
+            messages = self._messages(kept, version) if rank == source else []
+            if sent:
+                make = functools.partial(self._messages, sent, version)
+                wanted = any(rank in each.to for each in sent)
+                broadcasts = collectives.broadcast_state(make, source, self._device, wanted)
+                messages += [m for each, m in zip(sent, broadcasts, strict=True) if rank in each.to]
+            pieces += [Piece(*message) for message in messages]
+        self._train_state.minimum(0)  # after this, no worker needs the old shards
+        self._pieces, self._buffers = pieces, {}
+        self._token, self._version, self._committed = token, version, version
+        layout.lay_out()
+        self.in_sync = all(each.version == version for each in planned)
+        return super().receive(leader)
+
+    def _messages(self, planned: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
+        newest = ((each.newest(self._pieces), each.start, each.stop) for each in planned)
+        return [self._message(*each, version) for each in newest]
+
+    def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
+        """Return elements of a piece for workers whose parameters have this `version`."""
+        return piece.message(start, stop, is_ahead=piece.version > version)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+
+class ShardedOptimizers(Replication):
+    """Several sharded optimizers. Every worker has the complete models."""
+
+    def __init__(self, state: RegisteredState, sharding_args: Mapping[str, Any]) -> None:
+        self._optimizers = state.optimizers
+        self.parts: list[ShardedOptimizer] = [
+            ShardedOptimizer(each, sharding_args.get("copies"), state)
+            for each in state.optimizers
+            if any(parameter.requires_grad for parameter in parameters_of(each))
+        ]
+
+    @property
+    def holdings(self) -> Holdings:  # type: ignore[override]
+        lost = [part.holdings for part in self.parts if part.holdings.condition == "lost"]
+        return lost[0] if lost else Holdings(complete=False)
+
+    @property
+    def in_sync(self) -> bool:  # type: ignore[override]
+        return all(part.in_sync for part in self.parts)
+
+    def is_whole(self, each: Any) -> bool:
+        return all(part.is_whole(each) for part in self.parts)
+
+    def wrap_steps(self) -> None:
+        for part in self.parts:
+            part.wrap_steps()
+
+    def hand_over(self) -> Any:
+        return [part.hand_over() for part in self.parts]
+
+    def take_over(self, shards: Any) -> None:
+        for part, each in zip(self.parts, shards, strict=True):
+            part.take_over(each)
+
+    def own_state(self) -> dict[str, Any]:
+        shards = {id(part.optimizer): part.shards() for part in self.parts}
+        # The name that files have.
+        return {"shares": [shards.get(id(each), []) for each in self._optimizers]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for part in self.parts:
+            part.load(state)
+
+
+def _check_step(
+    optimizer: torch.optim.Optimizer, num_parameters: int, args: Any, kwargs: Mapping[str, Any]
+) -> None:
+    kind = type(optimizer).__name__
+    if any(each is not None for each in (*args, *kwargs.values())):
+        raise RuntimeError(
+            f"register(sharding=...) does not support {kind}.step(closure). Compute the "
+            "gradients first, and call step() without a closure."
+        )
+    if len(parameters_of(optimizer)) != num_parameters:
+        raise RuntimeError(
+            f"The number of parameters of {kind} has changed since register(sharding=...). "
+            "Call add_param_group before register."
+        )

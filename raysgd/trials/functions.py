@@ -1,0 +1,99 @@
+"""Training functions as trials of Ray Tune.
+
+A trial is a Tune actor in the first bundle of its placement group. The function's workers are in
+the other bundles. Each report of worker 0 is one step of the trial. If a checkpoint came with the
+report or before it, the step asks Tune to save it. If a checkpoint came after the last report, a
+final step repeats that report and asks Tune to save the checkpoint.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+from ray.tune import PlacementGroupFactory, Trainable
+from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
+
+from raysgd.checkpoint.file import read_pickle, write_pickle
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.cluster.ray_session import check_runtime_env
+from raysgd.trials import CHECKPOINT
+
+
+class FunctionTrainable(Trainable):
+    """A trial that runs a training function."""
+
+    trial_trainer: Callable[[Mapping[str, Any]], Any]
+    """Returns the trainer for the config of a trial. A subclass sets it."""
+
+    # ---- methods that Tune calls
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
+        """Return the resources of a trial: its workers, and one CPU for its own process."""
+        check_runtime_env("env_vars")
+        workers = cls.trial_trainer(config).executor().options
+        bundles: list[dict[str, float]] = [{"CPU": 1}, *([workers.bundle] * workers.num_workers)]
+        return PlacementGroupFactory(bundles, strategy="PACK")
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Start the workers. The first `step` starts the function, because Tune may load first."""
+        self._own = self.trial_trainer(config)
+        self._own.setup()
+        self._start: dict[str, Any] | None = None
+        self._reported = 0
+        self._last: dict[str, Any] = {}
+        self._start_workers()
+
+    def _start_workers(self) -> None:
+        self._executor = self._own.executor()
+        self._executor.start()
+        self._reports: Generator[list[dict[str, Any]]] | None = None
+
+    def step(self) -> dict[str, Any]:
+        """Wait for the next reports, and return the report of worker 0."""
+        if self._reports is None:
+            others: dict[str, Any] = {} if self._start is None else {"checkpoint": self._start}
+            others |= {"iteration": self._reported, "name": self.trial_name or ""}
+            self._reports = self._own.reports(self._executor, Path(self.logdir or ""), **others)
+        number = self._executor.latest_checkpoint_id
+        results = next(self._reports, None)
+        is_saved = self._executor.latest_checkpoint_id != number
+        saved = {SHOULD_CHECKPOINT: True} if is_saved else {}
+        if results is None:
+            # Tune ignores the checkpoint of a result that is marked as a duplicate. Without any
+            # report, there is no result to duplicate.
+            is_new = saved or not self._reported
+            return {**(self._last if is_new else {RESULT_DUPLICATE: True}), DONE: True, **saved}
+        self._reported += 1
+        self._last = results[0]
+        return {**self._last, **saved}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        blob = self._executor.checkpoints.blob or cloudpickle.dumps(self._start)
+        path = Path(checkpoint_dir, CHECKPOINT)
+        write_pickle(blob, path, Manifest(global_step=self._reported))
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """Make the next step start the function from the output of `save_checkpoint`."""
+        blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
+        self._reported = 0 if manifest is None else manifest.global_step
+        self._start = pickle.loads(blob)
+        if self._reports is not None:  # the trial takes over the state of another
+            self.cleanup()
+            self._start_workers()
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.cleanup()
+        self.setup(new_config)
+        return True
+
+    def cleanup(self) -> None:
+        try:
+            if self._reports is not None:
+                self._reports.close()
+        finally:
+            self._executor.shutdown(graceful_termination=False)

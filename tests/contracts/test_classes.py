@@ -1,0 +1,33 @@
+"""A class with one subclass is often one class. Those that are two have a reason."""
+
+import ast
+from pathlib import Path
+
+import raysgd
+
+ROOT = Path(raysgd.__file__).parents[1]
+FOR_USERS = {"CheckpointStrategy", "ImageClassifier", "text"}
+OF_TWO_LAYERS = {
+    "BaseTrainable",  # TensorFlow has a class of its own, and PyTorch a function
+    "BatchSource",  # any iterable; the subclass is for those that workers partition
+    "Call",  # of the controller, which knows no training
+    "MicroBatching",  # Keras has no parts of batches
+    "OperatorBase",  # two subclasses have the same name
+    "RegisteredState",  # what features use
+    "SavedState",
+    "TorchProcessGroup",  # the backends of functions
+    "TrainerInfo",
+}
+VARIANTS = {"EpochLines", "ShardedOptimizer", "Stream", "TorchCreators", "UserWrappers"}
+
+
+def test_few_classes_have_exactly_one_subclass():
+    paths = [p for folder in ("raysgd", "operators") for p in (ROOT / folder).rglob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in paths]
+    classes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    subclasses = {each.name: set() for each in classes}
+    for each in classes:
+        for base in each.bases:
+            subclasses.get(ast.unparse(base).split(".")[-1], set()).add(each.name)
+    found = {name for name, names in subclasses.items() if len(names) == 1}
+    assert found == FOR_USERS | OF_TWO_LAYERS | VARIANTS

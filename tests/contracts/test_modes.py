@@ -1,0 +1,59 @@
+"""Modes of training: only their own files and the tables that choose or describe them name them."""
+
+import ast
+import re
+from pathlib import Path
+
+import raysgd
+
+ROOT = Path(raysgd.__file__).parents[1]
+# Such as sharding, equal bits, and Horovod. Files, strings of messages, and docs count too.
+WORDS = re.compile(
+    r"\b(num_shards|is_sharded|lacks_shards|fully_sharded|sharded_features|use_horovod"
+    r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|ranks_in_sync|EqualBits\w*|FullySharded\w*|ShardedOptimizers?"
+    r"|ShardedFeature|HorovodGradients|ReplicatedGradients|UserWrappers|OwnModels)\b"
+)
+ALLOWED = re.compile(
+    r"torch/strategies/|(loop|torch|tf)/options\.py|torch/conflicts\.py|(torch|tf)/trainer\.py"
+    r"|tf/communication\.py|(comm|train|cli)/|raysgd/__init__\.py|horovod|equal_bits|shard"
+)
+PORTS = {"GradientExchange", "Replication"}
+
+
+def files():
+    paths = [p for folder in ("raysgd", "operators") for p in (ROOT / folder).rglob("*.py")]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def test_no_other_file_names_a_mode():
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in files().items()
+        if not ALLOWED.search(name)
+        for number, line in enumerate(text.splitlines(), start=1)
+        if WORDS.search(line)
+    ]
+    assert found == []
+
+
+def strategies():
+    """Return the names of the classes of strategies, which derive from the ports."""
+    known, before = set(PORTS), set()
+    trees = [ast.parse(text) for name, text in files().items() if "strategies/" in name]
+    classes = [each for tree in trees for each in tree.body if isinstance(each, ast.ClassDef)]
+    while known != before:
+        before = set(known)
+        known |= {c.name for c in classes if {ast.unparse(base) for base in c.bases} & known}
+    return known
+
+
+def test_no_other_code_asks_for_the_class_of_a_strategy():
+    known = strategies()
+    assert len(known) > 8
+    for name, text in files().items():
+        if "torch/strategies/" in name:
+            continue
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            asks = ast.unparse(call.func).split(".")[-1] in ("isinstance", "issubclass", "feature")
+            names = {n.id for a in call.args for n in ast.walk(a) if isinstance(n, ast.Name)}
+            assert not (asks and names & known), (name, ast.unparse(call))

@@ -1,0 +1,127 @@
+"""Where a checkpoint came from: command lines without secrets, and the commit of the script."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysgd._internal.provenance import shown_command, without_homes
+from raysgd.checkpoint import Manifest
+
+PRINT = "import json; from raysgd._internal.provenance import of_process\n"
+PRINT += "print(json.dumps(dict(of_process())))\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--api-key=HIDE",
+        "--api-key HIDE",
+        "-apiKey HIDE",
+        "--api-keys HIDE HIDE",
+        "API_KEY=HIDE",
+        "+wandb.api_key=HIDE",
+        "--token 1HIDE",
+        "--hf_token='HIDE, HIDE'",
+        "--DB_PASS=HIDE",
+        "--password -HIDE",
+        "--no-token -p HIDE",
+        "--dsn me:HIDE@host:5432/x",
+        "--mail HIDE@example.com",
+        "--client.secret HIDE",
+        "--auth HIDE",
+        """--json '{"lr": 1, "api_key": "HIDE", "b": 1}'""",
+        "--header 'Authorization: Bearer HIDE'",
+        "--run 'train.py --password HIDE'",
+        "--db postgres://me:HIDE@host/x",
+        "https://host/x?sig=HIDE&user=1",
+        "--data /home/HIDE/x:/nfs/home/HIDE",
+        "--path=/Users/HIDE/x",
+        "file:///home/HIDE/x",
+        "~HIDE/x",
+    ],
+)
+def test_a_shown_command_has_no_secrets(arguments):
+    shown = shown_command(["a.py", *shlex.split(arguments), "--lr", "0.1"])
+    assert "HIDE" not in shown
+    assert shown.startswith("a.py ")
+    assert shown.endswith(" --lr 0.1")
+
+
+def test_a_shown_command_keeps_what_is_no_secret():
+    plain = "a.py --tokenizer gpt2 --keyboard x src/home/page.py p=0.5"
+    assert shown_command(shlex.split(plain)) == plain
+    assert shown_command(["--secret", "--lr", "1"]) == "--secret --lr 1"
+    assert shown_command(["data", "--token", "12345", "--lr"]) == "data --token '***' --lr"
+
+
+def test_the_own_home_is_a_tilde_wherever_it_is(monkeypatch):
+    monkeypatch.setenv("HOME", "/data/ann")
+    assert without_homes("-o/data/ann/x:/data/ann2 /data/ann") == "-o~/x:/data/ann2 ~"
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=x", "-c", "user.email=x", "-c", "protocol.file.allow=always"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "train.py").write_text(PRINT)
+    git(folder, "add", "train.py")
+    git(folder, "commit", "-qm", "x")
+    return folder
+
+
+def facts_of(*command, cwd=None, **environ):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_script_has_the_commit_of_its_repository(repository, tmp_path):
+    commit = git(repository, "rev-parse", "HEAD")
+    git(tmp_path, "clone", "-q", "--depth=1", f"file://{repository}", "shallow")
+    git(tmp_path, "init", "-q", "outer")
+    git(tmp_path / "outer", "submodule", "--quiet", "add", str(repository), "inner")
+    for script in (repository, tmp_path / "shallow", tmp_path / "outer" / "inner"):
+        facts = facts_of(script / "train.py", "--key", "x")
+        assert (facts["commit"], facts["dirty"]) == (commit, False)
+        assert facts["command"].endswith("train.py --key '***'")
+    command = f"import sys; __file__ = {str(Path(sys.executable).parent / 'raysgd')!r}\n{PRINT}"
+    assert facts_of("-c", command, cwd=repository)["commit"] == commit
+    (repository / "new.py").write_text(PRINT)
+    assert facts_of(repository / "train.py")["dirty"] is False
+    assert facts_of(repository / "new.py")["dirty"] is True
+    with (repository / "train.py").open("a") as file:
+        file.write("\n")
+    assert facts_of(repository / "train.py")["dirty"] is True
+
+
+def test_what_is_unknown_is_missing(repository, tmp_path):
+    (tmp_path / "alone.py").write_text(PRINT)
+    (repository / "default_worker.py").write_text(PRINT)  # as in a worker of Ray
+    assert facts_of(tmp_path / "alone.py").keys() == {"started", "command"}
+    assert facts_of(repository / "train.py", PATH="").keys() == {"started", "command"}
+    assert facts_of(repository / "default_worker.py").keys() == {"started"}
+    assert facts_of("-c", PRINT).keys() == {"started"}
+
+
+def test_a_manifest_of_an_older_version_has_no_provenance():
+    content = json.loads(Manifest().to_json())
+    del content["provenance"]
+    assert Manifest.from_json(json.dumps(content).encode()) == Manifest()

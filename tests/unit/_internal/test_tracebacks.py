@@ -1,0 +1,144 @@
+"""What an uncaught error of user code prints."""
+
+import linecache
+import re
+import subprocess
+import sys
+import traceback
+
+import pytest
+
+from raysgd import TorchTrainer
+from raysgd._internal.tracebacks import last_frame
+from tests.operators import Classifier
+
+SCRIPT = """
+import signal, sys, traceback
+import torch
+from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import Callback
+
+class Data:
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if KIND == "loader" and index == 9:
+            raise ValueError("sample 9 is broken")
+        return torch.ones(3 if index < 8 * (KIND != "fit") or KIND not in ("shape", "stack", "fit")
+                          else 5 + (KIND == "stack") * index), torch.tensor(0)
+
+class Broken(TrainingOperator):
+    def setup(self, config):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {"optimizer" if KIND == "typo" else "optimizers": optimizer}
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, criterion=torch.nn.CrossEntropyLoss(), **names)
+        loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=KIND == "loader")
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+    def train_batch(self, batch, batch_info):
+        if KIND == "ctrl-c":
+            signal.raise_signal(signal.SIGINT)
+        return super().train_batch(batch, batch_info)
+
+    def predict_batch(self, batch, batch_info):
+        return self.helper(batch)
+
+    def helper(self, batch):
+        return batch["image"]
+
+    def state_dict(self):
+        return {"lock": sys.stdout} if KIND == "lock" else {}
+
+class Fails(Callback):
+    def on_epoch_end(self, trainer, metrics):
+        metrics["accuracy"]
+
+def main():
+    trainer = TorchTrainer(training_operator_cls=Broken, use_local=True, use_gpu=False)
+    if KIND == "predict":
+        trainer.predict(trainer.get_local_operator().train_loader)
+    every = 1 if KIND == "fit" else None
+    trainer.fit(1, validate_every=every, callbacks=[Fails()] * (KIND == "callback"))
+    trainer.save("state.pt")
+
+for KIND in sys.argv[1:]:
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+    print("----", file=sys.stderr)
+"""
+BATCH = r"batch \[float32\[4, 5\], int64\[4\]\]"
+
+
+LAST = {
+    "shape": rf"Raised on worker 0, in step 3, {BATCH}, in train_batch, .+\.py:\d+",
+    "stack": r"Raised on worker 0, when reading the batch of step 3",
+    "loader": r"Raised on worker 0, when reading .* step 3, in __getitem__, .+\.py:\d+",
+    "fit": r"Raised on worker 0, in batch 1, \[float32\[4, .*\]",
+    "predict": r"Raised on worker 0, in batch 1, \[float.*\], in helper, .+\.py:\d+",
+    "lock": r".*: Cannot save to .* the operator on worker 0 after step 3 could not .*",
+    "typo": r"Raised on worker 0, in setup, .+\.py:\d+",
+    "callback": r".*CallbackError: The callback Fails failed in on_epoch_end: KeyError.*",
+    "ctrl-c": r"KeyboardInterrupt.*",
+}
+
+
+@pytest.mark.slow("starts a process, because pytest changes tracebacks")
+def test_an_error_that_leaves_a_script_prints_few_lines(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    command = [sys.executable, str(path), *LAST]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+    for printed, (kind, last) in zip(done.stderr.split("----\n"), LAST.items(), strict=False):
+        lines = printed[printed.index("Traceback") :].splitlines()
+        assert len(lines) <= 15, printed
+        assert re.fullmatch(last, lines[-1]), printed
+        assert "main()" in printed
+        assert ("Did you mean 'optimizers'?" in printed) == (kind == "typo")
+
+
+@pytest.mark.parametrize(("shown", "num_frames"), [("", 2), ("full", 4)])
+def test_a_variable_shows_all_frames(monkeypatch, shown, num_frames):
+    monkeypatch.setenv("RAYSGD_TRACEBACK", shown)
+    trainer = TorchTrainer(training_operator_cls=Classifier, use_local=True, use_gpu=False)
+    with trainer, pytest.raises(ValueError, match="at least 1") as caught:
+        trainer.fit(0)
+    with pytest.raises(TypeError, match=r"^TorchTrainer\.fit\(\) got .* Did you mean 'num_epochs'"):
+        trainer.fit(epochs=2)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert len(frames) >= num_frames if shown else len(frames) == num_frames
+    assert frames[-1].name == "check_int"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"), [("loss.backwards()", ": loss.backwards()"), ("", "")]
+)
+def test_the_driver_shows_the_line_of_a_notebook_cell_if_it_knows_it(monkeypatch, source, shown):
+    cell = "/tmp/ipykernel_1/2.py"
+    monkeypatch.setitem(linecache.cache, cell, (len(source), None, [f"{source}\n"], cell))
+    _, frame = last_frame(f'  File "{cell}", line 1, in train_batch\nAttributeError: backwards\n')
+    assert frame == f'  File "{cell}", line 1, in train_batch{shown}'
+
+
+def own_cause():
+    try:
+        raise ValueError("wrong")
+    except ValueError as error:
+        raise error from error
+
+
+def group():
+    raise ExceptionGroup("several", [ValueError("one"), TypeError("two")])
+
+
+@pytest.mark.parametrize("function", [own_cause, group])
+def test_errors_of_unusual_form_are_folded(function):
+    trainer = TorchTrainer(training_operator_cls=Classifier, use_local=True, use_gpu=False)
+    with trainer, pytest.raises((ValueError, ExceptionGroup)) as caught:
+        trainer.apply_all_workers(function)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) <= 2
+    assert re.search(rf", in {function.__name__}, .+\.py:\d+$", caught.value.__notes__[-1])

@@ -1,0 +1,97 @@
+"""Points of ``fit(log_every=...)`` from workers that join, leave, and are lost."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from raysgd._internal.context import Point, Progress
+from raysgd._internal.step_timing import Totals
+from raysgd.elastic.points import Points
+
+
+class Worker:
+    """A worker that repeats its points until the driver acknowledges them."""
+
+    def __init__(self):
+        self.points = []
+
+    def control(self, method, step):
+        assert method == "release_points"
+        self.points = [each for each in self.points if each.global_step > step]
+
+
+WORKER = Worker()
+
+
+def part(call, step, num_samples, is_whole=True):
+    return Point(
+        call=call,
+        global_step=step,
+        epoch=1,
+        metrics={"num_samples": num_samples},
+        timing=Totals(),
+        seconds=0.1,
+        is_whole=is_whole,
+    )
+
+
+@pytest.fixture
+def run():
+    """A call with the workers ``a`` and ``b``. ``shown`` has the points and their samples."""
+    shown, a, b = [], Worker(), Worker()
+
+    def show(parts):
+        shown.append((parts[-1][1].global_step, [p.metrics["num_samples"] for _, p in parts]))
+
+    points = Points(7, show)
+    points.begin(0, [a, b])
+
+    def take(*workers, members=(a, b)):
+        points.take({each: Progress(points=each.points) for each in workers}, members)
+
+    return SimpleNamespace(points=points, a=a, b=b, shown=shown, take=take)
+
+
+def test_a_point_waits_for_all_workers_and_counts_once(run):
+    run.a.points, run.b.points = [part(7, 10, 1), part(7, 20, 2)], [part(7, 10, 3)]
+    kept = run.a.points
+    run.take(run.a)
+    assert (run.shown, run.a.points) == ([], [])
+    run.a.points = kept  # the acknowledgment is late
+    run.take(run.a, run.b)
+    assert run.shown == [(10, [1, 3])]
+    run.b.points = [part(6, 15, 9), part(7, 20, 4)]  # one of an earlier call
+    run.take(run.a, run.b)
+    assert run.shown[1:] == [(20, [2, 4])]
+
+
+def test_a_restart_repeats_no_point_that_was_shown(run):
+    run.a.points, run.b.points = [part(7, 10, 1), part(7, 20, 2)], [part(7, 10, 3)]
+    run.take(run.a, run.b)
+    c, d = Worker(), Worker()
+    run.points.begin(5, [c, d])  # both workers are lost
+    c.points = d.points = [part(7, 10, 5), part(7, 20, 6)]
+    run.take(c, d, members=(c, d))
+    assert run.shown == [(10, [1, 3]), (20, [6, 6])]
+
+
+def test_what_a_leaving_worker_has_measured_counts_in_the_next_point(run):
+    run.a.points, run.b.points = [part(7, 10, 1)], [part(7, 10, 2), part(7, 13, 3, is_whole=False)]
+    run.take(run.b, members=())
+    joined = Worker()
+    run.take(run.a, members=(run.a,))
+    run.points.begin(13, [run.a, joined])
+    run.a.points, joined.points = [part(7, 20, 4)], [part(7, 20, 5)]
+    run.take(run.a, members=(run.a, joined))
+    assert run.shown == [(10, [2, 1])]
+    run.take(joined, members=(run.a, joined))
+    assert run.shown[1:] == [(20, [3, 4, 5])]
+
+
+def test_a_lost_worker_delays_no_point_and_its_repeated_step_is_dropped(run):
+    run.a.points, run.b.points = [part(7, 10, 1)], [part(7, 20, 9)]
+    run.take(run.a, run.b)
+    run.points.begin(19, [run.a])  # step 20 of the lost worker did not count
+    run.a.points = [part(7, 20, 2)]
+    run.take(run.a, members=(run.a,))
+    assert run.shown == [(10, [1]), (20, [2])]

@@ -1,0 +1,328 @@
+"""``TorchTrainer(exact="bits")`` has the same bits on any number of workers."""
+
+import itertools
+import os
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from raysgd import ElasticConfig, EqualBits, TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.data.step_layout import StepLayout
+from raysgd.errors import CheckpointError
+from raysgd.loop.requests import TrainRequest
+from raysgd.metrics import merge_workers
+from raysgd.torch.input.loading import PartitionedLoader
+from raysgd.torch.input.orders import SeededSamples
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from tests.conftest import assert_names
+from tests.unit.torch.bits import CASES, Augmented, Case, Trains, digest, merged
+
+SIZES = (1, 2, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_numbers_of_workers_have_the_same_bits(workers, name):
+    results = [workers(replace(CASES[name], num_workers=size)) for size in SIZES]
+    assert len({state for of_size in results for state, *_ in of_size}) == 1
+    assert len({digest(merged(of_size)) for of_size in results}) == 1
+
+
+class Normed(TrainingOperator):
+    def setup(self, config):
+        layers = torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1)
+        model = torch.nn.Sequential(*layers)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=torch.nn.MSELoss(),
+            gradient_accumulation_steps=2,
+        )
+        x = torch.arange(32.0).reshape(16, 2)
+        self.register_data(train_loader=DataLoader(TensorDataset(x, torch.zeros(16, 1)), 4))
+
+
+def test_running_statistics_change_by_the_mean_of_all_shards():
+    """Kernels of batch normalization do not count the versions of the statistics."""
+    runner = Case(num_workers=1, num_shards=2, operator_cls=Normed).make_runner()
+    runner.setup(WorkerContext(in_driver=True))
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    norm, plain = runner.operator.model[0], torch.nn.BatchNorm1d(2)
+    for shards in torch.arange(32.0).reshape(2, 2, 4, 2):
+        plain(shards.mean(0))  # has the mean of both shards
+    torch.testing.assert_close(norm.running_mean, plain.running_mean)
+    assert norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"exact": "bit"}, ["exact", "'bit'", "bits"]),
+        ({"exact": "bits", "wrap_ddp": False}, ["wrap_ddp=False"]),
+        ({"exact": "bits", "add_dist_sampler": False}, ["add_dist_sampler=False"]),
+        ({"exact": "bits", "use_fp16": "apex"}, ["apex"]),
+        ({"exact": EqualBits(2), "num_workers": 3}, ["num_workers=3", "num_shards=2"]),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        TorchOptions(training_operator_cls=Trains, use_gpu=False, **arguments)
+    assert_names(caught.value, words)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(2), torch.zeros(1))] * 8)
+
+
+def own_step(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    operator.optimizer.step()
+
+
+def data_after_step(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    operator.optimizer_step(operator.optimizer)
+    mean = operator.model[0].running_mean
+    mean.data = mean + 1  # PyTorch does not count it as a version
+
+
+def steps_before_a_loss(operator, batch):
+    for _ in range(2):
+        operator.backward(operator.model(batch[0]).mean())
+        operator.optimizer_step(operator.optimizer)
+
+
+def sparse(operator, batch):
+    operator.backward(operator.model.table(torch.tensor([0])).sum())
+    operator.optimizer_step(operator.optimizer)
+
+
+def clipped(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    torch.nn.utils.clip_grad_norm_(operator.model.parameters(), 0.1)
+    operator.optimizer_step(operator.optimizer)
+
+
+def skipped(operator, batch):
+    if batch[0].sum() < 60:
+        operator.backward(operator.model(batch[0]).mean())
+        operator.optimizer_step(operator.optimizer)
+
+
+def with_sparse_buffer():
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    return model
+
+
+def forward_after_step(operator, batch):
+    operator.backward(operator.model(batch[0]).mean())
+    operator.optimizer_step(operator.optimizer)
+    operator.model(batch[0])
+
+
+class Noise(Dataset):
+    """Its samples are random numbers. Its ``__getitems__`` does not know pairs of indices."""
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return index + self.scale * torch.rand(())
+
+    def __getitems__(self, indices):
+        raise TypeError
+
+
+class Refused(TrainingOperator):
+    def setup(self, config):
+        model = torch.nn.Linear(2, 1)
+        if config["model"] is not None:
+            model = torch.nn.Sequential(config["model"](), model)
+        if config["train_batch"] is sparse:
+            model.table = torch.nn.Embedding(3, 2, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=optimizer, sharding=config["sharding"]
+        )
+        self.register_data(train_loader=config["loader"])
+
+    def train_batch(self, batch, batch_info):
+        self.config["train_batch"](self, batch)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sharding": "optimizer"}, ['sharding="optimizer"', "exact"]),
+        ({"loader": DataLoader(Stream(), 4)}, ["train_loader", "exact", "map-style"]),
+        ({"train_batch": own_step}, ["optimizer.step()", "self.optimizer_step"]),
+        ({"train_batch": steps_before_a_loss}, ["after it has stepped", "exact"]),
+        ({"train_batch": sparse}, ["SGD", "sparse=False"]),
+        ({"train_batch": clipped, "num_shards": 1}, ["changes gradients", "exact"]),
+        ({"train_batch": skipped}, ["exact", "step 0", "self.optimizer_step"]),
+        *(
+            (
+                {"train_batch": changing, "model": partial(torch.nn.BatchNorm1d, 2)},
+                ["exact", "buffers", "self.optimizer_step"],
+            )
+            for changing in (forward_after_step, data_after_step)
+        ),
+        ({"model": partial(torch.nn.SyncBatchNorm, 2)}, ["exact", "SyncBatchNorm"]),
+        ({"model": partial(torch.nn.Embedding, 2, 2, max_norm=1.0)}, ["exact", "max_norm"]),
+        ({"model": with_sparse_buffer}, ["exact", "Linear", "sparse buffers", "to_dense"]),
+        ({"model": partial(torch.nn.LazyLinear, 2)}, ["exact", "LazyLinear", "uninitialized"]),
+    ],
+)
+def test_operators_that_do_not_fit_are_refused(settings, words):
+    x = torch.arange(32.0).reshape(16, 2)
+    loader = DataLoader(TensorDataset(x, torch.zeros(16, 1)), 4)
+    usual = {"sharding": None, "train_batch": own_step, "loader": loader, "model": None}
+    config = {**usual, "num_shards": 2, **settings}
+    options = TorchOptions(
+        training_operator_cls=Refused,
+        config=config,
+        use_gpu=False,
+        exact=EqualBits(config["num_shards"]),
+    )
+    runner = TorchRunner(options)
+    with pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT012
+        runner.setup(WorkerContext(in_driver=True))
+        runner.handle(TrainRequest(call=0, until_epoch=1))
+    assert_names(caught.value, words)
+
+
+class Skips(Trains):
+    def train_batch(self, batch, batch_info):
+        if self.world_rank == 0 or batch_info["global_step"] < 2:
+            return super().train_batch(batch, batch_info)
+        return {}
+
+
+class Differing(Case):
+    def run(self, rank):
+        runner = self.start(rank)
+        with pytest.raises(RuntimeError, match=r"the shards of step 2 .* only for some of them"):
+            runner.handle(TrainRequest(call=0, until_step=3))
+        replication = runner._train_state.exchange
+        replication.enter()
+        torch.set_num_threads(1 + rank)
+        with pytest.raises(RuntimeError, match=r"needs workers of one kind.* 1 threads"):
+            replication.enter()
+        torch.set_num_threads(1)
+
+
+def test_workers_that_differ_are_refused(workers):
+    workers(Differing(operator_cls=Skips, num_shards=2))
+
+
+def test_wrappers_of_user_code_are_refused(process_group):
+    """They would average the gradients of each shard."""
+
+    class Wraps(Trains):
+        def setup(self, config):
+            super().setup(config)
+            self.model = torch.nn.parallel.DistributedDataParallel(self.model)
+
+    runner = Case(operator_cls=Wraps, num_shards=2).make_runner()
+    with pytest.raises(ValueError, match=r"does not work with DistributedDataParallel\(model\)"):
+        runner.setup(WorkerContext(distributed=True))
+
+
+def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():
+    data = SeededSamples(Noise())
+    data.scale = 2.0  # as in a worker_init_fn
+    reader = DataLoader(data, batch_sampler=[[((1, 2, position), 5) for position in (3, 4, 3)]])
+    first, second, again = next(iter(reader)).tolist()
+    assert first == again != second
+    assert len(data) == 7
+
+
+def test_kept_loader_processes_use_a_new_seed():
+    loader = DataLoader(Augmented(8, False), 4, num_workers=1, persistent_workers=True)
+    sizes = {"training": True, "world_size": 1, "rank": 0, "layout": StepLayout(1, True)}
+    source, fresh = (PartitionedLoader(loader, seed=seed, **sizes) for seed in (1, 2))
+    batches = list(source.batches(0, 0))
+    source.reseed(2)
+    again, expected = list(source.batches(0, 0)), list(fresh.batches(0, 0))
+    source.close_workers()
+    fresh.close_workers()
+    assert digest(again) == digest(expected) != digest(batches)
+
+
+def test_a_local_worker_restores_the_settings_of_the_process(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    found = []
+    runner = Case(num_workers=1).make_runner()
+    for step in (None, runner.prepare, runner.prepare, lambda context: runner.teardown()):
+        if step is not None:
+            step(WorkerContext(in_driver=True, num_cpus=torch.get_num_threads() + 1))
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        found.append((is_deterministic, workspace, torch.get_num_threads()))
+    assert [is_deterministic for is_deterministic, *_ in found] == [False, True, True, False]
+    assert [workspace for _, workspace, _ in found] == [None, ":4096:8", ":4096:8", None]
+    assert found[0] == found[3] != found[1]
+
+
+class Exchanging(Case):
+    def run(self, rank):
+        share = self.start(rank)._train_state.exchange._of_all_workers
+        for size in (0, 40, 300, 5000, 10):
+            texts = [str(3 * rank + i) * size * (1 + rank) for i in range(3)]
+            shared = share([({"text": text}, 2.0, False) for text in texts])
+            expected = [str(i) * size * (1 + i // 3) for i in range(6)]
+            assert [text["text"] for text, *_ in shared] == expected
+
+
+def test_metrics_of_any_size_are_exchanged(workers):
+    workers(Exchanging())
+
+
+class Stops(Trains):
+    def train_epoch(self, iterator, info):
+        partition = self._train_state.data.source("train").partition
+        two_steps = itertools.islice(iterator, 2 * len(partition.owned))
+        metrics = super().train_epoch(two_steps, info)
+        assert metrics["num_samples"] == 2 * partition.stride, metrics
+        return metrics
+
+
+def test_a_loop_that_stops_early_has_the_metrics_of_all_workers(workers):
+    workers(Case(operator_cls=Stops, num_epochs=1))
+
+
+class Fails(Trains):
+    def train_batch(self, batch, batch_info):
+        if self.global_step == 2:
+            raise ValueError("fails once")
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_snapshot_has_the_metrics_of_its_call():
+    elastic, request = ElasticConfig(snapshot_every=1), TrainRequest(call=0, until_epoch=1)
+    fails, resumed, expected = (
+        Case(num_workers=1, operator_cls=each).make_runner(elastic=elastic)
+        for each in (Fails, Trains, Trains)
+    )
+    for runner in (fails, resumed, expected):
+        runner.setup(WorkerContext())
+    with pytest.raises(ValueError, match="fails once"):
+        fails.handle(request)
+    resumed.load_state_dict(fails.snapshot())
+    assert merge_workers([resumed.handle(request)]) == merge_workers([expected.handle(request)])
+
+
+def test_state_of_another_number_of_shards_is_refused():
+    runner = Case(num_workers=1).make_runner()
+    runner.setup(WorkerContext(in_driver=True))
+    state = {**runner._train_state.training_state(), "num_shards": 8}
+    with pytest.raises(CheckpointError) as caught:
+        runner._train_state.check_training_state(state)
+    assert_names(caught.value, ["8 shards", "6", "EqualBits(num_shards=8)"])

@@ -1,0 +1,440 @@
+"""Sharded optimizers and models: shares, transfers, recovery, and arguments."""
+
+import contextlib
+import copy
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
+
+from raysgd import ElasticConfig, TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.backends import create_backend
+from raysgd.cluster import serialization, streams
+from raysgd.elastic.snapshots import with_shards
+from raysgd.errors import CheckpointError
+from raysgd.loop.requests import TrainRequest
+from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.runner import build_operator
+from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.strategies.shards import Layout, gather_state, transfers
+from raysgd.torch.train_state import TorchTrainState
+from tests.conftest import (
+    HAS_FULL_SHARDING,
+    IN_SOAK,
+    SHARDINGS,
+    needs_full_sharding,
+    needs_horovod,
+)
+from tests.operators import register_all
+from tests.unit.torch.rounds import Round, check_equal
+
+MOMENTS = ("forward", "backward", "step", "barrier", "passed", "update", "gathered", "after 0")
+"""In the order of a step. From "passed" on, only some workers may have updated their shares."""
+
+
+# ---- shares and transfers
+
+
+@st.composite
+def histories(draw):
+    """Return the number of elements, and the workers of each generation."""
+    total = draw(st.integers(1, 50))
+    groups = [list(range(draw(st.integers(3, 6))))]
+    for _ in range(draw(st.integers(1, 6))):
+        group = list(groups[-1])
+        if len(group) > 3 and draw(st.booleans()):
+            group.remove(draw(st.sampled_from(group)))
+        if draw(st.booleans()):
+            group.insert(draw(st.integers(0, len(group))), max(itertools.chain(*groups)) + 1)
+        groups.append(group)
+    return total, groups
+
+
+@given(histories(), st.booleans())
+def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
+    total, groups = history
+    parameters = [torch.empty(total, 2), torch.empty(3)]
+    layout = Layout(parameters, [0, 1], 1, by_rows)
+    everything = {(which, n) for which, p in enumerate(parameters) for n in range(p.numel())}
+    held = {groups[0][0]: [(which, 0, p.numel(), 0) for which, p in enumerate(parameters)]}
+    for group in groups:
+        shards = [layout.shard(rank, len(group)) for rank in range(len(group))]
+        assert sorted(n for shard in map(elements, shards) for n in shard) == sorted(everything)
+        planned = transfers(shards, 1, 0, [held.get(worker, []) for worker in group])
+        assert planned is not None
+        for which, start, stop, _, source, _ in planned:  # each source holds what it sends
+            has = [(a, b) for n, a, b, _ in held[group[source]] if n == which]
+            assert any(a <= start and stop <= b for a, b in has)
+        held = {
+            worker: [t[:4] for t in planned if rank in t.to] for rank, worker in enumerate(group)
+        }
+        for rank, worker in enumerate(group):
+            has = {(which, n) for which, a, b, _ in held[worker] for n in range(a, b)}
+            assert has == elements(shards[rank]) | elements(shards[rank - 1])
+
+
+def elements(share):
+    return {(which, n) for which, part in share.items() for n in range(*part)}
+
+
+# ---- workers that leave and join
+
+
+FULL_ROUND = Round(sharding="full", register={"max_grad_norm": 0.05})
+CHOSEN = [
+    # some workers commit the step in which others fail
+    Round(leaves=[(2, 5, "fail gathered"), (1, 5, "fail gathered")]),
+    # two workers without a common share fail together
+    replace(FULL_ROUND, leaves=[(1, 3, "update"), (3, 3, "backward")], joins_at=6),
+    # one worker remains
+    Round(copies=3, leaves=[(1, 3, "update"), (2, 3, "update"), (3, 5, "step")], joins_at=6),
+    # the update of one optimizer is undone with the step of the other
+    Round(
+        leaves=[(2, 4, "after 0")],
+        joins_at=6,
+        num_optimizers=2,
+        register={"max_grad_norm": 0.05},
+    ),
+    replace(FULL_ROUND, copies=0, leaves=[(1, 3, "update")], is_lost=True),
+    Round(leaves=[(1, 3, "update"), (2, 3, "update")], is_lost=True),
+    # a worker without copies leaves after a notice
+    Round(copies=0, moves=1, joins_at=6),
+    replace(FULL_ROUND, copies=0, moves=1, joins_at=6),
+    # memory runs out: before, within, and after the update
+    replace(FULL_ROUND, leaves=[(1, 3, "fail passed")], joins_at=6),
+    Round(leaves=[(1, 3, "fail within")], joins_at=6),
+    replace(FULL_ROUND, leaves=[(1, 3, "fail within")], joins_at=6),
+    Round(copies=0, leaves=[(1, 3, "fail within")], is_lost=True),
+    # before the first forward pass
+    replace(FULL_ROUND, leaves=[(1, 0, "fail forward")]),
+    replace(FULL_ROUND, leaves=[(1, 3, "update"), (2, None, "validate")]),
+]
+
+
+CHOSEN += [
+    Round(sharding=sharding, leaves=[(n % 4, 4, moment)], joins_at=6 if n % 2 else None)
+    for n, moment in enumerate(MOMENTS)
+    for kind, sharding in enumerate(["optimizer", "full"])
+    if IN_SOAK or n // 2 % 2 == kind
+]
+if not HAS_FULL_SHARDING:
+    CHOSEN = [each for each in CHOSEN if each.sharding != "full"]
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.parametrize("given", CHOSEN)
+def test_losses_and_errors_give_the_result_of_one_process(workers, given):
+    workers(given)
+
+
+@st.composite
+def rounds(draw):
+    """Return a round that loses one worker, and later perhaps another."""
+    steps = st.integers(0, 3)
+    first, second = draw(st.permutations(range(4)))[:2]
+    leaves = [(first, draw(steps), draw(st.sampled_from(MOMENTS)))]
+    if draw(st.booleans()):
+        leaves.append(
+            (second, leaves[0][1] + draw(st.integers(1, 2)), draw(st.sampled_from(MOMENTS)))
+        )
+    sharding = draw(st.sampled_from(["optimizer", *["full"] * HAS_FULL_SHARDING]))
+    num_optimizers = 1 if sharding == "full" else draw(st.integers(1, 2))
+    return Round(
+        sharding=sharding,
+        optimizer=draw(st.sampled_from(["AdamW", "SGD"])),
+        num_optimizers=num_optimizers,
+        register={
+            "gradient_accumulation_steps": draw(st.sampled_from([1, 2])),
+            "max_grad_norm": draw(st.sampled_from([None, 0.05])),
+        },
+        leaves=leaves,
+        joins_at=draw(st.sampled_from([None, 6])),
+    )
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.timeout(900 if IN_SOAK else 300)
+@settings(
+    max_examples=100 if IN_SOAK else 3,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # no shrinking: processes may hang
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+)
+@given(rounds())
+def test_random_losses_give_the_result_of_one_process(workers, given):
+    workers(given)
+
+
+# ---- in this process
+
+
+def divided(optimizer, copies=None):
+    each = ShardedOptimizer(optimizer, copies, TorchTrainState(OperatorSettings()))
+    each.wrap_steps()
+    return each
+
+
+def test_each_worker_holds_only_its_share_of_the_state(process_group, monkeypatch):
+    parameters = [torch.nn.Parameter(torch.randn(30, 70)), torch.nn.Parameter(torch.randn(11))]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    state = optimizer.state_dict()
+    shares = []
+    for rank in range(4):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        fresh = torch.optim.AdamW(parameters)
+        fresh.load_state_dict(state)
+        shares.append(divided(fresh, copies=0).shards())
+        assert fresh.state_dict()["state"] == {}
+        held = sum(v.nbytes for part in shares[-1] for v in part[-1].values() if v.dim())
+        assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
+    found = gather_state(
+        {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares]}
+    )
+    for number, of_parameter in state["state"].items():
+        for name, value in of_parameter.items():
+            assert torch.equal(found["optimizers"][0]["state"][number][name], value)
+    with pytest.raises(CheckpointError, match="gaps or overlap"):
+        gather_state(
+            {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares[:3]]}
+        )
+
+
+def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    each = divided(optimizer)
+    seen = []
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(o.param_groups[0]["params"]))
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    scheduler.step()
+    each.commit(UpdateTransaction())
+    assert seen[0][0] is parameter
+    assert parameter.tolist() == [0, 0, 0]
+    with torch.no_grad():
+        parameter.fill_(5.0)  # changes by user code stay
+    optimizer.step()
+    assert parameter.tolist() == [4.5, 4.5, 4.5]
+
+
+def test_a_closure_and_added_parameters_are_refused(process_group):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    divided(optimizer)
+    with pytest.raises(RuntimeError, match="without a closure"):
+        optimizer.step(lambda: None)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(RuntimeError, match="Call add_param_group before register"):
+        optimizer.step()
+
+
+@contextlib.contextmanager
+def group_of_one():
+    """Yield a function that leaves the process group and enters a new one."""
+    backend = create_backend("gloo", 30)
+
+    def enter():
+        if torch.distributed.is_initialized():
+            backend.teardown()
+        backend.setup(ALONE, backend.prepare(["127.0.0.1"]))
+
+    enter()
+    try:
+        yield enter
+    finally:
+        backend.teardown()
+        backend.close()
+
+
+ALONE = WorkerContext(distributed=True)
+
+
+def start(given, context=ALONE):
+    runner = given.make_runner()
+    runner.setup(context)
+    return runner
+
+
+def whole_state(runner):
+    return gather_state(with_shards([runner.state_dict()]))
+
+
+def load_late(runner, state):
+    """Load a state whose arrays arrive late, as those of large states do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "_SMALL_BYTES", 0)
+        patch.setattr(serialization, "_LARGE_BYTES", 0)
+        packed = serialization.pack(state)
+        with streams.offered(packed, ["127.0.0.1"]) as address:
+            large = streams.Incoming(address)
+            runner.load_state_dict(large.value, large)
+            large.close()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # about operations in place
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new):
+    with group_of_one() as enter:
+        runner = start(Round(sharding=sharding))
+        runner.handle(TrainRequest(call=0, until_step=3))
+        state = copy.deepcopy(whole_state(runner))  # it shares memory with the runner
+        runner.handle(TrainRequest(call=0, until_step=5))
+        later = copy.deepcopy(whole_state(runner))
+        if is_new:  # as after a restart of all workers
+            runner.teardown()
+            runner = start(Round(sharding=sharding), replace(ALONE, alone=True))
+        load_late(runner, copy.deepcopy(state))
+        enter()
+        runner.rejoin(replace(ALONE, generation=1), 0)
+        check_equal(whole_state(runner), state)
+        runner.handle(TrainRequest(call=1, until_step=5))
+        check_equal(whole_state(runner)["models"], later["models"])
+        runner.models()
+        runner.teardown()
+
+
+# ---- errors
+
+
+class Refused(TrainingOperator):
+    def setup(self, config):
+        register_all(self, **config["register"]())
+
+
+def with_sgd(model, *others, **more):
+    optimizer = torch.optim.SGD([*model.parameters(), *others], lr=0.1)
+    return {"models": model, "optimizers": optimizer, **more}
+
+
+def stranger():
+    return with_sgd(torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2)))
+
+
+def with_parameter(**parameters):
+    model = torch.nn.Linear(2, 2)
+    for name, value in parameters.items():
+        setattr(model, name, torch.nn.Parameter(value))
+    return model
+
+
+def muon():
+    model = torch.nn.Linear(2, 2, bias=False)
+    return {"models": model, "optimizers": torch.optim.Muon(model.parameters())}
+
+
+def several():
+    parts = [with_sgd(torch.nn.Linear(2, 2)) for _ in "ab"]
+    return {name: [part[name] for part in parts] for name in parts[0]} | FULL
+
+
+def wrapped():
+    return with_sgd(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), **FULL)
+
+
+ON = {"sharding": "optimizer"}
+FULL = {"sharding": "full"}
+HALF = {"use_fp16": True, "amp_dtype": torch.float16}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # by torch.compile
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ({"sharding": "all"}, {}, ValueError, 'must be "optimizer", "full", or None'),
+        ({"sharding_args": {"copies": 1}}, {}, ValueError, "has no effect without sharding"),
+        ({**ON, "sharding_args": [1]}, {}, TypeError, "must be a dict"),
+        ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes only 'copies'"),
+        ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'copies', 'wrap'"),
+        (
+            {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
+            {},
+            ValueError,
+            r"with register\(ddp_args",
+        ),
+        (FULL, HALF, ValueError, "amp_dtype=torch.bfloat16"),
+        (several, {}, ValueError, "got 2 optimizers"),
+        (
+            lambda: with_sgd(with_parameter(scale=torch.ones(())), **FULL),
+            {},
+            ValueError,
+            r"Linear\.scale has no contiguous rows",
+        ),
+        (
+            lambda: with_sgd(torch.compile(torch.nn.Linear(2, 2)), **FULL),
+            {},
+            ValueError,
+            "does not work with torch.compile",
+        ),
+        (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
+        (FULL, {"elastic": ElasticConfig(shares="measured")}, ValueError, "mapping of shares"),
+        pytest.param(
+            FULL,
+            {"backend": "horovod"},
+            ValueError,
+            'does not work with backend="horovod"',
+            marks=needs_horovod,
+        ),
+        ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
+        (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
+        (muon, {}, ValueError, "cannot shard Muon"),
+        (
+            lambda: with_sgd(torch.nn.Embedding(4, 2, sparse=True)),
+            {},
+            ValueError,
+            "sparse gradients",
+        ),
+        (stranger, {}, ValueError, "1 parameters that are in no registered model"),
+        (
+            lambda: with_sgd(with_parameter(weight=torch.ones(2, 4)[:, ::2])),
+            {},
+            ValueError,
+            "is not contiguous",
+        ),
+    ],
+)
+def test_register_refuses_what_cannot_be_sharded(process_group, arguments, options, error, match):
+    def given():
+        return {**ON, **arguments()} if callable(arguments) else arguments
+
+    with pytest.raises(error, match=match):
+        build(given, WorkerContext(), **options)
+
+
+def build(register, context, **options):
+    options = TorchOptions(training_operator_cls=Refused, **options)
+    settings = OperatorSettings(options=options, context=context)
+    return build_operator(Refused, {"register": register}, settings)
+
+
+def test_full_sharding_names_the_pytorch_that_it_needs(process_group, monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    with pytest.raises(ImportError, match=rf"needs PyTorch 2\.13 .*{re.escape(torch.__version__)}"):
+        build(lambda: FULL, WorkerContext(distributed=True))
+
+
+@needs_full_sharding
+def test_later_changes_that_sharding_does_not_support_raise(process_group):
+    given = {**FULL, "gradient_accumulation_steps": 2}
+    operator = build(lambda: given, WorkerContext(distributed=True))
+    train_state, model = operator._train_state, operator.model
+    with pytest.raises(ValueError, match="does not work with averages of the weights"):
+        train_state.averaging.start(0.9, start_epoch=0)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
+        train_state.replication.check_trained()
+    model[0].weight.requires_grad_(True)

@@ -1,0 +1,429 @@
+"""Updates that must equal those of a plain loop in one process, and what leaves a trainer."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from raysgd import ElasticConfig, EqualBits, TorchTrainer, TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd.callbacks import EMA
+from raysgd.errors import CheckpointError
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch import collectives
+from raysgd.torch.features.rollback import Rollback
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from raysgd.torch.strategies import replica
+
+X = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+DATA = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)).double()
+
+
+def momentum(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+class Plain(TrainingOperator):
+    """The default step. Tests change what it registers."""
+
+    make_optimizer = staticmethod(momentum)
+    collate_fn = None
+
+    def setup(self, config):
+        model = net()
+        optimizer = self.make_optimizer(model)
+        given = {}
+        if config.get("scheduler"):
+            given["schedulers"] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        self.model, self.optimizer, self.criterion, *_ = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=torch.nn.MSELoss(),
+            gradient_accumulation_steps=config.get("accumulation", 1),
+            **given,
+        )
+        loader = DataLoader(DATA, batch_size=4, collate_fn=self.collate_fn)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+def train(cls, config=None, num_epochs=1, **arguments):
+    with TorchTrainer(
+        training_operator_cls=cls, config=config or {}, use_local=True, **arguments
+    ) as trainer:
+        for _ in range(num_epochs):
+            trainer.train()
+        return trainer.get_model(), trainer.state_dict()
+
+
+def plain(num_epochs=1, make_optimizer=momentum, size=4, skips=lambda number: False):
+    """Train the same in a plain loop. Return the model and the optimizer."""
+    model = net()
+    optimizer = make_optimizer(model)
+    getattr(optimizer, "train", int)()
+    for _ in range(num_epochs):
+        for number, (x, y) in enumerate(DataLoader(DATA, batch_size=size)):
+            if skips(number):
+                continue
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return model, optimizer
+
+
+def check_equal(model, expected):
+    for own, value in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own, value, rtol=0, atol=1e-12)
+
+
+# ---- updates without items
+
+
+class Empty(Plain):
+    """No worker counts an item in the second and the third batch."""
+
+    def train_batch(self, batch, batch_info):
+        number = 0 if batch_info["global_step"] in (1, 2) else len(batch[0])
+        loss = torch.nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss if number else loss * float("nan"), num_samples=number)
+        if self.config.get("raw"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer_step(self.optimizer)
+        return {"num_samples": number}
+
+
+@pytest.mark.parametrize(
+    ("config", "exact"), [({}, {}), ({"raw": True}, {}), ({}, {"exact": EqualBits(2)})]
+)
+def test_update_without_items_is_skipped(config, exact):
+    size = 8 if exact else 4  # two shards make a step
+    expected, _ = plain(size=size, skips=lambda number: number in (1, 2))
+    own, state = train(Empty, {**config, "scheduler": True}, scheduler_step_freq="epoch", **exact)
+    check_equal(own, expected)
+    assert state["global_step"] == 16 / size
+
+
+def test_schedulers_and_averages_leave_out_updates_without_items():
+    _, state = train(Empty, {"scheduler": True}, callbacks=[EMA(0.9)], scheduler_step_freq="batch")
+    assert state["schedulers"][0]["last_epoch"] == state["averages"]["count"] == 2
+
+
+# ---- collectives in a step
+
+
+class Communicating(Plain):
+    def train_batch(self, batch, batch_info):
+        self.seen.append(len(batch[0]))
+        getattr(self, self.config["call"])(torch.ones(1))
+        return super().train_batch(batch, batch_info)
+
+    def on_world_change(self):
+        self.seen, self.group = [], dist.new_group()
+
+    def reduce(self, tensor):
+        dist.all_reduce(tensor)
+
+    def in_own_group(self, tensor):
+        dist.broadcast(tensor, 0, group=self.group)
+
+    def functional(self, tensor):
+        all_reduce(tensor, "sum", dist.group.WORLD).wait()
+
+    def nothing(self, tensor):
+        pass
+
+
+def communicating(call, **arguments):
+    """Train in a group of one of two workers, whose batches have twice the size."""
+    options = TorchOptions(
+        training_operator_cls=Communicating,
+        config={"call": call},
+        num_workers=2,
+        use_gpu=False,
+        elastic=ElasticConfig(),
+        **arguments,
+    )
+    runner = TorchRunner(options)
+    runner.setup(WorkerContext(distributed=True))
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    return runner.operator
+
+
+@pytest.mark.parametrize("call", ["reduce", "in_own_group", "functional"])
+def test_batch_with_a_collective_of_user_code_is_not_divided(process_group, call):
+    assert communicating("nothing").seen == [4, 4, 4, 4]
+    operator = communicating(call)
+    assert operator.seen[1:] == [8, 8]  # the first part shows the collective
+    check_equal(operator.unwrapped(operator.model), plain(size=8)[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("reduce", "all_reduce"), ("in_own_group", "broadcast")]
+)
+def test_equal_bits_refuse_a_collective_of_user_code(process_group, call, name):
+    with pytest.raises(RuntimeError, match=f"train_batch calls {name}.*exact"):
+        communicating(call, exact=EqualBits(2))
+
+
+def test_passes_that_complete_averages_do_not_depend_on_earlier_steps(process_group, monkeypatch):
+    """A replacement has no hooks of parts that were trained before it joined."""
+    counts, average = [], replica.average_gradients
+    monkeypatch.setattr(replica, "average_gradients", lambda p: (counts.append(len(p)), average(p)))
+
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+
+        def forward(self, x):
+            return {"out": self.first(x) + self.second(x), "cache": object()}
+
+    def step(wrapped, trained, frozen):
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        counts.clear()
+        wrapped(torch.ones(2, 3))["out"].sum().backward()
+        wrapped._passes.end_update()
+        return [*counts]
+
+    old, new = (replica.ReplicatedModel(Heads()) for _ in range(2))
+    step(old, old.module.first, old.module.second)
+    of_old = step(old, old.module.second, old.module.first)
+    assert of_old == step(new, new.module.second, new.module.first)
+
+
+# ---- samples that a collate_fn drops
+
+
+def drop(rows):
+    rows = [row for row in rows if row[1] < 1] or rows
+    return tuple(torch.stack(column) for column in zip(*rows, strict=True))
+
+
+class Dropping(Plain):
+    collate_fn = staticmethod(drop)
+
+
+def test_dropped_samples_weigh_nothing():
+    model = net()
+    optimizer = momentum(model)
+    for rows in ([DATA[i] for i in range(8)], [DATA[i] for i in range(8, 16)]):
+        x, y = drop(rows)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    check_equal(train(Dropping, {"accumulation": 2})[0], model)
+
+
+class OwnStep(Dropping):
+    def train_batch(self, batch, batch_info):
+        self.backward(torch.nn.functional.mse_loss(self.model(batch[0]), batch[1]))
+        self.optimizer_step(self.optimizer)
+        return {}
+
+
+@pytest.mark.parametrize(("collate_fn", "warns"), [(drop, True), (default_collate, False)])
+def test_own_step_warns_of_dropped_samples(monkeypatch, caplog, collate_fn, warns):
+    monkeypatch.setattr(OwnStep, "collate_fn", staticmethod(lambda rows: collate_fn(rows)))
+    train(OwnStep, {"accumulation": 2})
+    assert warns == ("joined 4 samples, and the tensors of the batch have" in caplog.text)
+
+
+class Idle(OwnStep):
+    def train_batch(self, batch, batch_info):
+        return {"train_loss": self.criterion(self.model(batch[0]), batch[1])}
+
+
+@pytest.mark.parametrize(("operator", "warns"), [(Idle, True), (OwnStep, False)])
+def test_step_without_an_optimizer_step_warns(caplog, operator, warns):
+    train(operator, {})
+    assert warns == ("No registered optimizer has made a step" in caplog.text)
+
+
+# ---- optimizers
+
+
+class Switched(Plain):
+    """Has an optimizer with other weights in evaluation."""
+
+    @staticmethod
+    def make_optimizer(model):
+        schedulefree = pytest.importorskip("schedulefree")
+        return schedulefree.AdamWScheduleFree(model.parameters(), lr=0.05)
+
+    def train_epoch(self, *arguments, **named):
+        metrics = super().train_epoch(*arguments, **named)
+        if self.config.get("validates"):
+            self.validate(iter(self.validation_loader))
+        return metrics
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_evaluation_and_export_switch_optimizers_and_training_does_not_notice(tmp_path, validates):
+    expected, optimizer = plain(1, Switched.make_optimizer)
+    optimizer.eval()
+    arguments = {"config": {"validates": validates}, "use_local": True}
+    with TorchTrainer(training_operator_cls=Switched, **arguments) as trainer:
+        trainer.train()
+        check_equal(trainer.get_model(), expected)
+        loss = torch.nn.functional.mse_loss(expected(X), DATA.tensors[1]).item()
+        assert trainer.validate()["val_loss"] == pytest.approx(loss)
+        path = trainer.save(tmp_path / "state.pt")
+    with TorchTrainer(training_operator_cls=Switched, callbacks=[EMA(0.5)], **arguments) as trainer:
+        trainer.load(path)
+        trainer.train()
+        trainer.validate()
+        (trained,) = trainer.state_dict()["models"]
+    for name, value in plain(2, Switched.make_optimizer)[0].state_dict().items():
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Wraps an optimizer, and has a format of its own, as Lookahead does."""
+
+    def __init__(self, model):
+        self.base = momentum(model)
+        super().__init__(self.base.param_groups, {})
+        self.param_groups, self.count = self.base.param_groups, 0
+
+    def step(self, closure=None):
+        self.count += 1
+        self.base.step(closure)
+
+    def state_dict(self):
+        return {"count": self.count, "base": self.base.state_dict()}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        self.base.load_state_dict(state["base"])
+
+
+class Wrapped(Plain):
+    make_optimizer = staticmethod(Wrapping)
+
+
+def test_wrapper_loads_its_state():
+    _, state = train(Wrapped)
+    with TorchTrainer(training_operator_cls=Wrapped, config={}, use_local=True) as trainer:
+        trainer.load_state_dict(state)
+        trainer.train()
+        check_equal(trainer.get_model(), plain(2)[0])
+        state["optimizers"][0].pop("count")
+        with pytest.raises(CheckpointError, match="lacks count"):
+            trainer.load_state_dict(state)
+
+
+def test_rollback_restores_the_wrapped_optimizer():
+    model = net()
+    optimizer = Wrapping(model)
+    model(X).sum().backward()
+    optimizer.step()
+    before, images = copy.deepcopy(optimizer.base.state), Rollback([optimizer], [])._images
+    for image in images:
+        image.take()
+    optimizer.step()
+    for image in reversed(images):
+        image.restore()
+    torch.testing.assert_close([*optimizer.base.state.values()], [*before.values()])
+
+
+class Packed(torch.Tensor):
+    """Consists of two tensors, and has few operations, as quantized states do."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(arguments[0].codes, arguments[0].scale)
+        raise NotImplementedError(function)
+
+
+def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
+    packed = Packed(torch.arange(3, dtype=torch.uint8), torch.tensor(0.5))
+    optimizer = momentum(net())
+    parameter = optimizer.param_groups[0]["params"][0]
+    optimizer.state[parameter]["exp_avg"] = packed
+    (image,) = Rollback([optimizer], [])._images
+    image.take()
+    copied = map_leaves({"state": [packed]}, deep_copied)["state"][0]
+    sent = collectives.broadcast_state(lambda: {"a": packed}, 0, torch.device("cpu"))["a"]
+    digest = collectives.fingerprint({"a": packed})
+    assert digest == collectives.fingerprint({"a": copied})
+    packed.codes.zero_()
+    assert digest != collectives.fingerprint({"a": packed})
+    image.restore()
+    for each in (copied, sent, optimizer.state[parameter]["exp_avg"]):
+        assert type(each) is Packed
+        assert each.codes.tolist() == [0, 1, 2]
+
+
+# ---- parameters that are thawed later
+
+
+class Frozen(Plain):
+    def setup(self, config):
+        super().setup(config)
+        self.unwrapped(self.model)[0].requires_grad_(False)
+
+
+def thaw(operator):
+    operator.unwrapped(operator.model)[0].requires_grad_(True)
+
+
+def required(operator):
+    return [p.requires_grad for p in operator.model.parameters()]
+
+
+def test_checkpoint_knows_which_parameters_were_trained(tmp_path):
+    def trainer():
+        return TorchTrainer(training_operator_cls=Frozen, config={}, use_local=True)
+
+    with trainer() as first:
+        frozen = first.state_dict()
+        first.apply_all_operators(thaw)
+        path = first.save(tmp_path / "state.pt")
+    with trainer() as second:
+        second.load(path)
+        assert second.apply_all_operators(required) == [[True] * 4]
+        second.load_state_dict(frozen)
+        assert second.apply_all_operators(required) == [[False] * 2 + [True] * 2]
+        with pytest.raises(CheckpointError, match="requires_grad"):
+            second.load_state_dict({**frozen, "requires_grad": [1]})
+        second.apply_all_operators(thaw)
+        frozen.pop("requires_grad")  # as in older files
+        second.load_state_dict(frozen)
+        assert second.apply_all_operators(required) == [[True] * 4]
+
+
+def test_added_group_is_refused_with_the_way():
+    _, state = train(Plain)
+    state["optimizers"][0]["param_groups"].append({"params": [9], "lr": 0.1})
+    with (
+        TorchTrainer(training_operator_cls=Plain, config={}, use_local=True) as trainer,
+        pytest.raises(CheckpointError, match="Create all groups in setup"),
+    ):
+        trainer.load_state_dict(state)
