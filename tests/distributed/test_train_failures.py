@@ -286,7 +286,7 @@ def test_many_reports_do_not_leak_memory(trainer):
     def function():
         def reports():
             for n in range(300):
-                train.report(n=n, text=str(n) * 2000)
+                train.report(n=n, text=str(n) * 20_000)
                 yield n
 
         return grown(reports())
@@ -294,6 +294,7 @@ def test_many_reports_do_not_leak_memory(trainer):
     iterator = trainer.run_iterator(function)
     on_driver = grown(results[0]["n"] for results in iterator)
     for num_bytes, num_references in (on_driver, *iterator.get_final_results()):
-        # If the reports were kept, 200 of them would take more than 1.2 MB.
-        assert num_bytes < 1e5
+        # If the reports were kept, 200 of them would take 12 MB. A thread that imports a module or
+        # a report that is on its way takes less than 1 MB.
+        assert num_bytes < 2e6
         assert num_references < 20
