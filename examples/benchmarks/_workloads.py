@@ -4,6 +4,9 @@ import importlib.metadata
 import os
 import platform
 import statistics
+import subprocess
+import time
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -71,7 +74,8 @@ class Floats(TrainingOperator):
             optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
             criterion=torch.nn.MSELoss(),
         )
-        self.register_data(train_loader=DataLoader(self.samples(config), batch_size=1))
+        loader = DataLoader(self.samples(config), batch_size=1)
+        self.register_data(train_loader=loader, validation_loader=loader)
 
     def make_model(self, floats):
         return torch.nn.Linear(floats, 1, bias=False)
@@ -79,6 +83,20 @@ class Floats(TrainingOperator):
     def samples(self, config):
         features = torch.zeros(64, 1).expand(64, config["floats"])
         return TensorDataset(features, torch.zeros(64, 1))
+
+
+def _cpu():
+    """Return the model of the CPU, and its best vector instructions in PyTorch."""
+    about, name = Path("/proc/cpuinfo"), platform.machine()
+    for line in about.read_text().splitlines() if about.exists() else ():
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _commit():
+    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def spread(values):
@@ -109,8 +127,12 @@ def in_turn(runs, sides, warm_up=1):
 
 
 def machine():
+    """Describe the machine, the day, and the commit of a result."""
     return {
+        "cpu": _cpu(),
         "cpus": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
         "torch": torch.__version__,

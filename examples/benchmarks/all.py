@@ -7,18 +7,15 @@
 ``--only`` runs some benchmarks again and takes the other results from the folder. The folder gets a
 JSON file per benchmark, the table of the documentation (``results.md``), and drawings:
 ``peers.svg`` (epochs and starts of all sides) and ``scale.svg``. Use an idle machine. The table
-contains the load before and after.
+names the machine, the day, and the commit of each benchmark.
 """
 
 import argparse
 import itertools
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import matplotlib
@@ -64,12 +61,12 @@ def start_rows(result):
 
 def calls_rows(result):
     for key, what in (
-        ("floats", "`train(num_steps=1)` beyond its step, ms"),
-        ("buffers", "the same with its step, floats in a buffer, ms"),
+        ("train", "`train(num_steps=1)` beyond its step, ms"),
+        ("validate", "`validate(num_steps=1)` beyond its step, ms"),
+        ("apply", "`apply_all_operators`, ms"),
+        ("buffers", "`train(num_steps=1)` with its step, floats in a buffer, ms"),
     ):
-        rows = result.get(key, {})
-        if rows:
-            yield what, {f"{int(floats):,} floats": ms(row) for floats, row in rows.items()}
+        yield what, {f"{int(floats):,} floats": ms(row) for floats, row in result[key].items()}
 
 
 def scale_rows(result):
@@ -177,14 +174,18 @@ ROWS = {
 }
 
 
-def page_of(results, load):
+def page_of(results):
     """Return the results as Markdown: one table for consecutive rows with the same columns."""
-    head = (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python "
-        f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; load {load[0]:.1f} before and "
-        f"{load[1]:.1f} after. Figures are medians, with the range in parentheses."
-    )
-    lines = [head]
+    places = {}
+    for name, result in results.items():
+        about = result["machine"]
+        place = (
+            f"{about['cpu']}, {about['cpus']} CPUs, Python {about['python']}, PyTorch "
+            f"{about['torch']}, Ray {about['ray']}, {about['date']}, commit {about['commit']}"
+        )
+        places.setdefault(place, []).append(name)
+    lines = [f"{', '.join(names)}: {place}." for place, names in places.items()]
+    lines += ["", "Figures are medians, with the range in parentheses."]
     rows = [row for name in ROWS if name in results for row in ROWS[name](results[name])]
     for columns, group in itertools.groupby(rows, key=lambda row: tuple(row[1])):
         lines += ["", _line(["", *columns]), _line(["---"] + ["---:"] * len(columns))]
@@ -259,12 +260,11 @@ def main():
     parser.add_argument("--smoke-test", action="store_true", help="a look at each")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    before = os.getloadavg()[0]
     for name in args.only:
         run(name, args.folder, args.smoke_test)
     there = [name for name in ROWS if _result_of(name, args.folder).exists()]
     results = {name: json.loads(_result_of(name, args.folder).read_text()) for name in there}
-    page = page_of(results, (before, os.getloadavg()[0]))
+    page = page_of(results)
     (args.folder / "results.md").write_text(page)
     if "epoch" in results:
         draw_peers(results["epoch"], results.get("start"), args.folder / "peers.svg")

@@ -2,10 +2,11 @@
 
     python examples/benchmarks/calls.py
 
-The first figure is the time of ``train(num_steps=1)`` without the step itself, for models of 1,000
-to 25 million floats. It should not depend on the size, because the model does not travel. The
-second is the whole time if the floats are in a buffer, which each step copies. ``scale.py``
-measures calls by the number of workers.
+The first figures are the times of ``train(num_steps=1)`` and ``validate(num_steps=1)`` without
+their step, and of ``apply_all_operators``, for models of 1,000 to 25 million floats. They should
+not depend on the size, because the model does not travel. The last is the whole time of
+``train(num_steps=1)`` if the floats are in a buffer, which each step copies. ``scale.py`` measures
+calls by the number of workers.
 """
 
 import argparse
@@ -35,9 +36,27 @@ class Buffered(Floats):
         return super().samples({"floats": 1})
 
 
+CALLS = {
+    "train": lambda trainer: trainer.train(num_steps=1, profile=True)["profile"],
+    "validate": lambda trainer: trainer.validate(num_steps=1, profile=True)["profile"],
+    "apply": lambda trainer: trainer.apply_all_operators(nothing) and {},
+}
+"""Calls, each of which returns the times of its parts. The longest part is its work."""
+NAMES = {
+    "train": "train(num_steps=1) beyond its step",
+    "validate": "validate(num_steps=1) beyond its step",
+    "apply": "apply_all_operators",
+    "buffers": "train(num_steps=1) with its step, floats in a buffer",
+}
+
+
+def nothing(operator):
+    pass
+
+
 def time_calls(operator_cls, floats, runs):
-    """Return the seconds of a call with one step: in total, and outside the worker's loop."""
-    whole, beyond = [], []
+    """Return the seconds of each call: outside of the worker's loop, and in total."""
+    beyond, whole = {name: [] for name in CALLS}, {name: [] for name in CALLS}
     with TorchTrainer(
         training_operator_cls=operator_cls,
         config={"floats": floats},
@@ -45,16 +64,21 @@ def time_calls(operator_cls, floats, runs):
         min_workers=NUM_WORKERS,
     ) as trainer:
         for _ in range(WARM_UP + runs):
-            started = time.perf_counter()
-            metrics = trainer.train(num_steps=1, profile=True)
-            whole.append(time.perf_counter() - started)
-            beyond.append(whole[-1] - metrics["profile"]["mean_train_epoch_s"])
-    return spread(whole[WARM_UP:]), spread(beyond[WARM_UP:])
+            for name, call in CALLS.items():
+                started = time.perf_counter()
+                work = call(trainer)
+                whole[name].append(time.perf_counter() - started)
+                beyond[name].append(whole[name][-1] - max(work.values(), default=0.0))
+    return [
+        {name: spread(s[WARM_UP:]) for name, s in figures.items()} for figures in (beyond, whole)
+    ]
 
 
-def print_row(floats, row):
+def print_row(name, floats, row):
     low, middle, high = (1e3 * row[key] for key in ("min", "median", "max"))
-    print(f"{floats:12,}   {middle:36.1f} ms   ({low:.1f} to {high:.1f} ms)", flush=True)
+    print(
+        f"{NAMES[name]:52} {floats:12,} {middle:8.1f} ms ({low:.1f} to {high:.1f} ms)", flush=True
+    )
 
 
 def main():
@@ -71,17 +95,13 @@ def main():
         include_dashboard=False,
         log_to_driver=False,
     )
-    result = {"machine": machine(), "floats": {}, "buffers": {}}
-    print(f"\n{'floats':>12}   train(num_steps=1) beyond its step, {runs} calls   (min to max)")
+    result = {"machine": machine()} | {name: {} for name in NAMES}
     for floats in sizes:
-        _, row = time_calls(Floats, floats, runs)
-        result["floats"][floats] = row
-        print_row(floats, row)
-    print(f"\n{'in a buffer':>12}   train(num_steps=1) with its step, {runs} calls   (min to max)")
-    for floats in sizes:
-        row, _ = time_calls(Buffered, floats, runs)
-        result["buffers"][floats] = row
-        print_row(floats, row)
+        rows = time_calls(Floats, floats, runs)[0]
+        rows["buffers"] = time_calls(Buffered, floats, runs)[1]["train"]
+        for name, row in rows.items():
+            result[name][floats] = row
+            print_row(name, floats, row)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2))
 
