@@ -115,10 +115,11 @@ class Options(ABC):
         return resources
 
     @classmethod
-    def arguments_in(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of this class among the local variables of a constructor."""
+    def among(cls, values: Mapping[str, Any], **computed: Any) -> Self:
+        """Create options from the arguments of a trainer, and from `computed` ones."""
         names = {each.name for each in dataclasses.fields(cls)}
-        return {name: value for name, value in values.items() if name in names}
+        given = {name: value for name, value in values.items() if name in names}
+        return cls(**given | computed)
 
     # ---- for subclasses
 

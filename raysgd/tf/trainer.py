@@ -106,17 +106,21 @@ class TFTrainer(OperatorTrainer):
         check_tensorflow("TFTrainer")
         load_triton_first()
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
-        training_operator_cls = _operator(training_operator_cls, model_creator, data_creator)
-        splits_batches = issubclass(training_operator_cls, KerasCreators)  # made from functions
-        num_workers = number_of_workers(num_workers, num_replicas)
-        use_tqdm = use_tqdm or verbose
-        options = TFOptions(**TFOptions.arguments_in(locals()))
+        operator_cls = _operator(training_operator_cls, model_creator, data_creator)
+        has_creators = issubclass(operator_cls, KerasCreators)
+        options = TFOptions.among(
+            locals(),
+            training_operator_cls=operator_cls,
+            num_workers=number_of_workers(num_workers, num_replicas),
+            use_tqdm=use_tqdm or verbose,
+            splits_batches=has_creators,
+        )
         if options.elastic.shares == "measured":
             raise ValueError(
                 'TFTrainer does not support ElasticConfig(shares="measured"). Use "even", or give '
                 "relative shares by node label, accelerator type, or resource."
             )
-        self._plan = fit_plan(options.config) if splits_batches else None
+        self._plan = fit_plan(options.config) if has_creators else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 
     def train(  # type: ignore[override]  # without data sets of raysgd

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,8 +135,8 @@ class TorchTrainer(OperatorTrainer):
         for name in without_old_arguments(others, creators):
             kind = type(self)
             raise unknown_argument(kind.__name__, name, known_arguments(kind))
-        training_operator_cls = _checked_operator(training_operator_cls)
-        options = TorchOptions(**TorchOptions.arguments_in(locals()))
+        _check_operator(training_operator_cls)
+        options = TorchOptions.among(locals())
         super().__init__(options, TorchRunner, initialization_hook, callbacks, logdir)
 
     wrap_ddp = argument("wrap_ddp")
@@ -185,14 +185,13 @@ class TorchTrainer(OperatorTrainer):
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         arguments = super()._trial_arguments(without_old_arguments(arguments))
-        _checked_operator(arguments.get("training_operator_cls"))
+        _check_operator(arguments.get("training_operator_cls"))
         return arguments
 
 
-def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
+def _check_operator(operator_cls: Any) -> None:
     check_operator("TorchTrainer", operator_cls, TrainingOperator, "raysgd.TrainingOperator")
     check_creators(operator_cls)
-    return cast(type[TrainingOperator], operator_cls)
 
 
 # Older scripts import it from here. It needs Ray Tune.
