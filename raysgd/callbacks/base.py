@@ -7,20 +7,22 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
 from raysgd.callbacks.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
+
+if TYPE_CHECKING:  # the module of the trainer imports this one
+    from raysgd.trainer.base import OperatorTrainer as Trainer
+else:
+    Trainer = Any
 
 logger = logging.getLogger(__name__)
 
 _COUNTS, _MOST_ROWS = ("epoch", "num_samples", "batch_count"), 5
 
 __all__ = ["Callback", "History", "LastCall", "LoggerCallback", "Trainer"]
-
-Trainer = Any
-"""A trainer, whose module imports this one."""
 
 
 class LastCall(NamedTuple):
@@ -70,6 +72,8 @@ class Callback:
     saves_state: bool = False
     """Whether `on_pause` saves the state. If True, `on_pause` is also called before the preemption
     of workers that cannot be replaced."""
+    stops_at_nan: bool = False
+    """Whether ``train()`` ends in a step whose loss is not finite, and logs no warning."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Handle the start of ``fit()``, or else of the first ``train()`` or ``validate()``."""

@@ -108,6 +108,8 @@ class TerminateOnNaN(Callback):
     CheckpointCallback keeps the checkpoints before it.
     """
 
+    stops_at_nan: bool = True
+
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         if bad := bad_loss(numbers_in(metrics)):
             trainer.request_stop(f"{bad} in epoch {trainer.epoch}, step {trainer.global_step}.")

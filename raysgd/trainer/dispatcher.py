@@ -15,7 +15,6 @@ from raysgd._internal.context import Progress
 from raysgd._internal.finite import bad_loss
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.callbacks.stopping import TerminateOnNaN
 from raysgd.cluster.serialization import Parcel
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call, LoadRequest
@@ -257,7 +256,7 @@ class Dispatcher:
 
     @property
     def _ends_at_nan(self) -> bool:
-        return any(isinstance(each, TerminateOnNaN) for each in self.callback_list)
+        return any(callback.stops_at_nan for callback in self.callback_list)
 
     def validate(
         self,
