@@ -5,11 +5,14 @@ Importing this package imports neither Ray nor a framework.
 
 from __future__ import annotations
 
-import functools
-
 from raysgd._internal.imports import lazy_names
-from raysgd.train import api, session
-from raysgd.train.api import (
+from raysgd.train.callbacks.callback import TrainingCallback
+from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.framework import Backend, BackendConfig
+from raysgd.train.result import Result
+from raysgd.train.session import (
     TrainContext,
     get_checkpoint,
     get_context,
@@ -21,12 +24,6 @@ from raysgd.train.api import (
     world_rank,
     world_size,
 )
-from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.framework import Backend, BackendConfig
-from raysgd.train.result import Result
 from raysgd.train.trainer import Trainer, TrainingIterator
 
 __all__ = [
@@ -56,7 +53,5 @@ __all__ = [
 ]
 
 
-# Older scripts call the functions of this module.
-vars(session)["__getattr__"] = functools.partial(getattr, api)
 _MODULES = ("horovod", "lightning", "tensorflow", "torch")  # scripts need no second import
 __getattr__ = lazy_names(__name__, {name: f"{__name__}.{name}" for name in _MODULES})

@@ -25,7 +25,6 @@ from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import ApplyRequest
-from raysgd.train import session
 from raysgd.train.arguments import pickled_function
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.configs import FailureConfig, ScalingConfig
@@ -42,8 +41,8 @@ from raysgd.train.framework import (
 from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
-from raysgd.train.session import Plan
 from raysgd.train.worker_group import WorkerGroup, group_options
+from raysgd.train.worker_session import Plan, receive_shards
 
 __all__ = [
     "Backend",
@@ -102,7 +101,7 @@ class _Run:
         members: list[Any] = self.controller.members
         shares = self.datasets.shared_out([member.actor for member in members])
         references = [
-            member.execute(session.receive_shards, share)
+            member.execute(receive_shards, share)
             for member, share in zip(members, shares, strict=True)
         ]
         functions.results(members, references)

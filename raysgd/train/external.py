@@ -6,8 +6,8 @@ import shutil
 import weakref
 from pathlib import Path
 
-from raysgd.train.api import get_checkpoint, world_rank, world_size
-from raysgd.train.session import here
+from raysgd.train.session import get_checkpoint, world_rank, world_size
+from raysgd.train.worker_session import here
 
 
 def newest_checkpoint_path(name: str) -> str | None:

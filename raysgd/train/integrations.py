@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from raysgd.train.session import worker_context
+from raysgd.train.worker_session import worker_context
 
 _MODULES = ("ray.air.integrations.mlflow", "ray.air.integrations.wandb")
 

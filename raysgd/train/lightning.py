@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from raysgd._internal.imports import import_extra
-from raysgd.train.api import get_context, local_rank, report, world_rank, world_size
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.external import check_place, newest_checkpoint_path
+from raysgd.train.session import get_context, local_rank, report, world_rank, world_size
 from raysgd.train.torch.accelerator import get_device
 
 import_extra("raysgd.train.lightning", "lightning.pytorch", "lightning")

@@ -11,12 +11,12 @@ from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd.cluster import process
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop.requests import ApplyRequest
-from raysgd.train import api
+from raysgd.train import session
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.integrations import Finder
 from raysgd.train.report_queue import ReportQueue
-from raysgd.train.session import Plan, Session, here
+from raysgd.train.worker_session import Plan, Session, here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class FunctionRunner(Runner):
     def setup(self, context: WorkerContext) -> None:
         here.context = context
         if process.is_worker:
-            sys.modules["ray.air.session"] = api
+            sys.modules["ray.air.session"] = session
             if Finder not in sys.meta_path:
                 sys.meta_path.insert(0, Finder)
 
@@ -72,11 +72,11 @@ class FunctionRunner(Runner):
     # ---- access from another thread
 
     def progress(self) -> Progress:
-        session = self._session
-        if session is None:
+        running = self._session
+        if running is None:
             return Progress()
-        waits = session.report_queue.blocked_on_driver
-        return Progress(global_step=session.iteration, blocked_on_driver=waits)
+        waits = running.report_queue.blocked_on_driver
+        return Progress(global_step=running.iteration, blocked_on_driver=waits)
 
     def request_stop(self, requested: bool) -> None:
         if requested and self._session is not None:

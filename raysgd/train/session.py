@@ -1,226 +1,203 @@
-"""One run of a training function in a worker: its thread, reports, and checkpoints.
-
-A worker process has one session at a time, shared by all of its threads.
-"""
+"""Functions that a training function calls: reports, checkpoints, ranks and data shards."""
 
 from __future__ import annotations
 
-import io
-import logging
-import os
-import pickle
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
 from raysgd._internal.context import WorkerContext
-from raysgd.callbacks.values import numbers_in
-from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
-from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
+from raysgd.train.worker_session import Plan, Session, here, worker_context
 
-logger = logging.getLogger(__name__)
+_WARNED: set[str] = set()
+
+
+def _within_run(name: str) -> Session | None:
+    """Return the session. Outside of a run, warn once for each function and return None."""
+    session = here.session
+    if session is None and name not in _WARNED:
+        _WARNED.add(name)
+        warnings.warn(
+            f"raysgd.train.{name}() does nothing outside of a training function.", stacklevel=3
+        )
+    return session
+
+
+def report(
+    metrics: Mapping[str, Any] | None = None,
+    /,
+    checkpoint: Checkpoint | None = None,
+    **named: Any,
+) -> None:
+    """Report metrics from a training function; every worker must report equally often.
+
+    Write ``report(loss=0.1, epoch=1)`` or ``report({"loss": 0.1}, checkpoint=...)``. The call waits
+    until the driver has taken the previous report. With a checkpoint, it also waits until the
+    driver has saved it. raysgd adds ``_timestamp`` (whole seconds since the Unix epoch),
+    ``_time_this_iter_s`` (unless you report it) and ``_training_iteration`` (from 1). Outside of a
+    run, it warns once and does nothing.
+
+    Args:
+        metrics: picklable values by name. ``metrics=`` with a dict means the same unless you also
+            pass other metrics by name.
+        checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps the
+            checkpoint of worker 0.
+        named: metrics by name, in place of a dict.
+    """
+    if metrics is None and named.keys() == {"metrics"} and isinstance(named["metrics"], Mapping):
+        metrics = named.pop("metrics")
+    if not isinstance(metrics, Mapping | None):
+        raise TypeError(f"report({metrics!r}): must be a dict. You can also pass metrics by name.")
+    if metrics is not None and named:
+        raise TypeError(
+            f"report() has no argument {next(iter(named))!r}. Pass all metrics in the dict, or all "
+            "by name."
+        )
+    if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
+        raise TypeError(
+            f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
+            "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
+        )
+    session = _within_run("report")
+    if session is not None:
+        session.report(named if metrics is None else metrics, checkpoint)
+
+
+def save_checkpoint(**state: Any) -> None:
+    """Save a checkpoint of worker 0; every worker must call this equally often.
+
+    Returns when the driver holds the checkpoint, so that a loss of workers cannot lose it. `state`
+    has picklable values by name, and `load_checkpoint` returns them as a dict. raysgd adds
+    ``_timestamp`` (whole seconds since the Unix epoch). GPU tensors load on the CPU. A
+    DistributedDataParallel is saved as the model that it wraps. Outside of a run, it warns once and
+    does nothing.
+    """
+    session = _within_run("save_checkpoint")
+    if session is not None:
+        session.save(state)
+
+
+def load_checkpoint() -> dict[str, Any] | None:
+    """Return the newest checkpoint of this run as a dict, or the one that the run started from.
+
+    Return None if there is no checkpoint. Outside of a run, it warns once and returns None.
+    """
+    session = _within_run("load_checkpoint")
+    checkpoint = None if session is None else session.load()
+    return None if checkpoint is None else checkpoint.to_dict()
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """Return the checkpoint of `load_checkpoint` as a :class:`Checkpoint`."""
+    session = _within_run("get_checkpoint")
+    return None if session is None else session.load()
+
+
+def world_rank() -> int:
+    """Return this worker's rank among all workers, from 0; 0 outside of a worker."""
+    return worker_context().world_rank
+
+
+def local_rank() -> int:
+    """Return this worker's rank on its node, from 0; 0 outside of a worker."""
+    return worker_context().local_rank
+
+
+def world_size() -> int:
+    """Return the number of workers; 1 outside of a worker. Only a restart changes it."""
+    return worker_context().world_size
+
+
+def get_dataset_shard(dataset_name: str | None = None) -> Any:
+    """Return this worker's shard of a data set of the trainer.
+
+    A restart with the same number of workers keeps the shards. A restart with another number
+    splits the data set again. The name is required if the data sets have names. Outside of a run,
+    or if the trainer has no data set, it warns and returns None.
+    """
+    if _within_run("get_dataset_shard") is None:
+        return None
+    shards = here.shards
+    if shards is None:
+        warnings.warn(
+            "get_dataset_shard() returns None, because the trainer has no data set.",
+            stacklevel=2,
+        )
+    if not isinstance(shards, dict):
+        return shards
+    names = ", ".join(map(repr, shards))
+    if dataset_name is None:
+        raise RuntimeError(f"get_dataset_shard() needs the name of one of the data sets: {names}.")
+    if dataset_name not in shards:
+        raise KeyError(f"get_dataset_shard({dataset_name!r}): must be one of {names}.")
+    return shards[dataset_name]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
+class TrainContext:
+    """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
-    run: str = ""
-    """Unique name of the run."""
-    function: bytes = b""
-    checkpoint: bytes | None = None
-    iteration: int = 0
-    """Number of reports before the checkpoint."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    folder: str = ""
-    """Folder of the run on the driver; empty if there is none."""
-    encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    """`encode_data` of the user's backend; None if the backend does not override it."""
-    full_size: int | None = None
-    """Number of workers of the full group, which sets the global batch size. None scales the batch
-    with the group."""
+    worker: WorkerContext = field(default_factory=WorkerContext)
+    plan: Plan = field(default_factory=Plan)
 
+    def get_world_size(self) -> int:
+        """Return the number of workers."""
+        return self.worker.world_size
 
-class Session:
-    """One run of a training function in this process."""
+    def get_world_rank(self) -> int:
+        """Return the rank among all workers."""
+        return self.worker.world_rank
 
-    def __init__(self, plan: Plan, report_queue: ReportQueue) -> None:
-        self.plan = plan
-        self.report_queue = report_queue
-        self.iteration = plan.iteration
-        self._checkpoint = plan.checkpoint
-        self._pid = os.getpid()
-        self._reported_at = time.monotonic()
-        self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
+    def get_local_rank(self) -> int:
+        """Return the rank among the workers of this node."""
+        return self.worker.local_rank
 
-    def _run(self) -> None:
-        here.session, here.accelerator, here.seed = self, None, None
-        try:
-            if (state := sys.modules.get("accelerate.state")) is not None:
-                state.AcceleratorState._reset_state(True)  # a run may use another precision
-            before = num_collectives()
-            value = pickle.loads(self.plan.function)()
-            context = worker_context()
-            has_communicated = before is None or num_collectives() != before
-            if context.world_size > 1 and context.world_rank == 0 and not has_communicated:
-                logger.warning(
-                    "The training function ended on %d workers, and they never communicated. If "
-                    "they train one model, wrap it with raysgd.train.torch.prepare_model().",
-                    context.world_size,
-                )
-            end = Turn("end", content=_returned(value), iteration=self.iteration)
-        except BaseException as error:
-            end = Turn("end", error=error)
-        if here.session is self:
-            here.session = None  # before the driver sees the end and begins another run
-        self.report_queue.end(end)
+    def get_local_world_size(self) -> int:
+        """Return the number of workers on this node."""
+        return self.worker.local_world_size
 
-    # ---- calls from the function
+    def get_node_rank(self) -> int:
+        """Return the rank of this node among the nodes that have workers."""
+        return self.worker.node_rank
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-        self._check_process()
-        now = time.monotonic()
-        self.iteration += 1
-        encoded: Any = {
-            constants.TIME_THIS_ITER_S: now - self._reported_at,
-            **metrics,
-            constants.TIMESTAMP: int(time.time()),
-            constants.TRAINING_ITERATION: self.iteration,
-        }
-        if self.plan.encode is not None:
-            encoded = self.plan.encode(encoded)
-        content = _reported(encoded)
-        self._reported_at = now
-        if checkpoint is None:
-            self._hand_over("report", content)
-        else:
-            state = Checkpoint.taken_from(checkpoint).to_dict()
-            # A number in the checkpoint rates it, even if the report has another of that name.
-            own = {name: v for name, v in state.items() if not isinstance(v, Mapping)}
-            self._hand_over("report", content, numbers_in(metrics) | numbers_in(own), state)
+    def get_share(self) -> float:
+        """Return this worker's fraction of the global batch, from 0 to 1.
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        self._check_process()
-        stamped = {**state, constants.TIMESTAMP: int(time.time())}
-        self._hand_over("checkpoint", None, numbers_in(state), stamped)
+        The fraction is ``1 / get_world_size()`` unless ``ElasticConfig(shares={...})`` sets others.
+        """
+        shares = self.worker.shares or (1.0,) * self.worker.world_size
+        return shares[self.worker.world_rank] / sum(shares)
 
-    def load(self) -> Checkpoint | None:
-        return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the trainer's ``metadata``."""
+        return dict(self.plan.metadata)
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "A forked process cannot report or save, because it has no connection to the "
-                "driver. Send the values to the process of the worker, and report there."
-            )
+    def get_experiment_name(self) -> str:
+        """Return the name of the run or the trial."""
+        return self.plan.name
 
-    def _hand_over(
-        self,
-        kind: TurnKind,
-        content: Parcel | None,
-        numbers: Mapping[str, float] | None = None,
-        checkpoint: dict[str, Any] | None = None,
-    ) -> None:
-        """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
-        blob = None
-        if checkpoint is not None:
-            if self.plan.metadata:
-                described = Checkpoint(checkpoint)
-                described.set_metadata({**self.plan.metadata, **described.get_metadata()})
-                checkpoint = described.to_dict()
-            self._checkpoint = blob = _pickled(checkpoint)
-            if self.plan.encode is not None:
-                blob = _pickled(self.plan.encode(checkpoint))
-        self.report_queue.put(
-            Turn(
-                kind,
-                content=content,
-                checkpoint=blob if worker_context().world_rank == 0 else None,
-                has_checkpoint=blob is not None,
-                numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
-                iteration=self.iteration,
-            )
-        )
+    get_trial_name = get_experiment_name
+
+    def get_trial_id(self) -> str:
+        """Return the unique ID of the run."""
+        return self.plan.run
+
+    def get_trial_dir(self) -> str:
+        """Return the folder of the run on the driver; empty in a trial of Tune."""
+        return self.plan.folder
 
 
-def _pickled(state: Any) -> bytes:
-    """Pickle a checkpoint for readers without a GPU, a process group, or raysgd."""
-    file = io.BytesIO()
-    try:
-        portable_pickler(cloudpickle.Pickler)(file).dump(state)
-    except Exception as error:
-        raise TypeError(
-            f"This checkpoint cannot be pickled: {error}. Save state_dict() of models and "
-            "optimizers, and plain values."
-        ) from error
-    return file.getvalue()
+def get_context() -> TrainContext:
+    """Return this worker's context; outside of a worker, the context of a single worker."""
+    plan = Plan() if here.session is None else here.session.plan
+    return TrainContext(worker_context(), plan)
 
 
-def _reported(metrics: Any) -> Parcel:
-    """Pack reported metrics immediately, so that the function may change the originals."""
-    try:
-        packed = pack(metrics, portable=True)  # its buffers still share memory with the originals
-        return Parcel(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
-    except Exception as error:
-        name = unpicklable_key(metrics) if isinstance(metrics, Mapping) else None
-        raise TypeError(
-            f"report(): the metric {name!r} cannot be pickled: {error}. Report plain values."
-        ) from error
+def __getattr__(name: str) -> Any:
+    """Let this module take the place of ``ray.air.session``, which has further names of a context.
 
-
-def num_collectives() -> int | None:
-    """Return the number of PyTorch collectives so far; None if unknown."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
-        return None  # raysgd does not count groups that the function creates
-    return getattr(dist.group.WORLD, "num_operations", None)
-
-
-def _returned(value: Any) -> Parcel | None:
-    """Pack what the function returned; None, with a warning, if it cannot be pickled."""
-    try:
-        return pack(value, portable=True)
-    except Exception as error:
-        logger.warning(
-            "The driver gets None, because the training function returned a %s that cannot be "
-            "pickled: %s",
-            type(value).__name__,
-            error,
-        )
-        return None
-
-
-# ---- state of this process
-
-
-@dataclass
-class _Here:
-    session: Session | None = None
-    context: WorkerContext | None = None
-    """Context of this worker, also between runs. None outside of a worker."""
-    shards: Any = None
-    """This worker's data sets, for the current session or the next one."""
-    accelerator: Any = None
-    """Precision and prepared optimizers of the run, if it uses `raysgd.train.torch`."""
-    seed: int | None = None
-    """Argument of ``enable_reproducibility`` in the run."""
-
-
-here = _Here()
-
-
-def worker_context() -> WorkerContext:
-    """Return this worker's context; outside of a worker, that of a single worker."""
-    return here.context or WorkerContext()
-
-
-def receive_shards(shards: Any) -> None:
-    here.shards = shards
+    The functions of Ray only log a warning in training functions of raysgd.
+    """
+    return getattr(get_context(), name)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd._internal.imports import import_extra
-from raysgd.train.api import report, world_rank
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.external import check_place, newest_checkpoint_path
+from raysgd.train.session import report, world_rank
 
 for _module in ("transformers", "accelerate"):
     import_extra("raysgd.train.huggingface.transformers", _module, "huggingface")

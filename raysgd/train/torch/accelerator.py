@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import Precision, create_precision
-from raysgd.train import session
-from raysgd.train.api import world_rank, world_size
+from raysgd.train import worker_session
+from raysgd.train.session import world_rank, world_size
 from raysgd.train.torch.loading import PreparedLoader
 
 
@@ -37,9 +37,9 @@ class _Accelerator:
 
 
 def _accelerator() -> _Accelerator:
-    if session.here.accelerator is None:
-        session.here.accelerator = _Accelerator(amp=False)
-    accelerator: _Accelerator = session.here.accelerator
+    if worker_session.here.accelerator is None:
+        worker_session.here.accelerator = _Accelerator(amp=False)
+    accelerator: _Accelerator = worker_session.here.accelerator
     return accelerator
 
 
@@ -49,21 +49,21 @@ def accelerate(amp: bool = False) -> None:
     With `amp`, models from `prepare_model` compute in mixed precision: in float16 on a GPU, and in
     bfloat16 on a CPU. Then use `prepare_optimizer` and `backward` as well.
     """
-    if session.here.accelerator is not None:
+    if worker_session.here.accelerator is not None:
         raise RuntimeError(
             "accelerate() has to be called once, and before prepare_model(), "
             "prepare_data_loader(), prepare_optimizer(), and backward()."
         )
-    session.here.accelerator = _Accelerator(amp)
+    worker_session.here.accelerator = _Accelerator(amp)
 
 
 def get_device() -> torch.device:
     """Return the device of this worker: its GPU if it has one, otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if session.here.context is None:
+    if worker_session.here.context is None:
         return torch.device("cuda", torch.cuda.current_device())
-    index = session.here.context.gpu_index
+    index = worker_session.here.context.gpu_index
     if index is None:
         return torch.device("cpu")
     # Each worker sees only its own GPUs unless the workers of a node share them.
@@ -168,7 +168,7 @@ def prepare_data_loader(
             "Partition other data yourself, by raysgd.train.world_rank()."
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
-    running, seed = session.here.session, session.here.seed
+    running, seed = worker_session.here.session, worker_session.here.seed
     if seed is None:  # the random numbers of several workers may differ
         seed = torch.initial_seed() % 2**31 if world_size() == 1 else 0
     return PreparedLoader(
@@ -180,9 +180,9 @@ def prepare_data_loader(
         seed=seed,
         splits=add_dist_sampler,
         full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
-        shares=session.worker_context().shares,
+        shares=worker_session.worker_context().shares,
         weigh=functools.partial(setattr, accelerator, "share"),
-        num_collectives=session.num_collectives,
+        num_collectives=worker_session.num_collectives,
     )
 
 
@@ -225,7 +225,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     # Deterministic matrix products on CUDA need this.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    session.here.seed = seed
+    worker_session.here.seed = seed
 
 
 def _in_autocast(

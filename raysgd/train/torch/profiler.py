@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.profiler import exported
-from raysgd.train.api import world_rank
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
+from raysgd.train.session import world_rank
 
 
 class TorchWorkerProfiler:

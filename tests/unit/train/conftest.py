@@ -3,7 +3,7 @@
 import pytest
 
 from raysgd._internal.context import WorkerContext
-from raysgd.train.session import Plan, Session, here
+from raysgd.train.worker_session import Plan, Session, here
 
 
 class FakeQueue:

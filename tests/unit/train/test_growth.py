@@ -7,7 +7,7 @@ import pytest
 from raysgd.elastic.call import Call
 from raysgd.train.backend import _grow, _Run
 from raysgd.train.report_queue import Turn
-from raysgd.train.session import Plan
+from raysgd.train.worker_session import Plan
 
 TURNS = {
     "S": Turn("checkpoint", has_checkpoint=True),

@@ -12,10 +12,10 @@ import pytest
 from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
-from raysgd.train import session
+from raysgd.train import worker_session
 from raysgd.train.integrations import Finder
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
-from raysgd.train.session import Plan
+from raysgd.train.worker_session import Plan
 
 
 class Worker:
@@ -44,7 +44,7 @@ def make_worker():
     for worker in workers:
         worker.runner.handle(EndRunRequest())
         worker.runner.teardown()
-    session.receive_shards(None)
+    worker_session.receive_shards(None)
 
 
 @pytest.mark.filterwarnings(r"ignore:`\w+` is meant to only be called")  # by Ray 2.44
@@ -116,7 +116,7 @@ def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
 
 def test_repeated_requests_to_begin_start_a_function_once(make_worker):
     begun = threading.Semaphore(0)
-    session.receive_shards(begun)
+    worker_session.receive_shards(begun)
     worker = make_worker()
     for _ in range(2):
         worker.begin(lambda: train.get_dataset_shard().release())
@@ -146,7 +146,7 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     worker.runner.handle(EndRunRequest())
     with pytest.raises(RuntimeError, match="was stopped"):
         worker.next()
-    assert session.here.session is None
+    assert worker_session.here.session is None
 
 
 def test_a_new_generation_drops_the_function(make_worker):

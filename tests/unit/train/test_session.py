@@ -1,100 +1,114 @@
-"""Reports and checkpoints of a training function, with a fake queue to the driver."""
-
-import multiprocessing
-import pickle
-import threading
+"""The functions of `raysgd.train`, inside and outside of a run."""
 
 import pytest
-import torch
 
 from raysgd import train
-from raysgd.train import Checkpoint, constants
+from raysgd._internal.context import WorkerContext
+from raysgd.train import session
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.session import TrainContext
 
 
-def own(state):
-    """Return a saved state without the time that raysgd adds."""
-    assert state["_timestamp"] > 1e9
-    return {name: value for name, value in state.items() if name != "_timestamp"}
+def test_ranks_inside_and_outside_of_a_run(run):
+    assert (train.world_rank(), train.local_rank(), train.world_size()) == (0, 0, 1)
+    run(rank=1)
+    assert (train.world_rank(), train.local_rank(), train.world_size()) == (1, 1, 2)
+    context = train.get_context()
+    assert (context.get_world_rank(), context.get_world_size()) == (1, 2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_worker_0_sends_its_checkpoint(run, rank):
-    queue, weights = run(rank=rank), [1, 2]
-    train.save_checkpoint(epoch=rank, model={"w": weights})
-    (turn,) = queue.turns
-    assert turn.has_checkpoint
-    assert (turn.checkpoint is not None) == (rank == 0)
-    assert turn.numbers["epoch"] == rank
-    weights[0] = 5  # the checkpoint keeps the saved value
-    assert own(train.load_checkpoint()) == {"epoch": rank, "model": {"w": [1, 2]}}
+@pytest.mark.parametrize("name", ["report", "save_checkpoint", "load_checkpoint"])
+def test_outside_of_a_run_a_call_warns_once_and_does_nothing(name, monkeypatch):
+    monkeypatch.setattr(session, "_WARNED", set())
+    with pytest.warns(UserWarning, match=rf"train\.{name}\(\) does nothing outside") as warned:
+        assert getattr(train, name)() is None
+    assert warned[0].filename == __file__
+    assert getattr(train, name)() is None
 
 
-@pytest.mark.parametrize("size", [1, 100_000])
-def test_a_report_has_the_values_at_the_time_of_the_call(run, size):
+def test_all_forms_of_report_are_the_same(run):
     queue = run()
-    running, losses = torch.zeros(size), [0.5]
-    train.report(running=running, losses=losses)
-    running += 1
-    losses.append(0.25)
-    found = queue.turns[0].metrics
-    assert found["running"].sum() == 0
-    assert found["losses"] == [0.5]
+    train.report(loss=1.0, epoch=2)
+    train.report({"loss": 1.0, "epoch": 2})
+    train.report(metrics={"loss": 1.0, "epoch": 2}, checkpoint=Checkpoint.from_dict({}))
+    for n, turn in enumerate(queue.turns):
+        own = {k: v for k, v in turn.metrics.items() if not k.startswith("_")}
+        assert own == {"loss": 1.0, "epoch": 2}
+        assert turn.metrics["_training_iteration"] == n + 1
+        assert turn.metrics["_time_this_iter_s"] >= 0
 
 
-def test_numbers_in_a_checkpoint_rate_it_before_those_of_its_report(run):
+def test_a_function_may_report_its_own_time_but_no_timestamp(run):
     queue = run()
-    weights = {"bias": torch.ones(1)}
-    saved = {"loss": torch.tensor(4.0), "model": weights, "accuracy": torch.ones(3)}
-    train.report({"loss": 2, "accuracy": 0.5}, checkpoint=Checkpoint.from_dict(saved))
-    train.report({}, checkpoint=Checkpoint.from_dict({"loss": 1}))
-    train.save_checkpoint(loss=3)
-    first, *others = [dict(turn.numbers) for turn in queue.turns]
-    assert {name: value for name, value in first.items() if name != "_timestamp"} == {
-        "loss": 4,
-        "accuracy": 0.5,
-    }
-    assert [numbers["loss"] for numbers in others] == [1, 3]
-    assert queue.turns[0].metrics["loss"] == 2
+    train.report(_time_this_iter_s=7.5, _timestamp=3)
+    train.save_checkpoint(epoch=1, _timestamp=3)  # a loaded checkpoint has this key
+    assert queue.turns[0].metrics["_time_this_iter_s"] == 7.5
+    for stamp in (queue.turns[0].metrics["_timestamp"], train.load_checkpoint()["_timestamp"]):
+        assert type(stamp) is int
+        assert stamp > 1e9
 
 
-def test_values_that_cannot_be_pickled_are_refused_in_the_function(run):
+@pytest.mark.parametrize(
+    ("arguments", "named", "reported"),
+    [
+        ([], {"metrics": 3}, {"metrics": 3}),
+        ([], {"metrics": {"a": 1}, "loss": 2}, {"metrics": {"a": 1}, "loss": 2}),
+        ([{"metrics": {"a": 1}}], {}, {"metrics": {"a": 1}}),
+        ([], {"checkpoint_dir_name": 3}, {"checkpoint_dir_name": 3}),
+    ],
+)
+def test_metrics_may_have_the_names_of_arguments(run, arguments, named, reported):
+    queue = run()
+    train.report(*arguments, **named)
+    assert queue.turns[0].metrics.items() >= reported.items()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: train.report(5), "must be a dict"),
+        (lambda: train.report({}, validation=True), "no argument 'validation'"),
+        (lambda: train.report({}, checkpoint={"a": 1}), r"from_dict.*save_checkpoint\(name=value"),
+    ],
+)
+def test_a_wrong_report_is_refused(run, call, match):
+    queue = run()
+    with pytest.raises(TypeError, match=match):
+        call()
+    assert queue.turns == []
+
+
+def test_data_set_shards(run):
+    run(shards="all of it")
+    assert train.get_dataset_shard() == "all of it"
+    run(shards={"train": "a", "val": "b"})
+    assert train.get_dataset_shard("val") == "b"
+    with pytest.raises(KeyError, match=r"'other'.*'train', 'val'"):
+        train.get_dataset_shard("other")
+    with pytest.raises(RuntimeError, match="'train', 'val'"):
+        train.get_dataset_shard()
     run()
-    with pytest.raises(TypeError, match=r"the metric 'lock' cannot be pickled: .* plain values"):
-        train.report(loss=0.5, lock=threading.Lock())
-    with pytest.raises(TypeError, match="checkpoint cannot be pickled"):
-        train.save_checkpoint(lock=threading.Lock())
+    with pytest.warns(UserWarning, match="has no data set"):
+        assert train.get_dataset_shard("train") is None
 
 
-@pytest.mark.parametrize("call", [train.report, train.save_checkpoint])
-def test_a_forked_process_cannot_report_or_save(run, call):
-    run()
-    context = multiprocessing.get_context("fork")
-    raised = context.SimpleQueue()
-
-    def child():
-        try:
-            call(a=1)
-        except RuntimeError as error:
-            raised.put(str(error))
-
-    process = context.Process(target=child)
-    process.start()
-    process.join()
-    assert "report there" in raised.get()
+def test_a_context_has_the_name_and_the_metadata_of_the_run(run):
+    assert train.get_context().get_trial_name() == ""
+    run(metadata={"by": "me"}, name="mine", folder="/results/mine")
+    context = train.get_context()
+    context.get_metadata().clear()
+    assert context.get_metadata() == {"by": "me"}
+    assert context.get_experiment_name() == context.get_trial_name() == "mine"
+    assert (context.get_trial_id(), context.get_trial_dir()) == ("one", "/results/mine")
 
 
-def test_a_run_continues_from_a_checkpoint(run):
-    queue = run(checkpoint=pickle.dumps({"epoch": 4}), iteration=5)
-    assert train.load_checkpoint() == train.get_checkpoint().to_dict() == {"epoch": 4}
-    train.report(a=1)
-    assert queue.turns[0].metrics["_training_iteration"] == 6
-
-
-def test_a_backend_encodes_what_is_sent_but_not_what_is_loaded(run):
-    queue = run(encode=pickle.dumps)
-    train.save_checkpoint(epoch=1)
-    train.report(epoch=1)
-    assert own(pickle.loads(pickle.loads(queue.turns[0].checkpoint))) == {"epoch": 1}
-    assert own(train.load_checkpoint()) == {"epoch": 1}
-    reported = pickle.loads(queue.turns[1].metrics)
-    assert reported.keys() == {"epoch", *constants.BASIC_AUTOFILLED_KEYS}
+def test_a_context_has_the_place_on_the_node():
+    worker = WorkerContext(
+        world_rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1
+    )
+    context = TrainContext(worker)
+    assert (context.get_node_rank(), context.get_local_rank()) == (1, 1)
+    assert context.get_share() == 0.25
+    unequal = WorkerContext(world_rank=1, world_size=2, shares=(0.75, 0.5))
+    assert TrainContext(unequal).get_share() == 0.4
+    assert context.get_local_world_size() == 2

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
-from raysgd.train.session import Plan
 from raysgd.train.torch import TorchConfig
+from raysgd.train.worker_session import Plan
 
 VARIABLES = (
     "ACCELERATE_USE_CPU",

@@ -1,0 +1,226 @@
+"""One run of a training function in a worker: its thread, reports, and checkpoints.
+
+A worker process has one session at a time, shared by all of its threads.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from raysgd._internal.context import WorkerContext
+from raysgd.callbacks.values import numbers_in
+from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
+from raysgd.train import constants
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
+
+    run: str = ""
+    """Unique name of the run."""
+    function: bytes = b""
+    checkpoint: bytes | None = None
+    iteration: int = 0
+    """Number of reports before the checkpoint."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    folder: str = ""
+    """Folder of the run on the driver; empty if there is none."""
+    encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """`encode_data` of the user's backend; None if the backend does not override it."""
+    full_size: int | None = None
+    """Number of workers of the full group, which sets the global batch size. None scales the batch
+    with the group."""
+
+
+class Session:
+    """One run of a training function in this process."""
+
+    def __init__(self, plan: Plan, report_queue: ReportQueue) -> None:
+        self.plan = plan
+        self.report_queue = report_queue
+        self.iteration = plan.iteration
+        self._checkpoint = plan.checkpoint
+        self._pid = os.getpid()
+        self._reported_at = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
+
+    def _run(self) -> None:
+        here.session, here.accelerator, here.seed = self, None, None
+        try:
+            if (state := sys.modules.get("accelerate.state")) is not None:
+                state.AcceleratorState._reset_state(True)  # a run may use another precision
+            before = num_collectives()
+            value = pickle.loads(self.plan.function)()
+            context = worker_context()
+            has_communicated = before is None or num_collectives() != before
+            if context.world_size > 1 and context.world_rank == 0 and not has_communicated:
+                logger.warning(
+                    "The training function ended on %d workers, and they never communicated. If "
+                    "they train one model, wrap it with raysgd.train.torch.prepare_model().",
+                    context.world_size,
+                )
+            end = Turn("end", content=_returned(value), iteration=self.iteration)
+        except BaseException as error:
+            end = Turn("end", error=error)
+        if here.session is self:
+            here.session = None  # before the driver sees the end and begins another run
+        self.report_queue.end(end)
+
+    # ---- calls from the function
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        self._check_process()
+        now = time.monotonic()
+        self.iteration += 1
+        encoded: Any = {
+            constants.TIME_THIS_ITER_S: now - self._reported_at,
+            **metrics,
+            constants.TIMESTAMP: int(time.time()),
+            constants.TRAINING_ITERATION: self.iteration,
+        }
+        if self.plan.encode is not None:
+            encoded = self.plan.encode(encoded)
+        content = _reported(encoded)
+        self._reported_at = now
+        if checkpoint is None:
+            self._hand_over("report", content)
+        else:
+            state = Checkpoint.taken_from(checkpoint).to_dict()
+            # A number in the checkpoint rates it, even if the report has another of that name.
+            own = {name: v for name, v in state.items() if not isinstance(v, Mapping)}
+            self._hand_over("report", content, numbers_in(metrics) | numbers_in(own), state)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        self._check_process()
+        stamped = {**state, constants.TIMESTAMP: int(time.time())}
+        self._hand_over("checkpoint", None, numbers_in(state), stamped)
+
+    def load(self) -> Checkpoint | None:
+        return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "A forked process cannot report or save, because it has no connection to the "
+                "driver. Send the values to the process of the worker, and report there."
+            )
+
+    def _hand_over(
+        self,
+        kind: TurnKind,
+        content: Parcel | None,
+        numbers: Mapping[str, float] | None = None,
+        checkpoint: dict[str, Any] | None = None,
+    ) -> None:
+        """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
+        blob = None
+        if checkpoint is not None:
+            if self.plan.metadata:
+                described = Checkpoint(checkpoint)
+                described.set_metadata({**self.plan.metadata, **described.get_metadata()})
+                checkpoint = described.to_dict()
+            self._checkpoint = blob = _pickled(checkpoint)
+            if self.plan.encode is not None:
+                blob = _pickled(self.plan.encode(checkpoint))
+        self.report_queue.put(
+            Turn(
+                kind,
+                content=content,
+                checkpoint=blob if worker_context().world_rank == 0 else None,
+                has_checkpoint=blob is not None,
+                numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
+                iteration=self.iteration,
+            )
+        )
+
+
+def _pickled(state: Any) -> bytes:
+    """Pickle a checkpoint for readers without a GPU, a process group, or raysgd."""
+    file = io.BytesIO()
+    try:
+        portable_pickler(cloudpickle.Pickler)(file).dump(state)
+    except Exception as error:
+        raise TypeError(
+            f"This checkpoint cannot be pickled: {error}. Save state_dict() of models and "
+            "optimizers, and plain values."
+        ) from error
+    return file.getvalue()
+
+
+def _reported(metrics: Any) -> Parcel:
+    """Pack reported metrics immediately, so that the function may change the originals."""
+    try:
+        packed = pack(metrics, portable=True)  # its buffers still share memory with the originals
+        return Parcel(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
+    except Exception as error:
+        name = unpicklable_key(metrics) if isinstance(metrics, Mapping) else None
+        raise TypeError(
+            f"report(): the metric {name!r} cannot be pickled: {error}. Report plain values."
+        ) from error
+
+
+def num_collectives() -> int | None:
+    """Return the number of PyTorch collectives so far; None if unknown."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
+        return None  # raysgd does not count groups that the function creates
+    return getattr(dist.group.WORLD, "num_operations", None)
+
+
+def _returned(value: Any) -> Parcel | None:
+    """Pack what the function returned; None, with a warning, if it cannot be pickled."""
+    try:
+        return pack(value, portable=True)
+    except Exception as error:
+        logger.warning(
+            "The driver gets None, because the training function returned a %s that cannot be "
+            "pickled: %s",
+            type(value).__name__,
+            error,
+        )
+        return None
+
+
+# ---- state of this process
+
+
+@dataclass
+class _Here:
+    session: Session | None = None
+    context: WorkerContext | None = None
+    """Context of this worker, also between runs. None outside of a worker."""
+    shards: Any = None
+    """This worker's data sets, for the current session or the next one."""
+    accelerator: Any = None
+    """Precision and prepared optimizers of the run, if it uses `raysgd.train.torch`."""
+    seed: int | None = None
+    """Argument of ``enable_reproducibility`` in the run."""
+
+
+here = _Here()
+
+
+def worker_context() -> WorkerContext:
+    """Return this worker's context; outside of a worker, that of a single worker."""
+    return here.context or WorkerContext()
+
+
+def receive_shards(shards: Any) -> None:
+    here.shards = shards
