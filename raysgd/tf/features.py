@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -13,23 +13,15 @@ from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.tf.communication import communication_of
 from raysgd.tf.engine import Engine
-from raysgd.tf.registration import check_compiled
-from raysgd.tf.train_state import KerasTrainState
 
-
-def add_features(state: KerasTrainState) -> None:
-    """Create the features of updates, in the order of their hooks."""
-    state.optimization = KerasOptimization(state)
-    state.set_features(
-        [KerasReplication(state), state.optimization, state.micro_batching, Averages(state)]
-    )
-
+if TYPE_CHECKING:
+    from raysgd.tf.train_state import KerasTrainState
 
 _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""
 
 
-class KerasReplication(StepFeature):
+class ReplicaSync(StepFeature):
     """Copies the state at the start, averages statistics after each call, and compares replicas.
 
     Each update compares what the workers train. Values are compared only after a change of the
@@ -53,7 +45,7 @@ class KerasReplication(StepFeature):
         self._num_unchecked = _COMPARED_EVERY
 
     def begin_call(self, logs_steps: bool) -> None:
-        check_compiled(self._state)
+        self._state.check_compiled()
         if self._trainable != (trainable := self._state.trainable()):
             self._trainable, self._state.engine = trainable, Engine()  # graphs depend on it
         self._compare()

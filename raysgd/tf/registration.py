@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from raysgd._internal.arguments import checked_dict
 from raysgd.loop.operator_base import listed, shaped_like
-from raysgd.tf.engine import NEXT_PHASE
 from raysgd.tf.keras import scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
 from raysgd.tf.train_state import KerasTrainState
@@ -98,22 +97,7 @@ def complete(state: KerasTrainState) -> None:
     for optimizer, variables in state.trained():
         if not optimizer.built:
             optimizer.build(variables)
-    state.compiled = _compiled(state)
-
-
-def _compiled(state: KerasTrainState) -> list[Any]:
-    names = ("optimizer", "_compile_loss", "_compile_metrics")
-    return [getattr(model, name, None) for model in state.models for name in names]
-
-
-def check_compiled(state: KerasTrainState) -> None:
-    """Raise an error if a model was compiled after `setup`, which would have no effect."""
-    if any(now is not then for now, then in zip(_compiled(state), state.compiled, strict=True)):
-        raise RuntimeError(
-            "A model was compiled after setup, but TFTrainer trains with the optimizer, loss, and "
-            "metrics of setup. Change rates by optimizer.learning_rate, and freeze layers by "
-            f"layer.trainable. {NEXT_PHASE}"
-        )
+    state.compiled = state.compile_arguments()
 
 
 def _sample_of(spec: Any) -> Any:

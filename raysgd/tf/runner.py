@@ -91,7 +91,6 @@ def build_operator(
     import keras
     import tensorflow as tf
 
-    from raysgd.tf.features import add_features
     from raysgd.tf.keras import policy_name
     from raysgd.tf.registration import complete
     from raysgd.tf.train_state import KerasTrainState
@@ -102,7 +101,6 @@ def build_operator(
     # With this seed, data sets without a seed of their own shuffle equally on all workers.
     tf.random.set_seed(settings.options.seed % 2**31)
     train_state = KerasTrainState(settings, communication)
-    add_features(train_state)
     operator = create_operator(operator_cls, config, train_state)
     complete(train_state)
     return operator

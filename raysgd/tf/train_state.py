@@ -17,7 +17,8 @@ from raysgd.loop.differences import cpu_model, differing, hash_of, minority_of, 
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
-from raysgd.tf.engine import Engine
+from raysgd.tf.engine import NEXT_PHASE, Engine
+from raysgd.tf.features import Averages, KerasOptimization, ReplicaSync
 from raysgd.tf.keras import (
     named_arrays,
     overrides,
@@ -47,7 +48,24 @@ class KerasTrainState(TrainState):
         self._losses: list[Any] | None = None
         self.class_weight: Mapping[Any, float] = {}
         self.compiled: list[Any] = []  # what the models were compiled with when `setup` ended
-        self.optimization: Any = None  # the `KerasOptimization`, from `add_features`
+        self.optimization = KerasOptimization(self)
+        self.set_features(
+            [ReplicaSync(self), self.optimization, self.micro_batching, Averages(self)]
+        )
+
+    def compile_arguments(self) -> list[Any]:
+        names = ("optimizer", "_compile_loss", "_compile_metrics")
+        return [getattr(model, name, None) for model in self.models for name in names]
+
+    def check_compiled(self) -> None:
+        """Raise an error if a model was compiled after `setup`, which would have no effect."""
+        pairs = zip(self.compile_arguments(), self.compiled, strict=True)
+        if any(now is not then for now, then in pairs):
+            raise RuntimeError(
+                "A model was compiled after setup, but TFTrainer trains with the optimizer, loss, "
+                "and metrics of setup. Change rates by optimizer.learning_rate, and freeze layers "
+                f"by layer.trainable. {NEXT_PHASE}"
+            )
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
         groups = [self.models] * len(self.optimizers)

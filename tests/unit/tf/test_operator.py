@@ -10,7 +10,7 @@ keras = pytest.importorskip("keras")
 
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.communication import Communication  # noqa: E402
-from raysgd.tf.features import KerasReplication  # noqa: E402
+from raysgd.tf.features import ReplicaSync  # noqa: E402
 from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, make_model, weights  # noqa: E402
@@ -220,7 +220,7 @@ def test_integers_of_a_model_are_not_averaged():
     model = keras.Sequential(layers)
     seeds = model.layers[1].seed_generator.state.numpy()
     state = SimpleNamespace(models=[model], communication=Zeros(2, 0), check_values=lambda: None)
-    feature = KerasReplication(state)
+    feature = ReplicaSync(state)
     feature.sync_buffers()
     assert model.layers[0].moving_variance.numpy().tolist() == [0.0, 0.0]
     assert (model.layers[1].seed_generator.state.numpy() == seeds).all()
