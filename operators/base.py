@@ -90,7 +90,7 @@ class ConfiguredOperator(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.options = {
-            key: _plain(config.get(key, default)) for key, default in self.OPTIONS.items()
+            key: _python_number(config.get(key, default)) for key, default in self.OPTIONS.items()
         }
         if self.world_rank == 0:
             self._warn_of_misspelled(config)
@@ -300,6 +300,6 @@ def _named(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
-def _plain(value: Any) -> Any:
+def _python_number(value: Any) -> Any:
     """Convert NumPy numbers, which hyperparameter searches draw, to Python numbers."""
     return value.item() if isinstance(value, np.generic) else value

@@ -38,7 +38,7 @@ _ONE = 2**1074
 """The number 1 in units of the smallest float. Sums are exact whole numbers of these units."""
 
 
-def is_number(value: Any) -> bool:
+def is_numeric(value: Any) -> bool:
     """Return whether `value` can be averaged: a number, or a tensor or array of numbers."""
     if hasattr(value, "__array__"):
         # NumPy has text arrays. PyTorch dtypes have no `kind` and are always numeric.
@@ -46,7 +46,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float | int | numbers.Number)
 
 
-def _plain(value: Any) -> Any:
+def _on_cpu(value: Any) -> Any:
     if hasattr(value, "detach"):
         return value.item() if value.numel() == 1 else value.detach().cpu().double()
     if hasattr(value, "__array__"):
@@ -58,7 +58,7 @@ def _summable(value: Any) -> Any:
     """Convert `value` for float64 sums. Tensors on an accelerator stay there, to avoid waiting."""
     if hasattr(value, "detach") and value.device.type not in ("cpu", "mps"):
         return value.detach().double()
-    value = _plain(value)
+    value = _on_cpu(value)
     return float(value) if isinstance(value, float | numbers.Real) else value
 
 
@@ -115,12 +115,12 @@ class AverageMeter:
     @property
     def val(self) -> Any:
         """Newest value."""
-        return _plain(self._last)
+        return _on_cpu(self._last)
 
     @property
     def sum(self) -> Any:
         """Weighted sum."""
-        return _plain(_rounded(self._total))
+        return _on_cpu(_rounded(self._total))
 
     @property
     def avg(self) -> Any:
@@ -176,7 +176,7 @@ class Sums(MergeableMetric):
     @property
     def sums(self) -> dict[str, Any]:
         """Sums by name: floats, or float64 on the CPU for arrays and tensors."""
-        return {name: _plain(_rounded(value)) for name, value in self._sums.items()}
+        return {name: _on_cpu(_rounded(value)) for name, value in self._sums.items()}
 
     def merge(self, other: Self) -> Self:
         """Return a metric with the added sums of both metrics."""
@@ -190,7 +190,7 @@ class Sums(MergeableMetric):
         return self.function(**self.sums)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"function": self.function, "_sums": map_leaves(self._sums, _plain)}
+        return {"function": self.function, "_sums": map_leaves(self._sums, _on_cpu)}
 
 
 def ratio(total: Any, weight: Any) -> Any:
@@ -218,7 +218,7 @@ def _numbers(value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         parts = {end: _numbers(each) for end, each in value.items()}
         return {f"{end}{index}": n for end, part in parts.items() for index, n in part.items()}
-    array = np.asarray(_plain(value), dtype=np.float64)
+    array = np.asarray(_on_cpu(value), dtype=np.float64)
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
 
@@ -275,7 +275,7 @@ class AverageMeterCollection:
 
     def share(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
         """Replace the stored updates with those of all workers, which `exchange` returns."""
-        self._pending = exchange(map_leaves(self._pending, _plain))
+        self._pending = exchange(map_leaves(self._pending, _on_cpu))
 
     def count_held(self) -> None:
         """Apply the stored updates."""
@@ -303,7 +303,7 @@ class AverageMeterCollection:
             TypeError: If a metric is a list, tuple, or set, whose meaning is ambiguous.
         """
         self.batch_count += is_batch
-        n = _plain(n)
+        n = _on_cpu(n)
         self.num_samples += n
         self._add(metrics, n)
 
@@ -312,7 +312,7 @@ class AverageMeterCollection:
             name = f"{prefix}{key}" if prefix else key
             if name == NUM_SAMPLES:
                 continue
-            is_mean = is_number(value)
+            is_mean = is_numeric(value)
             if is_mean and name in self._mergeable:
                 value, is_mean = _mean(value, n), False
             if is_mean:
@@ -349,7 +349,7 @@ class AverageMeterCollection:
             if "loss" in name and isinstance(merged, Sums):
                 totals += merged._sums.values()
         # Exact totals are finite.
-        rest = (_plain(each) for each in totals if not isinstance(each, int))
+        rest = (_on_cpu(each) for each in totals if not isinstance(each, int))
         return not all(np.isfinite(each).all() for each in rest)
 
     def latest(self, most: int = 4) -> dict[str, float]:
@@ -387,12 +387,12 @@ class AverageMeterCollection:
 
 def _is_mean(name: str, value: Any) -> bool:
     is_count = name in (NUM_SAMPLES, BATCH_COUNT)
-    return is_number(value) and not is_count and not name.startswith("last_")
+    return is_numeric(value) and not is_count and not name.startswith("last_")
 
 
 def _mean(value: Any, weight: float) -> Sums:
     # Ignore means over no samples, because they can be NaN, and NaN times 0 is NaN.
-    return Sums(ratio, total=_plain(value) * weight if weight else 0.0, weight=weight)
+    return Sums(ratio, total=_on_cpu(value) * weight if weight else 0.0, weight=weight)
 
 
 def weighted(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
@@ -424,7 +424,7 @@ def _merge(
             for i, value in values.items():
                 metrics.setdefault(name.removesuffix(value.end), {})[i] = value.metric
         else:
-            weights = {i: _plain(parts[i].get(NUM_SAMPLES, 1)) for i in values}
+            weights = {i: _on_cpu(parts[i].get(NUM_SAMPLES, 1)) for i in values}
             metrics[name] = {i: _mean(value, weights[i]) for i, value in values.items()}
     for name, by_part in metrics.items():
         total = reduce(lambda metric, other: metric.merge(other), by_part.values())
@@ -467,9 +467,9 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
 
     def combine(name: str, values: list[Any]) -> Any:
-        if texts := [value for value in values if not is_number(value)]:
+        if texts := [value for value in values if not is_numeric(value)]:
             return texts[0]
-        return (sum if name == NUM_SAMPLES else mean)([_plain(value) for value in values])
+        return (sum if name == NUM_SAMPLES else mean)([_on_cpu(value) for value in values])
 
     merged = _merge(parts, combine, raises=True)
     return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}

@@ -57,7 +57,7 @@ def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | i
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             flat |= scalars(value, f"{name}/")
-        elif (plain := _plain(value)) is not None:
+        elif (plain := _as_scalar(value)) is not None:
             flat[name] = plain
     return flat
 
@@ -81,7 +81,7 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
         return {str(key): jsonable(item, keep_nan) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(item, keep_nan) for item in value]
-    plain = _plain(value)
+    plain = _as_scalar(value)
     if plain is None:
         raise TypeError(f"JSON cannot represent {value!r:.100}.")
     if isinstance(plain, float) and not math.isfinite(plain) and not keep_nan:
@@ -109,7 +109,7 @@ def json_dict(
     return converted
 
 
-def _plain(value: Any) -> float | int | str | None:
+def _as_scalar(value: Any) -> float | int | str | None:
     """Return a number or string as a Python type, or None if it is neither."""
     if isinstance(value, str):
         return str(value)
@@ -118,5 +118,5 @@ def _plain(value: Any) -> float | int | str | None:
     if isinstance(value, numbers.Number):  # before `item`, which returns a long double unchanged
         return float(value) if isinstance(value, numbers.Real) else None
     if hasattr(value, "tolist") and math.prod(value.shape) == 1:  # an array or a tensor
-        return _plain(value.item())
+        return _as_scalar(value.item())
     return None

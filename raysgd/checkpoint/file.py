@@ -55,7 +55,7 @@ def write_file(
 
 def facts_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a manifest that the state has."""
-    facts = {key: _plain(state.get(key, 0)) for key in ("epoch", "global_step")}
+    facts = {key: _loadable(state.get(key, 0)) for key in ("epoch", "global_step")}
     provenance, data = state.get("provenance", {}), state.get("data", {})
     known = {key: data[key] for key in ("seed", "loaders") if provenance and key in data}
     return {**facts, "provenance": {**provenance, **known}}
@@ -72,7 +72,7 @@ def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) ->
 
 def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
     """Write a state to a file that is only open for writing. `shown` is its name in messages."""
-    state = map_leaves(dict(state), _plain)
+    state = map_leaves(dict(state), _loadable)
     if _holds_arrays(state):
         arrays.write(state, file)
         return
@@ -86,7 +86,7 @@ def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
     _torch().save(state, file)
 
 
-def _plain(leaf: Any) -> Any:
+def _loadable(leaf: Any) -> Any:
     """Convert NumPy scalars and metrics to plain numbers, because loading rejects other types."""
     if isinstance(leaf, np.generic):
         return leaf.item()

@@ -11,7 +11,7 @@ from raysgd.data.source import BatchSource
 from raysgd.loop.epoch_arguments import info_of_user
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_numeric
 
 
 class OperatorBase:
@@ -237,7 +237,7 @@ def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]
         if not isinstance(key, str):
             raise TypeError(f"{name} named a metric {key!r}. The name must be a string.")
     num_samples = result.get(NUM_SAMPLES, 1)
-    if not is_number(num_samples):
+    if not is_numeric(num_samples):
         raise TypeError(f"{name} returned {NUM_SAMPLES}={num_samples!r}; it must be a number.")
     if not 0 <= float(num_samples) < math.inf:
         raise ValueError(

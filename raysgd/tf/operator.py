@@ -70,7 +70,7 @@ class TrainingOperator(OperatorBase):
         first = self._train_state.global_step - self._train_state.call_start
         for batch in in_parts(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)
-            self._measure(meters, _plain(self.train_batch(batch, batch_info)))
+            self._measure(meters, _as_arrays(self.train_batch(batch, batch_info)))
         return self._metrics(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class TrainingOperator(OperatorBase):
         with self._train_state.timing.paused():
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-                metrics = _plain(self.validate_batch(batch, batch_info))
+                metrics = _as_arrays(self.validate_batch(batch, batch_info))
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
@@ -315,7 +315,7 @@ def _is_default(operator: Any, *names: str) -> bool:
     return all(getattr(type(operator), name).__module__.startswith("raysgd.") for name in names)
 
 
-def _plain(metrics: Any) -> Any:
+def _as_arrays(metrics: Any) -> Any:
     if not isinstance(metrics, Mapping):
         return metrics
     return {

@@ -21,7 +21,7 @@ Options = list[list[dict[str, Any]]]
 def inspect(operator: TrainingOperator) -> tuple[bool, Options]:
     """Return whether a validation loader exists, and the options."""
     state = operator._train_state
-    options = [[_plain(group) for group in each.param_groups] for each in state.optimizers]
+    options = [[_numbers_of(group) for group in each.param_groups] for each in state.optimizers]
     return state.data.has("validation"), options
 
 
@@ -45,7 +45,7 @@ def change(then: Options, now: Options, operator: TrainingOperator) -> None:
                 _move_scheduler(scheduler, _rates(groups_then), _rates(groups_now))
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     options = {}
     for name, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:

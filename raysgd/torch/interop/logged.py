@@ -55,7 +55,7 @@ class TorchMetric(MergeableMetric):
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
 
 
-def numbers_in(logged: Mapping[str, Any]) -> dict[str, Any]:
+def computed_values(logged: Mapping[str, Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name, value in logged.items():
         if isinstance(value, MergeableMetric):
