@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
-from raysgd.callbacks.values import jsonable, numbers_in
+from raysgd.callbacks.values import jsonable, means_in
 from raysgd.elastic.events import Event
 
 if TYPE_CHECKING:  # the module of the trainer imports this one
@@ -20,7 +20,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_COUNTS, _MOST_ROWS = ("epoch", "num_samples", "batch_count"), 5
+_MOST_ROWS = 5
 
 __all__ = ["Callback", "History", "LastCall", "LoggerCallback", "Trainer"]
 
@@ -179,7 +179,8 @@ class LoggerCallback(Callback):
 
 def logdir_of(trainer: Trainer) -> Path:
     """Return the run folder of a trainer that has one, because of `needs_logdir`."""
-    folder: Path = trainer.logdir
+    folder = trainer.logdir
+    assert folder is not None
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -224,17 +225,13 @@ class History(list[dict[str, Any]]):
 
     def __repr__(self) -> str:
         """Return a table of the numbers of the first and the last epochs, without counts."""
-        rows = [numbers_in(metrics) for metrics in self]
-        names = [
-            name
-            for name in dict.fromkeys(name for row in rows for name in row)
-            if name not in _COUNTS and not name.startswith(("last_", "profile/"))
-        ]
+        rows = [means_in(metrics) for metrics in self]
+        names = dict.fromkeys(name for row in rows for name in row)
         shown = [["epoch", *names]]
         for number, row in enumerate(rows, start=1):
             if len(rows) <= 2 * _MOST_ROWS or not _MOST_ROWS < number <= len(rows) - _MOST_ROWS:
                 values = (f"{row[name]:.4g}" if name in row else "" for name in names)
-                shown.append([f"{row.get('epoch', number):g}", *values])
+                shown.append([str(self[number - 1].get("epoch", number)), *values])
             elif number == _MOST_ROWS + 1:
                 shown.append(["…"] * len(shown[0]))
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, Totals
 from raysgd.callbacks.base import Callback, LastCall, Trainer
-from raysgd.callbacks.values import numbers_in
+from raysgd.callbacks.values import means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 _MOST = 4
@@ -46,7 +46,7 @@ class EpochLines(Callback):
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         if trainer.num_epochs is None:
             return
-        means = _means_in(metrics)
+        means = means_in(metrics)
         in_terminal = sys.stderr.isatty() and not _in_notebook()
         width = shutil.get_terminal_size().columns if in_terminal else math.inf
         names = sorted(means, key=lambda name: "loss" not in name)
@@ -201,7 +201,7 @@ class ProgressBar(EpochLines):
             steps = trainer.global_step - self._first_step
             shown = 0 if self._bar is None else self._bar.n
             done = round(metrics.get(BATCH_COUNT, steps or shown))
-            means = _means_in(metrics)
+            means = means_in(metrics)
             self._show(trainer, label, done, done or None, metrics.get(NUM_SAMPLES), means)
         self._close(is_done=True)
 
@@ -246,13 +246,3 @@ def _measured(trainer: Trainer, metrics: Mapping[str, Any]) -> str:
         return ""
     total = f"of {call.epoch_samples} " if call.epoch_samples > number else ""
     return f" ({number:.0f} {total}samples measured, all trained)"
-
-
-def _means_in(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers in the result of a call, without counts and last values."""
-    counts = ("epoch", NUM_SAMPLES, BATCH_COUNT)
-    return {
-        name: value
-        for name, value in numbers_in(metrics).items()
-        if name not in counts and not name.startswith(("last_", "profile/"))
-    }
