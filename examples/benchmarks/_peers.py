@@ -31,24 +31,36 @@ def raw_worker(rank, name, num_steps, pipe, compiled=False):
     dist.init_process_group("gloo", rank=rank, world_size=NUM_WORKERS)
     model = make_model(name)
     model = DistributedDataParallel(torch.compile(model) if compiled else model)
-    optimizer = make_optimizer(model)
-    criterion = torch.nn.MSELoss()
-    data = make_data(name, num_steps)
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=sampler)
+    loop = ByHand(model, make_data(name, num_steps), rank, NUM_WORKERS)
     pipe.send("ready")
     while (epoch := pipe.recv()) is not None:
-        sampler.set_epoch(epoch)
-        total = 0.0
-        model.train()
-        for features, target in loader:
-            optimizer.zero_grad()
-            loss = criterion(model(features), target)
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-        pipe.send(total / len(loader))
+        pipe.send(loop.epoch(epoch))
     dist.destroy_process_group()
+
+
+class ByHand:
+    """A loop as in PyTorch's tutorials."""
+
+    def __init__(self, model, data, rank=0, num_workers=1):
+        self.model, self.optimizer = model, make_optimizer(model)
+        self.criterion = torch.nn.MSELoss()
+        self.sampler = DistributedSampler(data, num_workers, rank)
+        self.loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=self.sampler)
+
+    def epoch(self, epoch):
+        self.sampler.set_epoch(epoch)
+        total = 0.0
+        self.model.train()
+        for features, target in self.loader:
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(features), target)
+            loss.backward()
+            self.optimizer.step()
+            total += loss.item()
+        return total / len(self.loader)
+
+    def close(self):
+        pass
 
 
 class SharedOrder(Sampler):
@@ -297,9 +309,7 @@ class Raysgd:
         self.trainer = TorchTrainer(
             training_operator_cls=Regression,
             config={"name": name, "num_steps": num_steps, "compiled": compiled},
-            num_workers=NUM_WORKERS,
-            min_workers=NUM_WORKERS,
-            **arguments,
+            **{"num_workers": NUM_WORKERS, "min_workers": NUM_WORKERS} | arguments,
         )
 
     def epoch(self, epoch):
@@ -331,3 +341,13 @@ GUARD_PEERS = {
     "guard": lambda name, num_steps, num_epochs: Raysgd(name, num_steps),
 }
 """raysgd without and with comparisons of the replicas."""
+
+LOCAL_PEERS = {
+    "by hand": lambda name, num_steps, num_epochs: ByHand(
+        make_model(name), make_data(name, num_steps)
+    ),
+    "raysgd": lambda name, num_steps, num_epochs: Raysgd(
+        name, num_steps, num_workers=1, min_workers=1, use_local=True
+    ),
+}
+"""One worker in this process."""

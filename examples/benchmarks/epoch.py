@@ -4,12 +4,13 @@
     python examples/benchmarks/epoch.py --runs 3 --peers "raw DDP" raysgd
     python examples/benchmarks/epoch.py --compiled
     python examples/benchmarks/epoch.py --guard
+    python examples/benchmarks/epoch.py --local
 
 Each side has two workers with one thread each, which stay alive for the whole run. The sides take
 turns, and their losses must agree after each epoch. *mlp* is a tiny network that measures overhead.
 *resnet* measures arithmetic. ``--compiled`` compares raysgd and plain DDP with compiled models,
 which compile in the warm-up epochs. ``--guard`` compares raysgd with and without comparisons of the
-replicas.
+replicas. ``--local`` compares raysgd in this process with a loop by hand.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import time
 from pathlib import Path
 
 import ray
-from _peers import COMPILED_PEERS, GUARD_PEERS, PEERS
+import torch
+from _peers import COMPILED_PEERS, GUARD_PEERS, LOCAL_PEERS, PEERS
 from _workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
 
 WARM_UP = 2
@@ -66,21 +68,23 @@ def main():
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--compiled", action="store_true", help="models that torch has compiled")
     parser.add_argument("--guard", action="store_true", help="raysgd with and without a guard")
+    parser.add_argument("--local", action="store_true", help="raysgd and a loop in this process")
     parser.add_argument("--smoke-test", action="store_true", help="few steps, three runs")
     parser.add_argument("--json", type=Path, help="write the result there")
     args = parser.parse_args()
     runs = 3 if args.smoke_test else args.runs
     known = COMPILED_PEERS if args.compiled else PEERS
     peers = {peer: known[peer] for peer in args.peers if peer in known}
-    peers = GUARD_PEERS if args.guard else peers
+    peers = GUARD_PEERS if args.guard else LOCAL_PEERS if args.local else peers
     os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     # Enough CPUs for the idle workers of the other side.
     ray.init("local", num_cpus=2 * NUM_WORKERS, include_dashboard=False, log_to_driver=False)
     result = {"machine": machine(), "epoch": {}}
     for name, num_steps in NUM_STEPS.items():
         num_steps = max(2, num_steps // 20) if args.smoke_test else num_steps
         rows = result["epoch"][name] = time_epochs(name, num_steps, runs, peers)
-        print(f"\nan epoch of {name}: {num_steps} steps of two workers, {runs} runs in turn")
+        print(f"\nan epoch of {name}: {num_steps} steps, {runs} runs in turn")
         print(f"{'':12}{'median':>11}{next(iter(peers)) + ' = 1':>15}   (min to max)")
         for peer, row in rows.items():
             ratio = row["ratio"]
