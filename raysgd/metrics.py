@@ -50,6 +50,7 @@ def _on_cpu(value: Any) -> Any:
     if hasattr(value, "detach"):
         return value.item() if value.numel() == 1 else value.detach().cpu().double()
     if hasattr(value, "__array__"):
+        value = value.numpy() if hasattr(value, "numpy") else value  # of TensorFlow
         return value.item() if value.size == 1 else value.astype("float64")
     return value
 

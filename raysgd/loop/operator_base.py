@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ class OperatorBase:
 
     _train_state: TrainState
     predict_batch: Any
+    validate_batch: Any
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -123,7 +125,31 @@ class OperatorBase:
         """Return how the workers read each registered loader, and where a resumed run begins."""
         return self._train_state.data.describe()
 
+    def validate(
+        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
+
+        If `train_epoch` calls this method, training continues in the modes of before. Workers may
+        have different numbers of batches, so do not call collectives in this method.
+        """
+        state, meters = self._train_state, self._new_meters(evaluates=True)
+        # Within an epoch of training, the loop has not prepared the evaluation.
+        evaluating = contextlib.nullcontext if state.segment is None else state.evaluating
+        with state.timing.paused(), evaluating(), self._eval_mode():
+            for batch_idx, batch in enumerate(val_iterator):
+                batch_info = self._batch_info(info, batch_idx, state.epoch, val_iterator)
+                metrics = self.validate_batch(batch, batch_info)
+                meters.update(*checked_metrics(self.validate_batch, metrics))
+        if state.segment is not None:
+            state.resume_modes()
+        return meters.summary()
+
     # ---- for subclasses
+
+    def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
+        """Set eval mode, and return a context for evaluating batches."""
+        return contextlib.nullcontext()
 
     def _new_meters(self, evaluates: bool = False) -> AverageMeterCollection:
         meters, state = AverageMeterCollection(), self._train_state
@@ -132,11 +158,13 @@ class OperatorBase:
         return meters
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch_idx, batch in enumerate(iterator):
-            info = self._batch_info(None, batch_idx, self._train_state.epoch, iterator)
-            output = self.predict_batch(batch, info)
-            check_rows(output, info[NUM_SAMPLES], self._train_state.num_rows(batch))
-            yield self._train_state.to_cpu(output)
+        state = self._train_state
+        with self._eval_mode():
+            for batch_idx, batch in enumerate(iterator):
+                info = self._batch_info(None, batch_idx, state.epoch, iterator)
+                output = self.predict_batch(batch, info)
+                check_rows(output, info[NUM_SAMPLES], state.num_rows(batch))
+                yield state.to_cpu(output)
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.

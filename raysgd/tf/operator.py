@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.arguments import naming_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
-from raysgd.loop.operator_base import OperatorBase, checked_metrics, in_parts
+from raysgd.loop.operator_base import OperatorBase, in_parts
 from raysgd.metrics import NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TrainingOperator(OperatorBase):
         first = self._train_state.global_step - self._train_state.call_start
         for batch in in_parts(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)
-            self._measure(meters, _as_arrays(self.train_batch(batch, batch_info)))
+            self._measure(meters, self.train_batch(batch, batch_info))
         return self._metrics(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -102,18 +102,6 @@ class TrainingOperator(OperatorBase):
             NUM_SAMPLES: _length(parts),
             **self._train_state.measured("train", target, _masked(output, masks), weights),
         }
-
-    def validate(
-        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Evaluate on every batch of `val_iterator`, whose length can differ between workers."""
-        meters = self._new_meters(evaluates=True)
-        with self._train_state.timing.paused():
-            for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-                metrics = _as_arrays(self.validate_batch(batch, batch_info))
-                meters.update(*checked_metrics(self.validate_batch, metrics))
-        return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, with the arguments of `train_batch`.
@@ -313,15 +301,6 @@ _STEPS = {
 
 def _is_default(operator: Any, *names: str) -> bool:
     return all(getattr(type(operator), name).__module__.startswith("raysgd.") for name in names)
-
-
-def _as_arrays(metrics: Any) -> Any:
-    if not isinstance(metrics, Mapping):
-        return metrics
-    return {
-        name: value.numpy() if hasattr(value, "numpy") and hasattr(value, "__array__") else value
-        for name, value in metrics.items()
-    }
 
 
 def _masked(output: Any, masks: Any) -> Any:

@@ -28,7 +28,7 @@ from raysgd._internal.forwarding import forwarded
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.loop.creators import creator_class
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.operator_base import OperatorBase, checked_metrics, in_parts
+from raysgd.loop.operator_base import OperatorBase, in_parts
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.input.batches import (
@@ -231,27 +231,6 @@ class TrainingOperator(OperatorBase):
         items = num_counted(parts, target, state.data, state.global_step, warn_once)
         return LossCount(items, num_samples, is_sum(parts))
 
-    def validate(
-        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
-
-        If `train_epoch` calls this method, training continues in the modes of before. Workers may
-        have different numbers of batches, so do not call collectives in this method.
-        """
-        state, meters = self._train_state, self._new_meters(evaluates=True)
-        # Within an epoch of training, the loop has not prepared the evaluation.
-        evaluating = contextlib.nullcontext if state.segment is None else state.evaluating
-        with torch.no_grad(), state.timing.paused(), evaluating():
-            self.train_mode(False)
-            for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, state.epoch, val_iterator)
-                metrics = self.validate_batch(batch, batch_info)
-                meters.update(*checked_metrics(self.validate_batch, metrics))
-        if state.segment is not None:
-            state.resume_modes()
-        return meters.summary()
-
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, and store the output in ``batch_info["output"]``.
 
@@ -291,10 +270,9 @@ class TrainingOperator(OperatorBase):
         with self.autocast():
             return scores_in(model(*read.arguments, **read.keywords))
 
-    @torch.no_grad()
-    def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
         self.train_mode(False)
-        yield from super()._predictions(iterator)
+        return torch.no_grad()
 
     # ---- registration, in setup
 
