@@ -14,7 +14,8 @@ _TRAINED = ("models", "optimizers", "averages")
 def not_finite(state: Mapping[str, Any]) -> str:
     """Return the name of the first array of a state with NaN or infinity, or an empty string.
 
-    Ignore numbers, and buffers that were not finite before training, such as masks.
+    Ignore numbers, and buffers and frozen parameters that were not finite before training, such as
+    masks.
     """
     known = state.get("not_finite", ())
     bad = bad_arrays({key: state[key] for key in _TRAINED if key in state})

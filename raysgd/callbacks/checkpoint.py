@@ -14,8 +14,8 @@ from raysgd._internal.arguments import check_flags, checked_mode
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import CheckpointStore
+from raysgd.checkpoint.file import NotFiniteError
 from raysgd.checkpoint.location import Location
-from raysgd.checkpoint.store import NotFiniteError
 from raysgd.errors import BadStepsError, CallbackError, CheckpointError, RaySGDError, RemoteError
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from raysgd._internal.finite import not_finite
 from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
@@ -27,6 +28,10 @@ _ADVICE = (
     "torch.from_numpy(array) or array.tolist()), or allow its type with "
     "torch.serialization.add_safe_globals([...]) before saving and before loading."
 )
+
+
+class NotFiniteError(CheckpointError):
+    """A state has NaN or infinity, so it must not replace a finite one."""
 
 
 def write_file(
@@ -46,7 +51,8 @@ def write_file(
         The absolute path, or the URL.
 
     Raises:
-        CheckpointError: if the state cannot be written, or could not be loaded again.
+        CheckpointError: if the state cannot be written, could not be loaded again, or has NaN or
+            infinity in models, optimizers, or averages.
     """
     target = Location(path)
     manifest = dataclasses.replace(manifest or Manifest(), **facts_of(state))
@@ -72,6 +78,11 @@ def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) ->
 
 def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
     """Write a state to a file that is only open for writing. `shown` is its name in messages."""
+    if bad := not_finite(state):
+        raise NotFiniteError(
+            f"The state of step {state.get('global_step')} is not saved to {shown}, because {bad} "
+            "has NaN or infinity. Earlier checkpoints stay."
+        )
     state = map_leaves(dict(state), _loadable)
     if _holds_arrays(state):
         arrays.write(state, file)

@@ -127,10 +127,6 @@ class CheckpointFolder:
         return True, value if self._mode == "max" else -value, position_of(name)
 
 
-class NotFiniteError(CheckpointError):
-    """A state has NaN or infinity, so it must not replace a finite one."""
-
-
 class Restored(NamedTuple):
     """The newest intact checkpoint in a folder."""
 
@@ -212,11 +208,6 @@ class CheckpointStore(CheckpointFolder):
         self._learn(names)
         number = position_of(names[0])[0] + 1 if names else 1
         step = state.get("global_step", 0)
-        if bad := not_finite(state):
-            raise NotFiniteError(
-                f"The state of step {step} is not saved to {self._folder.shown}, because {bad} has "
-                "NaN or infinity. Earlier checkpoints stay."
-            )
         name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{step:08d}.ckpt"
         manifest = Manifest(
             world_size=world_size, operator=operator, job=self._job, metrics=numbers

@@ -65,7 +65,11 @@ def register(
         check_step_freq(state.schedulers, options.scheduler_step_freq)
     check_related(modules, state.optimizers, state.schedulers)
     _move_models(state, modules, keeps_parameters=sharding == "full")
-    state.not_finite = [*bad_arrays({"models": [dict(m.named_buffers()) for m in modules]})]
+    untrained = [
+        {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}
+        for m in modules
+    ]
+    state.not_finite = [*bad_arrays({"models": untrained})]
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.settings.warn_once("apex", unused, apex_args, precision.name)

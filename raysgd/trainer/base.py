@@ -322,7 +322,8 @@ class OperatorTrainer(TrainerInfo):
             The absolute path, or the URL.
 
         Raises:
-            CheckpointError: if the file cannot be written there.
+            CheckpointError: if the file cannot be written there, or models, optimizers, or averages
+                have NaN or infinity.
             WorkerLostError: if all workers are lost, and there is no snapshot.
         """
         return self._state.save(path, provenance, frozen)

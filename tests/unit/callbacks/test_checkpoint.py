@@ -234,14 +234,20 @@ def test_an_infinite_mask_is_saved_and_a_spoiled_model_is_not(make_trainer, tmp_
     class Masked(Recorder):
         def register(self, *, models, **others):
             models.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+            models.bias = torch.nn.Parameter(torch.tensor(torch.inf), requires_grad=False)
             return super().register(models=models, **others)
 
     trainer = make_trainer(Masked, callbacks=[CheckpointCallback(tmp_path, every=2)])
     trainer.train(num_steps=4)
+    trainer.save(tmp_path / "state.pt")
+    before = (tmp_path / "state.pt").read_bytes()
     with torch.no_grad():
         weights(trainer)["0.weight"].fill_(torch.nan)
     trainer.train(num_steps=4)
     assert steps(tmp_path) == [2, 4]
+    with pytest.raises(CheckpointError, match=r"step 8 is not saved to .*state.pt, because models"):
+        trainer.save(tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").read_bytes() == before
     assert caplog.text.count("models[0].0.weight has NaN or infinity") == 2
     assert caplog.text.count("callbacks=[TerminateOnNaN()]") == 1
 
