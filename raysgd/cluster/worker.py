@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import last_frame, shows_all, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.serialization import Parcel, pack
+from raysgd.cluster.serialization import Parcel, pack, unpicklable_key
 from raysgd.cluster.streams import Content, Incoming, is_small, send
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
@@ -386,8 +386,13 @@ def _packed(value: Any) -> Parcel:
     try:
         return pack(value, getattr(value, "is_portable", False))
     except Exception as error:
+        place = ""
+        while isinstance(value, Mapping) and (key := unpicklable_key(value)) is not None:
+            place, value = f"{place or ' at '}[{key!r}]", value[key]
         name_part = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
-        raise TypeError(f"A worker cannot send {name_part()} to the driver: {error}") from error
+        raise TypeError(
+            f"A worker cannot send {name_part()}{place} to the driver: {error}"
+        ) from error
 
 
 def _sent_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:

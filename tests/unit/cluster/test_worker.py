@@ -137,11 +137,18 @@ def test_a_value_comes_back(worker, value):
     assert got() == 3 if callable(value) else got == value
 
 
+BELOW = r"a lock at \['a'\]\['b'\]"
+
+
 def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
-    outcome = call(worker, threading.Lock)
-    assert outcome.kind == "user"
-    with pytest.raises(TypeError, match="cannot send a lock to the driver"):
-        raise outcome.exception()
+    for value, shown in (
+        (threading.Lock, "a lock"),
+        (lambda: {"a": {"b": threading.Lock()}}, BELOW),
+    ):
+        outcome = call(worker, value)
+        assert outcome.kind == "user"
+        with pytest.raises(TypeError, match=f"cannot send {shown} to the driver"):
+            raise outcome.exception()
 
 
 def test_in_the_drivers_process_nothing_is_pickled():
