@@ -192,7 +192,11 @@ class CheckpointCallback(Callback):
         self._wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
-        state = trainer.state_dict(frozen=self._has_frozen)
+        try:
+            state = trainer.state_dict(frozen=self._has_frozen)
+        except Exception:
+            self._saved_at = trainer.global_step  # a second attempt would repeat the error
+            raise
         if not self._has_provenance:
             del state["provenance"]
         self._saved_at = trainer.global_step
