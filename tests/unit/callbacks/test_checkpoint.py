@@ -230,6 +230,17 @@ def test_only_a_complete_validation_of_new_training_competes(make_trainer, tmp_p
         assert read_manifest(saving.best).metrics["score"] == 0
 
 
+def test_a_state_that_cannot_be_read_is_one_error(make_trainer, tmp_path, caplog):
+    class Unreadable(Recorder):
+        def state_dict(self):
+            raise ValueError("it has a lock")
+
+    trainer = make_trainer(Unreadable, callbacks=[CheckpointCallback(tmp_path)])
+    with pytest.raises(CallbackError, match="it has a lock"):
+        trainer.fit(1)
+    assert caplog.text.count("it has a lock") == 1
+
+
 def test_an_infinite_mask_is_saved_and_a_spoiled_model_is_not(make_trainer, tmp_path, caplog):
     class Masked(Recorder):
         def register(self, *, models, **others):
@@ -259,6 +270,20 @@ def test_two_callbacks_cannot_save_into_one_folder(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=both[:1], logdir=tmp_path)
     with pytest.raises(ValueError, match="own folder"):
         trainer.fit(1, callbacks=both[1:])
+    other = make_trainer(callbacks=both[1:])  # as in another thread
+    trainer.fit(1, callbacks=[Calling(other.train)])
+    other.train()
+
+
+class Calling(Callback):
+    def __init__(self, call):
+        self._call = call
+
+    def on_epoch_end(self, trainer, metrics):
+        with pytest.raises(
+            ValueError, match=r"Two trainers save into .*checkpoints, .* own folder"
+        ):
+            self._call()
 
 
 @pytest.mark.parametrize("num_calls", [1, 5])
