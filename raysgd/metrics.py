@@ -353,9 +353,9 @@ class AverageMeterCollection:
         rest = (_on_cpu(each) for each in totals if not isinstance(each, int))
         return not all(np.isfinite(each).all() for each in rest)
 
-    def latest(self, most: int = 4) -> dict[str, float]:
-        """Return the newest values of the first `most` metrics, without arrays."""
-        names = [*self._meters, *self._mergeable][:most]
+    def latest(self) -> dict[str, float]:
+        """Return the newest values of the first four metrics, without arrays."""
+        names = [*self._meters, *self._mergeable][:4]
         newest = {name: self._newest(name) for name in names}
         return {name: number[""] for name, number in newest.items() if "" in number}
 

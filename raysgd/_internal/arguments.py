@@ -91,9 +91,9 @@ def check_number(where: str, name: str, value: Any) -> None:
         raise ValueError(f"{where}({name}={value!r}): must be at least 0, and finite.")
 
 
-def check_timeout(where: str, seconds: Any, name: str = "timeout_s") -> None:
+def check_timeout(where: str, seconds: Any) -> None:
     if not is_number(seconds) or not 0 < seconds < math.inf:
-        raise ValueError(f"{where}({name}={seconds!r}): must be a positive number of seconds.")
+        raise ValueError(f"{where}(timeout_s={seconds!r}): must be a positive number of seconds.")
 
 
 _SMALLER = re.compile(r"(?i)loss|err|mae|mse|nll|perplexity|ppl|distance|fid|wer|brier")

@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from raysgd.cluster.worker import CarriedError
-from raysgd.cluster.worker_handle import WorkerHandle, is_loss, loss_cause
+from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss, loss_cause
 from raysgd.errors import RemoteTraceback, WorkerLostError
-
-_ROOT_CAUSE_S = 0.5
-"""Seconds to wait for the loss that caused an error. The peers of a dead worker see a broken
-connection before Ray reports its death."""
 
 
 def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
@@ -49,7 +45,7 @@ def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[
             raise
         except Exception as error:
             if failure is None:
-                failure, deadline = error, time.monotonic() + _ROOT_CAUSE_S
+                failure, deadline = error, time.monotonic() + ROOT_CAUSE_S
     if failure is not None:
         raise failure
     return [by_rank[rank] for rank in range(len(members))]

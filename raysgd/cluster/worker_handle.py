@@ -19,6 +19,9 @@ from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
 from raysgd.cluster.serialization import Parcel
 from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 
+ROOT_CAUSE_S = 0.5
+"""Seconds to wait for the loss that caused an error. The peers of a dead worker see a broken
+connection before Ray reports its death."""
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """Prefixes of the lines that identify the lost actor in a Ray error."""
 _SIGNAL_S = 10.0  # timeout for sending a signal on another node, in seconds
@@ -214,7 +217,7 @@ class ActorHandle(WorkerHandle):
 
         def call() -> None:
             try:
-                run = function if _is_here(self.info) else _on_node(function, self.info.node_id)
+                run = function if _is_here(self.info) else _as_task(function, self.info.node_id)
                 ended.set_result(run(self.info.pid, *arguments))
             except BaseException as error:
                 ended.set_exception(error)
@@ -258,7 +261,7 @@ class InlineHandle(WorkerHandle):
             self._thread.shutdown(wait=False)  # a queued teardown still runs
 
 
-def _on_node(function: Any, node_id: str) -> Callable[..., Any]:
+def _as_task(function: Any, node_id: str) -> Callable[..., Any]:
     """Return a function that runs as a Ray task on a node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

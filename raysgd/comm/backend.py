@@ -19,7 +19,7 @@ class CollectiveBackend(ABC):
     (``raysgd/torch/collectives.py`` handles Horovod.)
     """
 
-    rejoins = True
+    process_can_rejoin = True
     """Whether a process can join another generation later. If not, each change of the group
     restarts all workers."""
 

@@ -52,7 +52,7 @@ class HorovodBackend(CollectiveBackend):
     ) -> None:
         check_horovod()
         # TensorFlow cannot reconfigure its collectives, and the groups of a function are unknown.
-        self.rejoins = framework == "torch"
+        self.process_can_rejoin = framework == "torch"
         self._variables = dict(variables or {})
         self._timeout_s = timeout_s
         self._framework = framework

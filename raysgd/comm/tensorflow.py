@@ -31,7 +31,7 @@ class TensorflowBackend(CollectiveBackend):
     A process can join only one group, because TensorFlow configures its collectives once.
     """
 
-    rejoins = False
+    process_can_rejoin = False
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s

@@ -39,7 +39,7 @@ class Call:
     """Collects what the workers measure while the call runs."""
     replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
-    farewell: Request | None = None
+    departure_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     immediately: bool = False
     """Whether callbacks save as soon as possible, because workers will be preempted."""

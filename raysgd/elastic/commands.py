@@ -15,16 +15,14 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack, sendable
 from raysgd.cluster.streams import Inbox
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_handle import WorkerHandle, is_loss
+from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
 from raysgd.elastic.journal import Journal
 from raysgd.errors import CollectiveError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
-_ROOT_CAUSE_S = 0.5
-"""Seconds to look for the cause of a failed collective before the other workers are interrupted."""
 _OWN_STOP_S = 0.05
-"""The same limit in seconds if the driver itself interrupts the workers."""
+"""Seconds to look for the cause of a failure if the driver itself interrupts the workers."""
 _RETURN_S = 0.7
 """Seconds that interrupted workers may take to return."""
 _NODE_LOSS_S = 10.0
@@ -74,7 +72,7 @@ class Attempt:
     def has_cause(self) -> bool:
         return bool(self.lost) or self.first_error is not None
 
-    def settle(self, timeout_s: float) -> bool:
+    def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
         done = []
         with contextlib.suppress(Empty):
@@ -100,13 +98,13 @@ class Attempt:
                 raise error
         return bool(done)
 
-    def settle_until(self, timeout_s: float, is_reached: Callable[[], bool]) -> None:
+    def collect_until(self, timeout_s: float, is_reached: Callable[[], bool]) -> None:
         """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
         deadline = self._clock.monotonic() + timeout_s
         while (
             self.pending and not is_reached() and (left := deadline - self._clock.monotonic()) > 0
         ):
-            self.settle(left)
+            self.collect(left)
 
     def give_up(self, member: WorkerHandle, error: BaseException) -> None:
         """Declare a worker lost."""
@@ -115,13 +113,12 @@ class Attempt:
 
     def find_cause(self, interrupt: Callable[[], None]) -> None:
         """Find the cause of a failure, and call `interrupt` to stop the other workers."""
-        # The peers of a dead worker see a broken connection before Ray reports its death.
-        reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
-        self.settle_until(reason_s, lambda: self.has_cause)
+        reason_s = _OWN_STOP_S if self.interrupted_by_us else ROOT_CAUSE_S
+        self.collect_until(reason_s, lambda: self.has_cause)
         interrupt()
-        self.settle_until(_RETURN_S, lambda: False)
+        self.collect_until(_RETURN_S, lambda: False)
         if not self.interrupted_by_us:
-            self.settle_until(_NODE_LOSS_S, lambda: self.has_cause or self.interrupted_by_us)
+            self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.interrupted_by_us)
 
     def error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""
@@ -199,7 +196,7 @@ class Commands:
         idle = [member for member in self._group.members if member not in self.busy]
         packed = sendable(request.name, request)
         attempt = Attempt({m: m.work("call", packed) for m in idle}, self._clock)
-        attempt.settle_until(ANSWER_S, lambda: False)
+        attempt.collect_until(ANSWER_S, lambda: False)
         self.busy |= attempt.pending  # the next call detects lost workers among them
 
     def ask(
@@ -223,14 +220,14 @@ class Commands:
         attempt = Attempt(self.busy, self._clock)
         try:
             quiet_s = min(_QUIET_S, patience_s)
-            attempt.settle_until(quiet_s, lambda: False)
+            attempt.collect_until(quiet_s, lambda: False)
             if attempt.pending and quiet_s < patience_s:
                 logger.warning(
                     "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
                     patience_s - quiet_s,
                     self._journal.listed(attempt.pending),
                 )
-                attempt.settle_until(patience_s - quiet_s, lambda: False)
+                attempt.collect_until(patience_s - quiet_s, lambda: False)
         finally:
             self.busy = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"

@@ -85,10 +85,15 @@ def _check_shares(shares: Any) -> None:
         )
 
 
-def checked_elastic(trainer: str, elastic: Any) -> ElasticConfig:
+def checked_elastic(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:
     """Return the ElasticConfig, or the default one for None."""
     if elastic is None:
         return ElasticConfig()
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"{trainer}(elastic={elastic!r}): must be an ElasticConfig.")
+    if elastic.shares == "measured" and not times_steps:
+        raise ValueError(
+            f'{trainer} does not support ElasticConfig(shares="measured"). Use "even", or give '
+            "relative shares by node label, accelerator type, or resource."
+        )
     return elastic

@@ -39,8 +39,9 @@ class Controller:
     """Executes the actions of the state machine.
 
     `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
-    and the joining of a generation. With `can_join`, replacement workers can join during a call, as
-    with operators. Otherwise workers are added only by a restart: in `grow`, or after a loss.
+    and the joining of a generation. With `supports_live_join`, replacement workers can join during
+    a call, as with operators. Otherwise workers are added only by a restart: in `grow`, or after a
+    loss.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Controller:
         hook: Callable[[], None] | None,
         timeout_s: float,
         elastic: ElasticConfig | None = None,
-        can_join: bool = True,
+        supports_live_join: bool = True,
     ) -> None:
         self.state: State = machine.Broken()
         self._is_shut_down = False
@@ -60,10 +61,10 @@ class Controller:
         self._group = group
         self._backend = backend
         elastic = elastic or ElasticConfig()
-        group.watch_hosts(elastic.driver_grace_s, stops_calls=can_join)
+        group.watch_hosts(elastic.driver_grace_s, stops_calls=supports_live_join)
         self.policy = Policy(
-            rejoins=backend is None or backend.rejoins,
-            can_join=can_join,
+            process_can_rejoin=backend is None or backend.process_can_rejoin,
+            supports_live_join=supports_live_join,
             max_attempts=elastic.max_attempts,
             may_grow=elastic.grow and not group.options.inline,
             keeps_snapshots=elastic.snapshot_every is not None,
@@ -107,7 +108,7 @@ class Controller:
         if os.getpid() != self._pid:  # the workers belong to the parent process
             return
         try:
-            self.snapshots.keep()  # none, and no snapshot that is on its way
+            self.snapshots.clear()
             self._scale_up.stop()
         finally:
             try:
@@ -332,10 +333,6 @@ class Controller:
     @property
     def members(self) -> list[WorkerHandle]:
         return self._group.members
-
-    @property
-    def max_workers(self) -> int:
-        return self._group.options.num_workers
 
     @property
     def min_workers(self) -> int:

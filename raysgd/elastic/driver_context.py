@@ -39,10 +39,10 @@ class DriverContext:
     ) -> None:
         self.group, self.backend, self.elastic = group, backend, elastic
         self.policy, self.timeout_s, self.check_open = policy, timeout_s, check_open
-        self.journal = journal = Journal(group, policy.joins)
+        self.journal = journal = Journal(group, policy.survivors_stay)
         self.commands = Commands(group, journal, check_open, timeout_s)
         self.snapshots = SnapshotKeeper(group)
-        self.preemption = PreemptionWatch(group, journal, policy.can_join)
+        self.preemption = PreemptionWatch(group, journal, policy.supports_live_join)
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
         self.speed = SpeedMonitor(group)

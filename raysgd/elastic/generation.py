@@ -52,10 +52,10 @@ class GroupForming:
     def ask_progress(self) -> machine.GroupEvent:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
-        can_join = self._context.policy.can_join
+        supports_live_join = self._context.policy.supports_live_join
         # A worker that holds the GIL receives its interruption late.
-        _, silent = self._commands.reach(self._commands.busy if can_join else ())
-        patience_s = _STRAGGLER_S if can_join else _RESTART_STRAGGLER_S
+        _, silent = self._commands.reach(self._commands.busy if supports_live_join else ())
+        patience_s = _STRAGGLER_S if supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or self._commands.await_busy(patience_s):
             return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
@@ -134,9 +134,9 @@ class GroupForming:
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
         call = self._context.call
-        if call.farewell is None or not members:
+        if call.departure_request is None or not members:
             return
-        outcomes = self._commands.ask(members, call.farewell, ANSWER_S)
+        outcomes = self._commands.ask(members, call.departure_request, ANSWER_S)
         call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
         call.points.take({member: each.progress for member, each in outcomes.items()}, ())
 
@@ -146,7 +146,7 @@ class GroupForming:
         self._began, self._num_before = self._clock.monotonic(), len(self._group.members)
         self._left = "; ".join(f"left {member.name}" for member in self._group.leaving())
         self._context.discard_members()
-        if not self._context.policy.joins:
+        if not self._context.policy.survivors_stay:
             self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
 
@@ -243,7 +243,7 @@ class GroupForming:
         if not attempt.lost:
             return False
         # Replace processes that `on_start` may have changed, or that can join only one group.
-        are_used = bool(self._group.members) or not self._context.policy.rejoins
+        are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.reach(joining.keys() - attempt.lost)
         lost |= attempt.lost
@@ -257,7 +257,7 @@ class GroupForming:
         return True
 
     def _record_start(self, step: int) -> None:
-        if not (self._context.policy.joins and self._context.elastic.grow):
+        if not (self._context.policy.survivors_stay and self._context.elastic.grow):
             self._scale_up.stop()  # late workers could never join
         if not self._has_started:
             self._has_started = True
@@ -329,16 +329,16 @@ class GroupForming:
         deadline = self._clock.monotonic() + timeout_s
         mention_at = self._clock.monotonic() + _MENTION_S
         while attempt.under_way:
-            has_settled = attempt.settle(1.0)
+            has_collected = attempt.collect(1.0)
             self._context.check_open()
             if self._clock.monotonic() > mention_at:
                 mention_at += _MENTION_S
                 waiting = self._journal.listed(attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, what)
-            if listening and not has_settled:
+            if listening and not has_collected:
                 _, lost = self._commands.reach(
                     attempt.pending,
-                    lambda: attempt.settle(0.0) or self._clock.monotonic() > deadline,
+                    lambda: attempt.collect(0.0) or self._clock.monotonic() > deadline,
                 )
                 for member, error in lost.items():
                     attempt.give_up(member, error)

@@ -34,9 +34,9 @@ _WARNINGS = {
 class Journal:
     """Tracks ranks, generation, and progress, and records events."""
 
-    def __init__(self, group: ActorGroup, joins: bool) -> None:
+    def __init__(self, group: ActorGroup, survivors_stay: bool) -> None:
         self._group = group
-        self._joins = joins
+        self._survivors_stay = survivors_stay
         self.ranks: dict[WorkerHandle, int] = {}
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
@@ -66,7 +66,7 @@ class Journal:
         self.interruption = ""
         num_workers, most = len(self._group.members), self._group.options.num_workers
         if kind == "lost":  # the lost worker is still a member
-            num_workers = num_workers - 1 if self._joins else 0
+            num_workers = num_workers - 1 if self._survivors_stay else 0
         event = Event(
             kind=kind,
             generation=self.generation,

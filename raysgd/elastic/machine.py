@@ -330,7 +330,7 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
         number = too_few(event.num_workers, budget.min_workers)
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
-        if policy.rejoins and event.num_leaving < event.num_workers:
+        if policy.process_can_rejoin and event.num_leaving < event.num_workers:
             return _broken(state), (Do.ASK_PROGRESS,)
         collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
         if event.num_leaving or policy.rescues_state:
@@ -372,7 +372,7 @@ def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
 def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
     budget = state.budget
     actions: list[Action] = [RemoveLost(lost)]
-    if not policy.joins:
+    if not policy.survivors_stay:
         actions += [Do.RESCUE_STATE] if policy.rescues_state else []
         actions += [DiscardWorkers()]
     last: Action = Do.SURVEY

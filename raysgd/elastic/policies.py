@@ -18,10 +18,10 @@ _Member = TypeVar("_Member")
 class Policy:
     """How a group continues after a failure. It does not change during a run."""
 
-    rejoins: bool = True
+    process_can_rejoin: bool = True
     """Whether a process can join a second process group. Otherwise any failure restarts all
     workers."""
-    can_join: bool = True
+    supports_live_join: bool = True
     """Whether workers can join a call and copy the state of the others, as with operators."""
     max_attempts: int = 10
     may_grow: bool = True
@@ -30,12 +30,12 @@ class Policy:
     @property
     def rescues_state(self) -> bool:
         """Whether a restart uses the state of a survivor. Otherwise it uses the snapshot."""
-        return self.can_join and not self.rejoins
+        return self.supports_live_join and not self.process_can_rejoin
 
     @property
-    def joins(self) -> bool:
+    def survivors_stay(self) -> bool:
         """Whether survivors keep their processes and state, and replacement workers join them."""
-        return self.can_join and self.rejoins
+        return self.supports_live_join and self.process_can_rejoin
 
 
 def assign_contexts(

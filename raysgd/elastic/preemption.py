@@ -21,14 +21,14 @@ _LEAVE_S = 3.0
 class PreemptionWatch:
     """Watches notices of preemption, and decides which workers leave.
 
-    With `can_join`, replacement workers can take over from those that leave.
+    With `supports_live_join`, replacement workers can take over from those that leave.
     """
 
-    def __init__(self, group: ActorGroup, journal: Journal, can_join: bool) -> None:
+    def __init__(self, group: ActorGroup, journal: Journal, supports_live_join: bool) -> None:
         self._group = group
         self._clock = group.clock
         self._journal = journal
-        self._can_join = can_join
+        self._can_join = supports_live_join
         self._step_s = 0.0
         self._known: set[WorkerHandle] = set()
         self.must_save = False

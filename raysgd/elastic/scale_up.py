@@ -158,14 +158,9 @@ class ScaleUp:
         self._is_first = True
         self._has_logged_silence = False
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a replacement starts. Those that wait for room do not count."""
-        return self.coming() > 0
-
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Advance the replacements. Start missing ones if the group may grow."""
-        if self.policy.may_grow and self.policy.can_join:
+        if self.policy.may_grow and self.policy.supports_live_join:
             self.tick()
 
     def lost(self, member: WorkerHandle) -> None:
@@ -238,7 +233,7 @@ class ScaleUp:
         num_staying = num_workers - self._num_places()
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
-        goal: Goal = "setup" if self.policy.rejoins else "room"
+        goal: Goal = "setup" if self.policy.process_can_rejoin else "room"
         if starting and self.together:
             goal = "process"
         for slot in vacant:
@@ -319,6 +314,7 @@ class ScaleUp:
         return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
 
     def coming(self) -> int:
+        """Return the number of replacements with a process. Others wait for room."""
         return sum(replacement.member is not None for replacement in self._replacements)
 
     def begin(self) -> None:
@@ -341,7 +337,7 @@ class ScaleUp:
             return True
         if self._enough_at is None:
             self._enough_at = now
-        may_join_later = self.policy.joins and self.config.grow
+        may_join_later = self.policy.survivors_stay and self.config.grow
         replace_lost = all(slot in self._lost_slots for slot in late)
         is_short = may_join_later and (replace_lost or not self._is_first)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
@@ -349,7 +345,7 @@ class ScaleUp:
 
     def set_up_alone(self) -> None:
         """Make the remaining replacements set up alone, after the first start."""
-        if self.together and self.policy.joins:
+        if self.together and self.policy.survivors_stay:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
                 replacement.set_up_alone()

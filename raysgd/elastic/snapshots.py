@@ -41,12 +41,16 @@ class SnapshotKeeper:
         self._step = -1
         self._coming: tuple[int, Inbox, list[Future[Any]]] | None = None  # requested snapshots
         self._has_warned = False
-        self._num_changes = self._num_settled = 0
+        self._num_changes = self._num_changes_at_end = 0
 
     def keep(self, *shards: Read, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
         self._shards, self._step = shards, step
         self._forget()
+
+    def clear(self) -> None:
+        """Drop the state, and a snapshot that is on its way."""
+        self.keep()
 
     def store(self, state: Mapping[str, Any]) -> None:
         """Keep a copy of a state, in a file if it is large."""
@@ -97,15 +101,15 @@ class SnapshotKeeper:
             self._coming[1].close()
         self._coming = None
 
-    def settle(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def fetch_at_end(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot at the end of a call.
 
         Wait for it if a restart could not repeat the call, which has changed the state.
         """
         self.poll(progress)
-        before = self._num_settled
-        self._num_settled = next((p.num_changes for p in progress.values()), before)
-        if self._num_settled != before and self._coming is not None:
+        before = self._num_changes_at_end
+        self._num_changes_at_end = next((p.num_changes for p in progress.values()), before)
+        if self._num_changes_at_end != before and self._coming is not None:
             self._group.clock.wait(self._coming[2], _CHANGE_S)
 
     def rescue(self, commands: Commands) -> Progress | None:

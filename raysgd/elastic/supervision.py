@@ -117,7 +117,7 @@ class Supervision:
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
         is_complete = not paused and not action.is_replay
         if is_complete:
-            self._context.snapshots.settle(progress)
+            self._context.snapshots.fetch_at_end(progress)
         return CallReturned(
             outcomes=[attempt.outcomes[member] for member in members],
             is_complete=is_complete,
@@ -182,9 +182,9 @@ class Supervision:
         newest = None
         while attempt.under_way:
             self._context.check_open()
-            is_busy = call.on_wait is not None or self._context.scale_up.under_way
+            is_busy = call.on_wait is not None or self._context.scale_up.coming()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
-            if attempt.settle(_BUSY_TICK_S if is_busy else idle_s):
+            if attempt.collect(_BUSY_TICK_S if is_busy else idle_s):
                 continue
             if self._group.is_cut_off():
                 continue  # the workers wait for the network too

@@ -54,6 +54,7 @@ class Options(ABC):
     trainer: ClassVar[str]
     flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")  # booleans
     precisions: ClassVar[Collection[Any]]  # allowed values of ``use_fp16``
+    times_steps: ClassVar[bool] = False  # whether shares can follow the speed of the workers
 
     def __post_init__(self) -> None:
         if isinstance(self.num_workers, tuple | list):
@@ -75,7 +76,7 @@ class Options(ABC):
             min_workers=min_workers,
             config=config,
             resources_per_worker=self._checked_resources(),
-            elastic=checked_elastic(self.trainer, self.elastic),
+            elastic=checked_elastic(self.trainer, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
             parts = "num_shards" if self.layout.is_fixed else "num_workers"

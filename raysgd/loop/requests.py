@@ -94,8 +94,8 @@ class SaveRequest(Request):
     shown: str  # name of the file in messages
 
 
-class RngStateRequest(Request):
-    """Return the states of a worker's random number generators."""
+class PrepareExportRequest(Request):
+    """Prepare the features for an export. Return the states of random number generators."""
 
 
 class ModelsRequest(Request):

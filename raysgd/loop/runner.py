@@ -199,7 +199,7 @@ class OperatorRunner(Runner, ABC):
                     return Content(write, facts_of(state))
                 case call.LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
-                case requests.RngStateRequest():
+                case requests.PrepareExportRequest():
                     for feature in self._train_state.features:
                         feature.before_export()
                     return self.generators.state()

@@ -115,11 +115,6 @@ class TFTrainer(OperatorTrainer):
             use_tqdm=use_tqdm or verbose,
             splits_batches=has_creators,
         )
-        if options.elastic.shares == "measured":
-            raise ValueError(
-                'TFTrainer does not support ElasticConfig(shares="measured"). Use "even", or give '
-                "relative shares by node label, accelerator type, or resource."
-            )
         self._plan = fit_plan(options.config) if has_creators else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 

@@ -116,6 +116,7 @@ class TorchOptions(Options):
     trainer = "TorchTrainer"
     flags = ("wrap_ddp", "split_on_oom", *Options.flags)
     precisions = PRECISIONS
+    times_steps = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

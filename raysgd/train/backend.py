@@ -141,12 +141,6 @@ class BackendExecutor:
         self._backend: Backend = backend_class(backend_config)()
         self._max_losses = math.inf if max_retries < 0 else max_retries
         elastic = checked_elastic("BackendExecutor", elastic)
-        if elastic.shares == "measured":
-            raise ValueError(
-                'ElasticConfig(shares="measured") is for TorchTrainer: raysgd cannot time the '
-                'steps of a training function. Use "even", or give relative shares by node '
-                "label, accelerator type, or resource."
-            )
         # The newest checkpoint of the run is its snapshot.
         self._elastic = dataclasses.replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
@@ -173,7 +167,7 @@ class BackendExecutor:
             initialization_hook,
             self._backend_config.timeout_s,
             self._elastic,
-            can_join=False,
+            supports_live_join=False,
         )
         proxy = weakref.proxy(self)  # a reference would keep the executor from being collected
         controller.forming.on_start = lambda: proxy._prepare_workers()

@@ -55,7 +55,7 @@ class TrainCall(Call):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.farewell = MeasuredRequest(call=self.request.call)
+        self.departure_request = MeasuredRequest(call=self.request.call)
 
     def begin(self, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step of its next pause."""

@@ -73,7 +73,7 @@ class FitLoop:
     _every: int | None = None
     """Number of epochs between the validations of the running ``fit()``."""
     _has_validated: bool = False
-    _num_settled: int = 0
+    _num_validated: int = 0
     """Number of epochs that need no validation anymore."""
     _owed_at: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
@@ -111,7 +111,7 @@ class FitLoop:
             if every is None:
                 _check_monitored(self._monitored(), (), why)
             self.num_epochs, self._every = options.num_epochs, every
-            self._num_settled = self._num_completed
+            self._num_validated = self._num_completed
             dispatcher.max_steps, dispatcher.log_every = options.max_steps, options.log_every
             try:
                 if every and self._num_completed < options.num_epochs:
@@ -175,7 +175,7 @@ class FitLoop:
                 trainer, num_steps, profile=profile, info=info, from_start=from_start
             )
             self._has_validated = True
-            self._owed_at, self._num_settled = None, self._num_completed
+            self._owed_at, self._num_validated = None, self._num_completed
             if result.call.is_complete:  # otherwise the user looks at some batches
                 self._parts[1:] = [(result.merged, result.call)] if self._parts else []
             self.dispatcher.show("on_validation_end", trainer, result.merged, result.call)
@@ -200,7 +200,7 @@ class FitLoop:
         """Whether the validation of the newest epoch is missing, and no training followed."""
         if self._owed_at == self.dispatcher.controller.progress.global_step:
             return True
-        return self._num_completed > self._num_settled and self._is_due
+        return self._num_completed > self._num_validated and self._is_due
 
     def _note_owed(self, owed: bool) -> None:
         self._owed_at = self.dispatcher.controller.progress.global_step if owed else None

@@ -26,7 +26,7 @@ from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ModelsRequest, RngStateRequest, SaveRequest, StateRequest
+from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
 from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
@@ -96,7 +96,7 @@ class TrainerState:
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept < reached or lacks:
             try:  # new workers repeat the steps after the snapshot
-                generators = self._generators(method)
+                generators = self._prepare_export(method)
                 state = self.assemble(with_shards(self._fetch(StateRequest(frozen=frozen), method)))
                 state["data"]["rng"] = generators
                 return state
@@ -110,11 +110,12 @@ class TrainerState:
         return copied
 
     def models(self, method: str = "get_model") -> Any:
-        self._generators(method)  # workers also compare their replicas
+        self._prepare_export(method)
         return self._fetch(ModelsRequest(), method)[0]
 
-    def _generators(self, method: str) -> list[Any]:
-        return self._fetch(RngStateRequest(), method, rank=None, receives=None)
+    def _prepare_export(self, method: str) -> list[Any]:
+        """Let the workers compare their replicas, and return their random number generators."""
+        return self._fetch(PrepareExportRequest(), method, rank=None, receives=None)
 
     def _fetch(self, request: Request, method: str, **options: Any) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
@@ -143,7 +144,7 @@ class TrainerState:
         of_driver, errors = self._of_driver(provenance), []
         request = SaveRequest(
             of_driver=of_driver,
-            generators=self._generators("save"),
+            generators=self._prepare_export("save"),
             shown=target.shown,
             frozen=frozen,
         )

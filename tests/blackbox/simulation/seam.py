@@ -87,6 +87,7 @@ class Driver:
         rejoins=True,
         **elastic,
     ):
+        self.max_workers = num_workers
         options = GroupOptions(
             num_workers=num_workers, min_workers=min_workers, start_timeout_s=10.0
         )
@@ -97,7 +98,7 @@ class Driver:
             None,
             timeout_s,
             ElasticConfig(**elastic),
-            can_join=can_join,
+            supports_live_join=can_join,
         )
 
     def start(self):
@@ -128,10 +129,6 @@ class Driver:
     def workers(self):
         """The members of the group in the order of their ranks."""
         return list(self.controller.members)
-
-    @property
-    def max_workers(self):
-        return self.controller.max_workers
 
     @property
     def generation(self):
@@ -228,7 +225,7 @@ class SimBackend:
     """A backend that gives each generation a new rendezvous."""
 
     def __init__(self, rejoins=True):
-        self.rejoins = rejoins
+        self.process_can_rejoin = rejoins
         self.num_prepared = 0
 
     def prepare(self, addresses):
@@ -280,7 +277,7 @@ class SimMember(WorkerHandle):
         self.setup_s = 0.5
         self.setup_error = None
         self.join_error = None
-        self.num_joins = 0
+        self.num_survivors_stay = 0
         self.is_from_setup = False
         """Whether its state is that of its setup, and it has not trained since."""
         self.has_trained = False
@@ -558,7 +555,7 @@ class SimMember(WorkerHandle):
         """Enter a generation whose members have all arrived."""
         self.generation, self.context = token, context
         self.pause = None
-        self.num_joins += 1
+        self.num_survivors_stay += 1
         if self.join_error is not None:
             self.end("user", self.join_error)
             return
@@ -579,7 +576,7 @@ class SimGroup(ActorGroup):
 
     def discard(self, member):
         if (driver := self._world.driver) is not None:
-            stays = driver.controller.policy.joins
+            stays = driver.controller.policy.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf)
             is_fine = is_fine and member.condition == "good"
             is_fine = is_fine and self.drains.of(member) is None

@@ -20,7 +20,7 @@ def train(controller, step, max_losses=0):
         has_batches=True,
         can_pause=True,
         max_losses=max_losses,
-        farewell=MeasuredRequest(call=0),
+        departure_request=MeasuredRequest(call=0),
     )
     outcomes = controller.run(call)
     assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
@@ -158,7 +158,7 @@ def test_a_later_notice_does_not_revoke_the_save():
         options=GroupOptions(num_workers=4),
         leaving=lambda: dict(notices),
     )
-    watch = PreemptionWatch(group, SimpleNamespace(record=lambda *_, **__: None), can_join=True)
+    watch = PreemptionWatch(group, SimpleNamespace(record=lambda *_, **__: None), True)
     watch.poll({})
     notices[1] = Notice("", clock.now + 60)
     watch.poll({})
@@ -221,4 +221,4 @@ def test_workers_leave_for_replacements_and_at_their_deadlines(
         options=GroupOptions(num_workers=num_workers, min_workers=min_workers),
         leaving=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
     )
-    assert PreemptionWatch(group, None, can_join=True).who_leaves(num_ready) == leaving
+    assert PreemptionWatch(group, None, supports_live_join=True).who_leaves(num_ready) == leaving

@@ -149,12 +149,12 @@ def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypa
     monkeypatch.setattr(members, "_SIGNAL_S", 0.01)
     monkeypatch.setattr(members, "_is_here", lambda info: False)
 
-    def on_node(function, node_id):
+    def as_task(function, node_id):
         if not answers.wait(5):
             pytest.fail("it was waited for")
         return lambda *arguments: True
 
-    monkeypatch.setattr(members, "_on_node", on_node)
+    monkeypatch.setattr(members, "_as_task", as_task)
     try:
         leaving = member.leave(0.0)
         member.kill_process()

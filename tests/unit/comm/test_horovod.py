@@ -101,9 +101,8 @@ def test_functions_can_reach_the_rendezvous_until_it_is_closed(without_framework
 
 def test_only_workers_of_torch_operators_join_a_second_group():
     import_horovod()
-    frameworks = ("torch", "tensorflow", None)
-    rejoins = [HorovodBackend("horovod", 30, framework).rejoins for framework in frameworks]
-    assert rejoins == [True, False, False]
+    backends = [HorovodBackend("horovod", 30, name) for name in ("torch", "tensorflow", None)]
+    assert [each.process_can_rejoin for each in backends] == [True, False, False]
 
 
 def test_bfloat16_is_refused_by_name():

@@ -17,7 +17,7 @@ from tests.blackbox.simulation.seam import LostError
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name in ("_ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
+    for name in ("ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
         monkeypatch.setattr(commands, name, 0.01)
 
 
@@ -51,10 +51,10 @@ def test_a_worker_whose_answer_is_lost_lives_if_the_wait_ends_early():
 def test_the_first_failure_in_time_is_the_one_to_raise():
     attempt, futures = attempt_of("a", "b")
     futures["b"].set_result(outcome("user", ValueError("the reason")))
-    attempt.settle(0)
+    attempt.collect(0)
     assert attempt.failed
     futures["a"].set_result(outcome("user", KeyError("a consequence")))
-    attempt.settle(0)
+    attempt.collect(0)
     assert attempt.first_error[0] == "b"
     assert isinstance(attempt.error(), ValueError)
 
@@ -62,7 +62,7 @@ def test_the_first_failure_in_time_is_the_one_to_raise():
 def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
     attempt, futures = attempt_of("a", "b")
     futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
-    attempt.settle(0)
+    attempt.collect(0)
     assert attempt.failed
     assert attempt.interrupted_by_us  # so that the call is repeated, if possible
     attempt.find_cause(lambda: futures["b"].set_result(outcome("stopped", RuntimeError())))
@@ -73,7 +73,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
 def test_a_failed_collective_waits_for_its_reason():
     attempt, futures = attempt_of("a", "b", "c")
     futures["a"].set_result(outcome("communication", ConnectionError("peer")))
-    attempt.settle(0)
+    attempt.collect(0)
     interrupted = []
 
     def interrupt():
@@ -91,7 +91,7 @@ def test_a_failed_collective_without_reason_is_an_error_of_communication():
     attempt, futures = attempt_of("a", "b")
     futures["a"].set_result(outcome("communication", ConnectionError("closed by peer")))
     futures["b"].set_result(outcome("stopped", RuntimeError("stopped")))
-    attempt.settle(0)
+    attempt.collect(0)
     attempt.find_cause(lambda: None)
     error = attempt.error()
     assert isinstance(error, CollectiveError)

@@ -72,7 +72,7 @@ def uneven(clock):
     members = [FakeMember() for _ in range(3)]
     monitor, attempt, futures = watched(clock, *members)
     futures[members[0]].set_result(Outcome("ok", None, Progress()))
-    attempt.settle(1.0)
+    attempt.collect(1.0)
     return monitor, members
 
 

@@ -19,8 +19,8 @@ ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 MAX_ATTEMPTS = 2
 POLICIES = [
     Policy(
-        rejoins=rejoins,
-        can_join=can_join,
+        process_can_rejoin=rejoins,
+        supports_live_join=can_join,
         max_attempts=MAX_ATTEMPTS,
         may_grow=may_grow,
         keeps_snapshots=keeps_snapshots,
@@ -196,7 +196,7 @@ def test_no_committed_step_is_discarded(event, policy):
     assert left <= event.leaving
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p.joins])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p.survivors_stay])
 def test_a_loss_ends_no_survivor(policy):
     state = Running(CallBudget(in_call=True, has_begun=True, max_losses=1))
     after, actions = machine.transition(state, machine.WorkersLost(lost=LOST), policy)

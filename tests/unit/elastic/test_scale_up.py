@@ -152,7 +152,7 @@ def test_one_worker_starts_for_each_leaving_member_until_it_stays(make):
     group.leaving = dict
     scale_up.tick()
     assert group.discarded == [replacements()[0].member]
-    assert not scale_up.under_way
+    assert not scale_up.coming()
 
 
 def test_a_surplus_replacement_without_a_process_is_dropped_first(make):
@@ -164,7 +164,7 @@ def test_a_surplus_replacement_without_a_process_is_dropped_first(make):
     group.members.append(FakeMember("member1"))
     scale_up.tick()
     assert not group.discarded
-    assert scale_up.under_way
+    assert scale_up.coming()
 
 
 # ---- failures
@@ -322,7 +322,7 @@ def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
     replacements()[0].get_ready()
     group.take(replacements()[0])
     scale_up.forget_joined([replacements()[0]])
-    assert not scale_up.under_way
+    assert not scale_up.coming()
     assert scale_up.ready() == []
     # the worker leaves, but is not lost
     group.members.pop()

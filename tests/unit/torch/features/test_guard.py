@@ -19,7 +19,7 @@ from raysgd._internal.step_timing import FORWARD
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
-    RngStateRequest,
+    PrepareExportRequest,
     TrainRequest,
     ValidateRequest,
 )
@@ -281,7 +281,7 @@ class Case(cases.Case):
                     train(6)
             elif self.when == "before a loss":
                 with interrupted():  # the driver has the error of another worker
-                    runner.handle(RngStateRequest())
+                    runner.handle(PrepareExportRequest())
                 runner.rejoin(context, 0)
             elif self.when == "in a join":
                 if rank in self.ranks:
@@ -292,7 +292,7 @@ class Case(cases.Case):
             if self.when != "before a loss" or rank == 0:  # it raises before it waits for others
                 train(6)
                 train(10)
-                runner.handle(RngStateRequest())
+                runner.handle(PrepareExportRequest())
         except (ReplicasDifferError, RuntimeError) as found:
             problem, error = str(found), found
         result = {
