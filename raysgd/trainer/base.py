@@ -38,6 +38,7 @@ from raysgd.loop.requests import (
     ApplyOperatorRequest,
     ApplyRequest,
     PredictRequest,
+    TrainRequest,
     UpdateSchedulersRequest,
     ValidateRequest,
 )
@@ -136,14 +137,21 @@ class OperatorTrainer(TrainerInfo):
         if num_steps is not None:
             num_steps = check_int("train", "num_steps", num_steps, 1)
         max_retries = check_int("train", "max_retries", max_retries, 0)
-        checked_dict("train", "info", info)
+        info = checked_dict("train", "info", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(moves=True)
         with self._callback_list.calling(self):
-            result = self._dispatcher.train(
-                self, num_steps, max_retries, profile=profile, info=info, dataset=dataset
+            fit = self._fit_loop.running
+            request = TrainRequest(
+                call=next(self._dispatcher.numbers),
+                until_step=fit.max_steps,
+                log_every=fit.log_every,
+                info=info,
+                profile=profile,
+                dataset=dataset,
             )
+            result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
             self._fit_loop.show_training(self, metrics, result)

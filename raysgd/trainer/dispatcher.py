@@ -16,7 +16,6 @@ from raysgd._internal.finite import bad_loss
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
-from raysgd.data import Dataset
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
@@ -85,9 +84,6 @@ class Dispatcher:
     latest: dict[str, Any] = field(default_factory=dict)
     """The newest metrics of train and validate."""
     last_call: LastCall | None = None
-    max_steps: int | None = None
-    """Argument of the running ``fit()``, as `log_every`."""
-    log_every: int | None = None
     bad_steps: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not applied, oldest first."""
     _shown: dict[str, Any] = field(default_factory=dict)
@@ -156,24 +152,12 @@ class Dispatcher:
     def train(
         self,
         trainer: Trainer,
+        request: TrainRequest,
         num_steps: int | None,
         max_retries: int,
-        *,
-        profile: bool,
-        info: Mapping[str, Any] | None,
-        dataset: Dataset | None,
     ) -> WorkerMetrics:
-        request = TrainRequest(
-            call=next(self.numbers),
-            until_step=self.max_steps,
-            log_every=self.log_every,
-            info=dict(info or {}),
-            profile=profile,
-            dataset=dataset,
-            until_nan=self._ends_at_nan,
-        )
         call = TrainCall(
-            request=request,
+            request=replace(request, until_nan=self._ends_at_nan),
             num_steps=num_steps,
             next_pause=self.callback_list.next_pause,
             max_losses=max_retries,
@@ -185,9 +169,9 @@ class Dispatcher:
         results: list[Any] = [None]
         try:
             while results[0] is None:
-                call.request = replace(call.request, info=dict(info or {}))
+                call.request = replace(call.request, info=dict(request.info))
                 call.on_wait = self.callback_list.watcher(trainer, "train")
-                call.points.show = partial(self._log, trainer) if self.log_every else None
+                call.points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.value() for outcome in controller.run(call)]
                 call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysgd._internal.arguments import check_int, checked_dict, set_fields
@@ -31,25 +31,21 @@ _OF_VALIDATION = ("val", "eval_", "eval/")
 
 @dataclass(frozen=True)
 class FitOptions:
-    """See :meth:`raysgd.TorchTrainer.fit`."""
+    """See :meth:`raysgd.TorchTrainer.fit`. The defaults mean that no ``fit()`` runs."""
 
-    num_epochs: Any
-    validate_every: int | None
-    max_retries: int
-    info: dict[str, Any] | None
-    log_every: int | None
-    max_steps: int | None
+    num_epochs: Any = None
+    validate_every: int | None = None
+    max_retries: int = 0
+    info: dict[str, Any] | None = None
+    log_every: int | None = None
+    max_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_epochs is None and self.max_steps is None:
-            raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
         for name in ("num_epochs", "validate_every", "max_steps", "log_every"):
             if (value := getattr(self, name)) is not None:
                 set_fields(self, **{name: check_int("fit", name, value, 1)})
         set_fields(self, max_retries=check_int("fit", "max_retries", self.max_retries, 0))
         checked_dict("fit", "info", self.info)
-        if self.num_epochs is None:
-            set_fields(self, num_epochs=sys.maxsize)
 
 
 @dataclass(eq=False)
@@ -68,10 +64,8 @@ class FitLoop:
     options: Options
     dispatcher: Dispatcher
     stop_reason: str | None = None
-    num_epochs: int | None = None
-    """Number of epochs at which the running ``fit()`` ends."""
-    _every: int | None = None
-    """Number of epochs between the validations of the running ``fit()``."""
+    running: FitOptions = FitOptions()
+    """The arguments of the running ``fit()``."""
     _has_validated: bool = False
     _num_validated: int = 0
     """Number of epochs that need no validation anymore."""
@@ -90,6 +84,10 @@ class FitLoop:
         verbose: bool,
     ) -> History:
         """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
+        if options.num_epochs is None:
+            if options.max_steps is None:
+                raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
+            options = replace(options, num_epochs=sys.maxsize)
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         own = checked_callbacks(where, callbacks, trainer.logdir, callback_list)
@@ -102,19 +100,17 @@ class FitLoop:
                 "Call it outside of hooks."
             )
         self.stop_reason = None
-        every = options.validate_every
         with callback_list.attached(trainer, own):
             why = "fit() does not validate."
-            if every and not self._can_validate():
-                why, every = f"{why} {missing_loader('validation')}", None
+            if options.validate_every and not self._can_validate():
+                why = f"{why} {missing_loader('validation')}"
+                options = replace(options, validate_every=None)
                 logger.info("%s", why)
-            if every is None:
+            if options.validate_every is None:
                 _check_monitored(self._monitored(), (), why)
-            self.num_epochs, self._every = options.num_epochs, every
-            self._num_validated = self._num_completed
-            dispatcher.max_steps, dispatcher.log_every = options.max_steps, options.log_every
+            self.running, self._num_validated = options, self._num_completed
             try:
-                if every and self._num_completed < options.num_epochs:
+                if options.validate_every and self._num_completed < options.num_epochs:
                     self._check_validation(options.info)
                 history = self._train_epochs(trainer, options)
                 if sentence := dispatcher.controller.speed.report().sentence:
@@ -122,8 +118,7 @@ class FitLoop:
                 return history
             finally:
                 self._note_owed(self.lacks_validation)
-                self.num_epochs = self._every = None
-                dispatcher.max_steps = dispatcher.log_every = None
+                self.running = FitOptions()
 
     def _train_epochs(self, trainer: Trainer, options: FitOptions) -> History:
         history, num_epochs = History(), options.num_epochs
@@ -144,7 +139,7 @@ class FitLoop:
         while end() is None and self._num_completed < num_epochs:
             epoch = self._num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
-            if len(history) == 1 and self._every is None:
+            if len(history) == 1 and options.validate_every is None:
                 for argument, name in self._monitored().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
@@ -191,9 +186,10 @@ class FitLoop:
     @property
     def _is_due(self) -> bool:
         """Whether ``fit()`` validates after the newest completed epoch."""
-        if self._every is None or self.num_epochs is None:
+        every, completed = self.running.validate_every, self._num_completed
+        if every is None:
             return False
-        return self._num_completed % self._every == 0 or self._num_completed >= self.num_epochs
+        return completed % every == 0 or completed >= self.running.num_epochs
 
     @property
     def lacks_validation(self) -> bool:

@@ -77,7 +77,7 @@ class TrainerInfo:
         "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
     num_epochs: int | None = forwarded(
-        "_fit_loop.num_epochs", "The number of epochs at which the current `fit` ends, or None."
+        "_fit_loop.running.num_epochs", "Number of epochs at which the current `fit` ends, or None."
     )
     stop_reason: str | None = forwarded(
         "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
