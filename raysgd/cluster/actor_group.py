@@ -12,16 +12,10 @@ from typing import Any
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.departures import Drains, Notice
-from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER, GroupOptions
+from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
 from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
-from raysgd.cluster.worker_handle import (
-    ActorHandle,
-    InlineHandle,
-    WorkerHandle,
-    is_loss,
-)
-from raysgd.errors import WorkerLostError, WorkerTimeoutError
+from raysgd.cluster.worker_handle import ActorHandle, InlineHandle, WorkerHandle
 
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
@@ -68,12 +62,6 @@ class ActorGroup:
         watches = [member.watch for member in self.members]
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
-    def start(self) -> None:
-        """Reserve resources, start the workers, and wait until each has reported its location."""
-        self.reserve()
-        self.add(len(self.vacant_slots(request=False)))
-        self.members = self.in_order(self.members)
-
     def _reserve(self, num_workers: int, min_workers: int) -> Any:
         """Reserve resources for workers. Simulated clusters override this method."""
         from raysgd.cluster import placement, ray_session
@@ -90,41 +78,14 @@ class ActorGroup:
             is_wanted=lambda: self._is_wanted,
         )
 
-    def add(self, num_workers: int) -> None:
-        """Append workers, and wait until they run. On an error, add no worker."""
-        slots = self.vacant_slots(request=False)[:num_workers]
-        if missing := num_workers - len(slots):
-            more = self._reserve(missing, missing)
-            if self._reservation is None:  # another thread has ended the group
-                more.release()
-                raise RuntimeError("The workers are shut down.")
-            self._reservation.include(more)
-            slots += more.slots
-        members = [self.new_member(slot) for slot in slots]
-        try:
-            self._find_places(members)
-        except BaseException:
-            for member in members:
-                self.discard(member)
-            raise
-        self.members += members
-
-    def _find_places(self, members: Sequence[WorkerHandle]) -> None:
-        timeout_s = max(self.options.start_timeout_s, COME_UP_S)
-        places = [member.control("info") for member in members]
-        if missing := self.clock.wait(places, timeout_s):
-            ranks = [rank for rank, place in enumerate(places) if place in missing]
-            raise WorkerTimeoutError(
-                f"Processes of workers {', '.join(map(str, ranks))} did not start within "
-                f"{timeout_s:g} s. {WAIT_LONGER}"
-            )
-        for member, place in zip(members, places, strict=True):
-            try:
-                member.locate(place.result())
-            except Exception as error:
-                if is_loss(error):
-                    raise WorkerLostError(f"A worker died during its start: {error}") from error
-                raise
+    def reserve_more(self, num_workers: int) -> list[Any]:
+        """Reserve resources for further workers, and return their slots."""
+        more = self._reserve(num_workers, num_workers)
+        if self._reservation is None:  # another thread has ended the group
+            more.release()
+            raise RuntimeError("The workers are shut down.")
+        self._reservation.include(more)
+        return list(more.slots)
 
     def new_member(self, slot: Any) -> WorkerHandle:
         """Start a worker in a slot. It does not join the group."""

@@ -1,4 +1,4 @@
-"""Runs functions on workers by plain actor calls."""
+"""Runs functions on workers by plain actor calls, without a controller."""
 
 from __future__ import annotations
 
@@ -6,9 +6,44 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from raysgd.cluster.actor_group import ActorGroup
+from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import CarriedError
 from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss, loss_cause
-from raysgd.errors import RemoteTraceback, WorkerLostError
+from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
+
+
+def start(group: ActorGroup, num_workers: int) -> None:
+    """Append workers to a group, and wait until they run. On an error, add no worker."""
+    slots = group.vacant_slots(request=False)[:num_workers]
+    if missing := num_workers - len(slots):
+        slots += group.reserve_more(missing)
+    members = [group.new_member(slot) for slot in slots]
+    try:
+        _locate(members, group)
+    except BaseException:
+        for member in members:
+            group.discard(member)
+        raise
+    group.members += members
+
+
+def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
+    timeout_s = max(group.options.start_timeout_s, COME_UP_S)
+    places = [member.control("info") for member in members]
+    if missing := group.clock.wait(places, timeout_s):
+        ranks = [rank for rank, place in enumerate(places) if place in missing]
+        raise WorkerTimeoutError(
+            f"Processes of workers {', '.join(map(str, ranks))} did not start within "
+            f"{timeout_s:g} s. {WAIT_LONGER}"
+        )
+    for member, place in zip(members, places, strict=True):
+        try:
+            member.locate(place.result())
+        except Exception as error:
+            if is_loss(error):
+                raise WorkerLostError(f"A worker died during its start: {error}") from error
+            raise
 
 
 def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd._internal.arguments import MOST_WORKERS, check_number
 from raysgd._internal.config import env_seconds
 from raysgd.cluster import actor_group as core
-from raysgd.cluster.functions import results
+from raysgd.cluster import functions
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -63,10 +63,13 @@ class WorkerGroup:
         """Start the workers. Raise InsufficientResourcesError if the cluster has no room."""
         if self._group.members:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
+        group = self._group
         try:
-            self._group.start()
+            group.reserve()
+            functions.start(group, len(group.vacant_slots(request=False)))
+            group.members = group.in_order(group.members)
         except BaseException:
-            self._group.shutdown(force=True)
+            group.shutdown(force=True)
             raise
 
     def shutdown(self, patience_s: float = 5) -> None:
@@ -78,7 +81,7 @@ class WorkerGroup:
 
     def add_workers(self, num_workers: int) -> None:
         """Start further workers, with the highest ranks."""
-        self._group.add(num_workers)
+        functions.start(self._group, num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
         """Stop some workers, and renumber the others. `add_workers` can use the free resources."""
@@ -101,7 +104,7 @@ class WorkerGroup:
 
         Raise the exception of `func`, or WorkerLostError if a worker died.
         """
-        return results(self._members, self.execute_async(func, *args, **kwargs))
+        return functions.results(self._members, self.execute_async(func, *args, **kwargs))
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Start `func` on every worker and return references for ``ray.get``, by rank."""
@@ -112,7 +115,7 @@ class WorkerGroup:
     ) -> Any:
         """Call `func` on one worker and return its result."""
         member = self._member(worker_index)
-        return results([member], [member.execute(func, *args, **kwargs)])[0]
+        return functions.results([member], [member.execute(func, *args, **kwargs)])[0]
 
     def execute_single_async(
         self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any
