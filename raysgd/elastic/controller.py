@@ -181,13 +181,11 @@ class Controller:
                 return self._survey()
             case Do.AWAIT_WORKERS:
                 forming.await_workers(self.state.budget.min_workers)
-            case Do.ASK_PROGRESS:
-                return forming.ask_progress()
-            case Do.START_GROUP:
+            case Do.REJOIN:
+                return forming.rejoin()
+            case Do.RESTART:
                 self._lacks_state = context.call.replaces_state
-                return forming.start_group()
-            case machine.FormGroup():
-                return forming.form_group(action)
+                return forming.restart(self.state.budget.min_workers)
             case Do.RESCUE_STATE:
                 return self._rescue_state()
             case Do.SAVE_STATE:
@@ -201,8 +199,6 @@ class Controller:
                 forming.collect_departing(self.members)
             case machine.RemoveLost(lost):
                 self._remove_lost(lost)
-            case Do.RESTART:
-                forming.restart()
             case machine.DiscardWorkers(why):
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."

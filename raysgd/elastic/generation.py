@@ -16,7 +16,13 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRe
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.policies import assign_contexts, backoff_s, furthest, must_hand_over
+from raysgd.elastic.policies import (
+    assign_contexts,
+    backoff_s,
+    choose_members,
+    furthest,
+    must_hand_over,
+)
 from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -41,21 +47,17 @@ class GroupForming:
         self._journal, self._commands = context.journal, context.commands
         self._scale_up = context.scale_up
         self._backend = context.backend
-        self._began = 0.0
-        self._has_started = False
-        self._num_before, self._left = 0, ""
         self.on_start: Callable[[], None] | None = None
         """Called after all workers have started, before they load a snapshot."""
 
     # ---- next generation
 
-    def ask_progress(self) -> machine.GroupEvent:
-        """Wait for busy workers, and request the progress of each worker."""
-        self._began = self._clock.monotonic()
-        supports_live_join = self._context.policy.supports_live_join
+    def rejoin(self) -> machine.GroupEvent:
+        """Form the next generation of the members, and of replacement workers that are ready."""
+        began, policy = self._clock.monotonic(), self._context.policy
         # A worker that holds the GIL receives its interruption late.
-        _, silent = self._commands.reach(self._commands.busy if supports_live_join else ())
-        patience_s = _STRAGGLER_S if supports_live_join else _RESTART_STRAGGLER_S
+        _, silent = self._commands.reach(self._commands.busy if policy.supports_live_join else ())
+        patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or self._commands.await_busy(patience_s):
             return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
@@ -66,16 +68,18 @@ class GroupForming:
         if lost:
             return self._note_lost(lost)
         self._context.shares.poll(answers)
-        members = self._group.members
-        by_rank = [answers[member] for member in members]
-        return machine.ProgressKnown(
-            progress=furthest(by_rank),
-            by_rank=by_rank,
-            joining=joining,
-            leaving=frozenset(rank for rank, m in enumerate(members) if m in leaving),
-            # Without a snapshot, remote workers start again from `setup`.
-            can_restart=self._context.snapshots.exists or not self._group.options.inline,
-        )
+        by_member = {member: answers[member] for member in self._group.members}
+        progress = furthest(list(by_member.values()))
+        leader, staying = choose_members(by_member, leaving)
+        # Without a snapshot, remote workers start again from `setup`.
+        can_restart = self._context.snapshots.exists or not self._group.options.inline
+        can_restart = can_restart and not self._context.call.replaces_state
+        if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
+            why = "a failed step has changed the parameters of all workers"
+            return machine.StateLost(why=why, progress=progress)
+        if not set(leaving).isdisjoint(staying):
+            joining = {}  # the leaving workers keep their places
+        return replace(self._form(leader, staying, joining, progress, began), progress=progress)
 
     def _note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
         for member in lost:
@@ -83,13 +87,17 @@ class GroupForming:
         members = {m: e for m, e in lost.items() if not self._scale_up.fail_member(m, e)}
         return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
 
-    def form_group(self, action: machine.FormGroup) -> machine.GroupEvent:
-        before, joining = list(self._group.members), action.joining
-        staying = [before[rank] for rank in action.staying]
-        leader = before[action.leader]
-        if must_hand_over(self._journal.progress):
-            leaving = [member for member in before if member not in staying]
-            for outcome in self._commands.ask(leaving, ExportShardsRequest()).values():
+    def _form(
+        self,
+        leader: WorkerHandle,
+        staying: Sequence[WorkerHandle],
+        joining: Mapping[WorkerHandle, Replacement],
+        progress: Progress,
+        began: float,
+    ) -> machine.GroupEvent:
+        departing = [member for member in self._group.members if member not in staying]
+        if must_hand_over(progress):
+            for outcome in self._commands.ask(departing, ExportShardsRequest()).values():
                 if (shards := value_of(outcome)) is not None:
                     self._commands.ask([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
@@ -102,15 +110,14 @@ class GroupForming:
         self._group.members[:] = entering
         self._number(entering)
         self._scale_up.forget_joined(list(joining.values()))
-        seconds = self._clock.monotonic() - self._began
-        departed = [member for member in before if member not in entering]
-        self.collect_departing(departed)
-        for member in departed:
+        seconds, step = self._clock.monotonic() - began, progress.global_step
+        self.collect_departing(departing)
+        for member in departing:
             self._group.discard(member)
-        left = "; ".join(f"a worker has left {member.name}" for member in departed)
+        left = "; ".join(f"a worker has left {member.name}" for member in departing)
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
         concerned = list(joining) or entering
-        self._journal.record(kind, concerned, cause=left, seconds=seconds)
+        self._journal.record(kind, concerned, cause=left, step=step, seconds=seconds)
         return machine.GroupFormed()
 
     def _forming_failed(
@@ -142,13 +149,30 @@ class GroupForming:
 
     # ---- starts
 
-    def restart(self) -> None:
-        self._began, self._num_before = self._clock.monotonic(), len(self._group.members)
-        self._left = "; ".join(f"left {member.name}" for member in self._group.leaving())
+    def restart(self, min_workers: int) -> machine.GroupEvent:
+        """Stop the members, and form a group of new workers, with the state of the snapshot."""
+        began, is_first = self._clock.monotonic(), self._scale_up.is_first
+        left = "; ".join(f"left {member.name}" for member in self._group.leaving())
+        num_before, progress = len(self._group.members), None
         self._context.discard_members()
         if not self._context.policy.survivors_stay:
             self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
+        while progress is None:
+            self.await_workers(min_workers)
+            progress = self._start_group()
+        members, step = self._group.members, progress.global_step
+        if is_first:
+            self._journal.record("started", members, step=step)
+            return machine.GroupFormed(progress=progress)
+        has_grown = 0 < num_before < len(members)
+        kind: EventKind = "grown" if has_grown else "restarted"
+        if left and len(members) >= num_before:
+            kind = "moved"
+        joining, seconds = members[num_before:], self._clock.monotonic() - began
+        concerned = joining if has_grown else members
+        self._journal.record(kind, concerned, cause=left, step=step, seconds=seconds)
+        return machine.GroupFormed(progress=progress)
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
@@ -181,28 +205,27 @@ class GroupForming:
                 deadline, number = now + wait_s, number + 1
             self._clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
 
-    def start_group(self) -> machine.GroupEvent:
-        """Form a group of the ready workers, with the state of the newest snapshot."""
+    def _start_group(self) -> Progress | None:
+        """Form a group of the ready workers, and return its progress. None if a worker was lost."""
         ready = self._scale_up.ready()
         joining = {r.member: r for r in ready if r.member is not None}
         _, lost = self._commands.reach(joining)
         if lost:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
-            return machine.FormingFailed()
+            return None
         progress = self._enter_together(joining)
-        if progress is None:
-            self._scale_up.set_up_alone()
-            return machine.FormingFailed()
-        # All workers repeat the steps after the snapshot, also those of departed workers.
-        call, step = self._context.call, progress.global_step
-        call.departed_results[:] = [
-            each for each in call.departed_results if each.progress.global_step <= step
-        ]
-        self._scale_up.forget_joined(ready)
+        if progress is not None:
+            # All workers repeat the steps after the snapshot, also those of departed workers.
+            call, step = self._context.call, progress.global_step
+            call.departed_results[:] = [
+                each for each in call.departed_results if each.progress.global_step <= step
+            ]
+            self._scale_up.forget_joined(ready)
+            if not (self._context.policy.survivors_stay and self._context.elastic.grow):
+                self._scale_up.stop()  # late workers could never join
         self._scale_up.set_up_alone()
-        self._record_start(step)
-        return machine.GroupFormed(progress=progress)
+        return progress
 
     def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress | None:
         """Form a group, and return its progress. Return None if a worker was lost."""
@@ -255,21 +278,6 @@ class GroupForming:
                 self._scale_up.drop(replacement)
         self._next_generation()  # a late interruption of this one must not reach later work
         return True
-
-    def _record_start(self, step: int) -> None:
-        if not (self._context.policy.survivors_stay and self._context.elastic.grow):
-            self._scale_up.stop()  # late workers could never join
-        if not self._has_started:
-            self._has_started = True
-            self._journal.record("started", self._group.members, step=step)
-            return
-        has_grown = 0 < self._num_before < len(self._group.members)
-        joining = self._group.members[self._num_before :] if has_grown else self._group.members
-        kind: EventKind = "grown" if has_grown else "restarted"
-        if self._left and len(self._group.members) >= self._num_before:
-            kind = "moved"
-        seconds = self._clock.monotonic() - self._began
-        self._journal.record(kind, joining, cause=self._left, step=step, seconds=seconds)
 
     # ---- shared helpers
 

@@ -13,8 +13,7 @@ from enum import Enum
 from raysgd._internal.context import Progress
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.policies import Policy, choose_leader
-from raysgd.elastic.scale_up import Replacement
+from raysgd.elastic.policies import Policy
 from raysgd.errors import CollectiveError
 
 Losses = Mapping[WorkerHandle, BaseException]
@@ -122,16 +121,6 @@ class StateRescued(GroupEvent):
     """Whether there is such a state."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProgressKnown(GroupEvent):
-    """Every member has reported its progress."""
-
-    by_rank: Sequence[Progress]
-    leaving: frozenset[int] = frozenset()
-    joining: Mapping[WorkerHandle, Replacement] = field(default_factory=dict)
-    can_restart: bool = False
-
-
 class GroupFormed(GroupEvent):
     """The workers share one process group and one state."""
 
@@ -197,12 +186,11 @@ class Do(Enum):
 
     SURVEY = "count the members, those that join, and those that leave"
     AWAIT_WORKERS = "wait until enough workers are ready"
-    ASK_PROGRESS = "wait for workers that are still busy, and ask each for its progress"
-    START_GROUP = "form a group of the started workers, and load the snapshot"
+    REJOIN = "wait for workers that are still busy, and form the next generation"
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
     ABANDON_CALL = "interrupt the workers after an exception on the driver"
     RESCUE_STATE = "replace the snapshot with the state of the workers"
-    RESTART = "stop the members, and begin a restart from the snapshot"
+    RESTART = "stop the members, start all workers, and load the snapshot"
     COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
 
 
@@ -211,15 +199,6 @@ class RemoveLost:
     """Remove lost workers from the group."""
 
     lost: Losses
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormGroup:
-    """Form the next generation with the state of the rank `leader`."""
-
-    leader: int
-    staying: Sequence[int]
-    joining: Mapping[WorkerHandle, Replacement]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +226,7 @@ class Fail:
     lost: Losses = field(default_factory=dict)
 
 
-Action = Do | RemoveLost | FormGroup | RunCall | DiscardWorkers | Fail
+Action = Do | RemoveLost | RunCall | DiscardWorkers | Fail
 Next = tuple[State, tuple[Action, ...]]
 
 
@@ -281,12 +260,8 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
             return _after_survey(state, event, policy)
         case Broken(), StateRescued(can_restart=can_restart):
             return _restart_from_snapshot(state, can_restart)
-        case Starting(), FormingFailed():
-            return state, (Do.AWAIT_WORKERS, Do.START_GROUP)
         case Starting() | Broken(), GroupFormed():
             return Ready(budget), (Do.SURVEY,) if budget.in_call else ()
-        case Broken(), ProgressKnown():
-            return _choose_members(state, event, policy)
         case Broken(num_failed_rejoins=number), FormingFailed(error=error):
             if error is None:
                 return state, (Do.SURVEY,)
@@ -311,7 +286,7 @@ def _broken(state: State) -> Broken:
 
 
 def _restart(state: State) -> Next:
-    return Starting(state.budget), (Do.RESTART, Do.AWAIT_WORKERS, Do.START_GROUP)
+    return Starting(state.budget), (Do.RESTART,)
 
 
 def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
@@ -331,7 +306,7 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
         if policy.process_can_rejoin and event.num_leaving < event.num_workers:
-            return _broken(state), (Do.ASK_PROGRESS,)
+            return _broken(state), (Do.REJOIN,)
         collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
         if event.num_leaving or policy.rescues_state:
             return _broken(state), (*collect, Do.RESCUE_STATE)
@@ -341,26 +316,6 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
     has_begun = begins or (budget.has_begun and not event.must_save)
     running = Running(replace(budget, has_begun=has_begun))
     return running, (*save, RunCall(begins=begins, is_replay=event.must_replay))
-
-
-def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:
-    progress = event.by_rank
-    leader = choose_leader(progress)
-    may_restart = event.can_restart and policy.keeps_snapshots and not state.budget.replaces_state
-    if progress[leader].holdings.condition == "damaged" and may_restart:
-        why = "a failed step has changed the parameters of all workers"
-        return _after_state_loss(state, why, policy)
-    ranks = range(len(progress))
-    staying = [rank for rank in ranks if rank not in event.leaving] or list(ranks)
-    joining = event.joining
-    if leader not in staying:
-        first = staying[choose_leader([progress[rank] for rank in staying])]
-        is_behind = progress[first].global_step < progress[leader].global_step
-        if is_behind or progress[first].holdings.condition != "good":
-            staying, joining = list(ranks), {}  # only a leaving worker has the state
-        else:
-            leader = first
-    return state, (FormGroup(leader=leader, staying=staying, joining=joining),)
 
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:

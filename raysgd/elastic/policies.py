@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -92,6 +92,30 @@ def choose_leader(progress: Sequence[Progress]) -> int:
         return is_good, progress[rank].global_step, -rank
 
     return max(range(len(progress)), key=key)
+
+
+def choose_members(
+    progress: Mapping[_Member, Progress], leaving: Collection[_Member]
+) -> tuple[_Member, list[_Member]]:
+    """Return the member whose state counts, and the members that stay.
+
+    If only a leaving worker has the state, it stays.
+
+    >>> choose_members({"a": Progress(global_step=5), "b": Progress(global_step=5)}, {"a"})
+    ('b', ['b'])
+    >>> choose_members({"a": Progress(global_step=6), "b": Progress(global_step=5)}, {"a"})
+    ('a', ['a', 'b'])
+    """
+    members = list(progress)
+    leader = members[choose_leader(list(progress.values()))]
+    staying = [member for member in members if member not in leaving] or members
+    if leader not in staying:
+        first = staying[choose_leader([progress[member] for member in staying])]
+        is_behind = progress[first].global_step < progress[leader].global_step
+        if is_behind or progress[first].holdings.condition != "good":
+            return leader, members
+        leader = first
+    return leader, staying
 
 
 def furthest(progress: Sequence[Progress]) -> Progress:

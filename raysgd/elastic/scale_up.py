@@ -155,7 +155,8 @@ class ScaleUp:
         self._retry_at: dict[Any, float] = {}
         self._resized_at = self.group.clock.monotonic()
         self._enough_at: float | None = None
-        self._is_first = True
+        self.is_first = True
+        """Whether no group has formed yet."""
         self._has_logged_silence = False
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
@@ -280,7 +281,7 @@ class ScaleUp:
                     node_id=member.node_id,
                     cause=said,
                 )
-        elif self._is_first or not isinstance(error, WorkerTimeoutError):
+        elif self.is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
         if isinstance(error, CheckpointError):  # no replacement can load this state
             self._failures = max(self._failures, self.config.max_attempts - 1)
@@ -339,7 +340,7 @@ class ScaleUp:
             self._enough_at = now
         may_join_later = self.policy.survivors_stay and self.config.grow
         replace_lost = all(slot in self._lost_slots for slot in late)
-        is_short = may_join_later and (replace_lost or not self._is_first)
+        is_short = may_join_later and (replace_lost or not self.is_first)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
         return now >= self._enough_at + grace_s and all(member.remote for member in late.values())
 
@@ -355,7 +356,7 @@ class ScaleUp:
             self._replacements.remove(replacement)
             self._crashes.pop(replacement.slot, None)
             self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
-        self._is_first = False
+        self.is_first = False
         if replacements:
             self.try_again()
         self.resized()

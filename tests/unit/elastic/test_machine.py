@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.context import Holdings, Progress
 from raysgd.elastic import machine
 from raysgd.elastic.machine import Broken, CallBudget, Do, Ready, Running, Starting
 from raysgd.elastic.policies import Policy
@@ -28,8 +27,6 @@ POLICIES = [
     for rejoins, can_join, may_grow, keeps_snapshots in product([True, False], repeat=4)
 ]
 BUDGETS = [CallBudget(in_call=True, max_losses=number) for number in (0, 1, 3)]
-GOOD, DAMAGED = Holdings(), Holdings(condition="damaged")
-STEPS = [Progress(global_step=n, holdings=each) for n in (5, 6) for each in (GOOD, DAMAGED)]
 
 LOST = {"worker": OSError("lost")}
 BROKEN_LINK = CollectiveError("closed by peer")
@@ -41,12 +38,6 @@ surveyed = st.builds(
     num_leaving=st.integers(0, 1),
     must_save=booleans,
     must_replay=booleans,
-    can_restart=booleans,
-)
-progress_known = st.builds(
-    machine.ProgressKnown,
-    by_rank=st.lists(st.sampled_from(STEPS), min_size=2, max_size=4),
-    leaving=st.frozensets(st.integers(0, 3)),
     can_restart=booleans,
 )
 lost, formed = st.just(machine.WorkersLost(lost=LOST)), st.just(machine.GroupFormed())
@@ -62,10 +53,9 @@ rescued = st.builds(machine.StateRescued, can_restart=booleans)
 stops = st.just(machine.StopRequested())
 RESULTS = {
     Do.SURVEY: surveyed,
-    Do.ASK_PROGRESS: progress_known | lost | failed,
-    Do.START_GROUP: formed | failed,
+    Do.REJOIN: formed | failed | lost | state_lost,
+    Do.RESTART: formed,
     Do.RESCUE_STATE: rescued,
-    machine.FormGroup: formed | failed | lost | state_lost,
     machine.RunCall: lost | returned | stopped,
 }
 """Strategies for the next event, by last action."""
@@ -89,7 +79,6 @@ SAMPLES = [
     *(machine.StateRescued(can_restart=each) for each in (True, False)),
     *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
     *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
-    *(machine.ProgressKnown(by_rank=[p], can_restart=True) for p in STEPS),
     *(machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
     *(machine.GroupFormed(), machine.WorkersLost(lost=LOST)),
     machine.StateLost(why="no shares"),
@@ -179,21 +168,6 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
                 assert action.begins != has_begun
                 has_begun = True
         assert after.budget.has_begun == has_begun
-
-
-@given(progress_known, st.sampled_from(POLICIES))
-def test_no_committed_step_is_discarded(event, policy):
-    _, actions = machine.transition(Broken(), event, policy)
-    form = actions[-1]
-    whole = [p.global_step for p in event.by_rank if p.holdings == GOOD]
-    if key(form) is not machine.FormGroup:
-        assert not whole, "workers restart although one has a complete state"
-        return
-    leader = event.by_rank[form.leader]
-    assert leader.global_step == max(whole or [p.global_step for p in event.by_rank])
-    assert form.leader in form.staying
-    left = set(range(len(event.by_rank))) - set(form.staying)
-    assert left <= event.leaving
 
 
 @pytest.mark.parametrize("policy", [p for p in POLICIES if p.survivors_stay])

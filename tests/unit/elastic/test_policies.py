@@ -11,6 +11,7 @@ from raysgd.elastic.policies import (
     assign_contexts,
     backoff_s,
     choose_leader,
+    choose_members,
     furthest,
     pause_step,
 )
@@ -50,6 +51,19 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
     # sorted as numbers, because the text "10" is smaller than "9"
     assert [c.visible_gpus for c in contexts] == [("9", "10", "11"), ("9", "10", "11"), ("0",)]
     assert [c.gpu_index for c in contexts] == [1, 0, 0]
+
+
+CONDITIONS = [Holdings(), Holdings(condition="damaged")]
+STEPS = [Progress(global_step=n, holdings=each) for n in (5, 6) for each in CONDITIONS]
+
+
+@given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=4), st.frozensets(st.integers(0, 3)))
+def test_no_committed_step_is_discarded(progress, leaving):
+    leader, staying = choose_members(dict(enumerate(progress)), leaving)
+    whole = [p.global_step for p in progress if p.holdings == Holdings()]
+    assert progress[leader].global_step == max(whole or [p.global_step for p in progress])
+    assert leader in staying
+    assert set(range(len(progress))) - set(staying) <= leaving
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
