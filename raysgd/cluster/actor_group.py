@@ -181,8 +181,8 @@ class ActorGroup:
     def discard(self, member: WorkerHandle) -> None:
         """Stop a worker and free its slot."""
         if not member.remote:
-            member.control("interrupt")
-            self.clock.wait([member.work("teardown")], _TEARDOWN_S)
+            member.control(Worker.interrupt)
+            self.clock.wait([member.work(Worker.teardown)], _TEARDOWN_S)
         member.kill()
         if (slot := self._slots.pop(member, None)) is not None:
             slot.last_node_id = member.node_id or None
@@ -211,10 +211,10 @@ class ActorGroup:
             pending = []
             for member in self.members:
                 if not member.remote:  # the driver's process continues to run and must be clean
-                    member.control("interrupt")
-                    pending.append(member.work("teardown"))
+                    member.control(Worker.interrupt)
+                    pending.append(member.work(Worker.teardown))
                 elif not force and member.alive:
-                    pending.append(member.work("teardown"))
+                    pending.append(member.work(Worker.teardown))
             if self.clock.wait(pending, patience_s) or force:
                 return  # at least one member hangs
             for member in self.members:

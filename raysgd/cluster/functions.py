@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
-from raysgd.cluster.worker import CarriedError
+from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss, loss_cause
 from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
@@ -30,7 +30,7 @@ def start(group: ActorGroup, num_workers: int) -> None:
 
 def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
     timeout_s = max(group.options.start_timeout_s, COME_UP_S)
-    places = [member.control("info") for member in members]
+    places = [member.control(Worker.info) for member in members]
     if missing := group.clock.wait(places, timeout_s):
         ranks = [rank for rank, place in enumerate(places) if place in missing]
         raise WorkerTimeoutError(

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -60,6 +60,7 @@ def send(
     return inbox
 
 
+@final
 class Inbox(contextlib.AbstractContextManager["Inbox"]):
     """Receives large values of workers on these hosts, while the context lasts.
 

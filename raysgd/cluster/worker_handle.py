@@ -10,14 +10,19 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
 from raysgd.cluster.serialization import Parcel
-from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
+from raysgd.cluster.worker import Worker, WorkerInfo
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate[Worker, P], R]
+"""A method of `Worker`."""
 
 ROOT_CAUSE_S = 0.5
 """Seconds to wait for the loss that caused an error. The peers of a dead worker see a broken
@@ -47,11 +52,11 @@ class WorkerHandle(ABC):
         return False
 
     @abstractmethod
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
+    def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         """Call a method of the worker in its work thread, one call at a time."""
 
     @abstractmethod
-    def control(self, method: str, *arguments: Any) -> Future[Any]:
+    def control(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         """Call one of `CONTROL_METHODS` in parallel with the work."""
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +118,7 @@ class ActorHandle(WorkerHandle):
         if monitor is not None and (watch := monitor.watch(info.node_ip, self._lose)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
-            self.control("watch_driver", *arguments).add_done_callback(monitor.note_start)
+            self.control(Worker.watch_driver, *arguments).add_done_callback(monitor.note_start)
 
     def _lose(self, error: LostError) -> None:
         """Fail all current and later calls."""
@@ -122,15 +127,13 @@ class ActorHandle(WorkerHandle):
             while True:
                 self._waiting.popitem()[0].set_exception(error)
 
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
+    def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         self._check_alive()
         sent = [each.stored() if isinstance(each, Parcel) else each for each in arguments]
-        answer: Future[Any] = getattr(self.actor, method).remote(*sent).future()
+        answer: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
         return answer if self.watch is None else self._unless_lost(answer)
 
-    def control(self, method: str, *arguments: Any) -> Future[Any]:
-        assert method in CONTROL_METHODS, f"{method} would wait for the work thread"
-        return self.work(method, *arguments)  # the actor's method defines the concurrency group
+    control = work  # the actor's method defines the concurrency group
 
     def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails if the host is lost.
@@ -241,17 +244,17 @@ class InlineHandle(WorkerHandle):
         name = "raysgd-worker-0"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
 
-    def work(self, method: str, *arguments: Any) -> Future[Any]:
+    def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         if self._thread is not None:
-            return self._thread.submit(getattr(self.worker, method), *arguments)
-        future: Future[Any] = Future()
-        future.set_result(getattr(self.worker, method)(*arguments))
+            return self._thread.submit(method, self.worker, *arguments, **named)
+        future: Future[R] = Future()
+        future.set_result(method(self.worker, *arguments, **named))
         return future
 
-    def control(self, method: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def control(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
+        future: Future[R] = Future()
         try:
-            future.set_result(getattr(self.worker, method)(*arguments))
+            future.set_result(method(self.worker, *arguments, **named))
         except Exception as error:
             future.set_exception(error)
         return future

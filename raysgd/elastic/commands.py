@@ -14,7 +14,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack, sendable
 from raysgd.cluster.streams import Inbox
-from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
 from raysgd.elastic.journal import Journal
 from raysgd.errors import CollectiveError, WorkerTimeoutError
@@ -162,7 +162,7 @@ class Commands:
 
     def ask_progress(self) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy."""
-        asked = {member: member.control("progress") for member in self._group.members}
+        asked = {member: member.control(Worker.progress) for member in self._group.members}
         self._clock.wait(asked.values(), ANSWER_S)
         return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
@@ -170,7 +170,7 @@ class Commands:
         """Send all members the step at which to pause. Return their answers."""
         number = self._journal.generation
         self._pausing = None if step is None else number
-        answers = [m.control("pause_at", number, step) for m in self._group.members]
+        answers = [m.control(Worker.pause_at, number, step) for m in self._group.members]
         self._clock.wait(answers, ANSWER_S)
         return answers
 
@@ -183,7 +183,7 @@ class Commands:
         """Make the running calls fail on all members, because each may wait for any other."""
         members = dict.fromkeys([*self._group.members, *self.entering])
         concerned = [member for member in members if member not in besides]
-        answers = [m.control("interrupt", self._journal.generation) for m in concerned]
+        answers = [m.control(Worker.interrupt, self._journal.generation) for m in concerned]
         self._clock.wait(answers, ANSWER_S)
 
     def stop(self, attempt: Attempt) -> None:
@@ -195,7 +195,7 @@ class Commands:
         self.interrupt(besides=self.busy)  # the busy ones were interrupted before
         idle = [member for member in self._group.members if member not in self.busy]
         packed = sendable(request.name, request)
-        attempt = Attempt({m: m.work("call", packed) for m in idle}, self._clock)
+        attempt = Attempt({m: m.work(Worker.call, packed) for m in idle}, self._clock)
         attempt.collect_until(ANSWER_S, lambda: False)
         self.busy |= attempt.pending  # the next call detects lost workers among them
 
@@ -208,7 +208,7 @@ class Commands:
     ) -> dict[WorkerHandle, Outcome]:
         """Send a request to idle members. Return the outcomes of those that answer."""
         packed = pack(request)
-        asked = {m: m.work("call", packed, inbox and inbox.address()) for m in members}
+        asked = {m: m.work(Worker.call, packed, inbox and inbox.address()) for m in members}
         self._clock.wait(asked.values(), timeout_s)
         return {m: f.result() for m, f in asked.items() if f.done() and not _error_of(f)}
 
@@ -246,7 +246,7 @@ class Commands:
         A worker may answer late because it holds the GIL. Wait for it up to `timeout_s`, or until
         `is_over`. A stopped process may take `_SILENCE_S`.
         """
-        asked = {member: member.control("progress") for member in members}
+        asked = {member: member.control(Worker.progress) for member in members}
         lost: dict[WorkerHandle, BaseException] = {}
         began = looked = self._clock.monotonic()
         while True:
@@ -267,7 +267,7 @@ class Commands:
                 asked = {member: answer for member, answer in asked.items() if member not in lost}
             if again:
                 self._clock.sleep(_ASK_AGAIN_S)
-            asked |= {member: member.control("progress") for member in again}
+            asked |= {member: member.control(Worker.progress) for member in again}
             self._check_open()
         for member in lost:  # the process may still exist
             member.kill_process()

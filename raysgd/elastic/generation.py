@@ -10,6 +10,7 @@ from typing import Any
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
+from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
@@ -254,7 +255,7 @@ class GroupForming:
             return Progress()
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
         with offered(packed, [member.info.node_ip for member in members]) as offer:
-            attempt = self._run("call", [(offer,)] * len(members), "load", members)
+            attempt = self._run(Worker.call, [(offer,)] * len(members), "load", members)
         if self._has_lost(attempt, joining):
             return None
         return next(iter(attempt.outcomes.values())).progress
@@ -312,14 +313,14 @@ class GroupForming:
             leader_rank = list(entering).index(leader)
         arguments = [(context, rendezvous, leader_rank) for context in contexts]
         what = "set up" if leader is None else "join a new generation"
-        attempt = self._run("enter", arguments, what, entering, listening=leader is not None)
+        attempt = self._run(Worker.enter, arguments, what, entering, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
     def _run(
         self,
-        method: str,
+        method: Callable[..., Outcome],
         arguments: Sequence[tuple[Any, ...]],
         what: str,
         members: Sequence[WorkerHandle],

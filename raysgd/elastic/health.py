@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
+from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.commands import Attempt
 
@@ -77,7 +78,7 @@ class HealthMonitor:
         waited_s = now - self._moved_at
         if waited_s >= _STANDSTILL_S and not self._has_shown:
             self._has_shown = True
-            asked = {member: member.control("stacks") for member in self.attempt.pending}
+            asked = {member: member.control(Worker.stacks) for member in self.attempt.pending}
             self.clock.wait(asked.values(), _STACKS_S)
             stacks = [
                 f"Worker {self.ranks[member]} on {member.name}:\n{_shown_stack(answer)}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Point, Progress
+from raysgd.cluster.worker import Worker
 
 Part = tuple[Any, Point]
 """A worker, and its part of a point."""
@@ -45,7 +46,7 @@ class Points:
                     if part.global_step > self._shown:
                         self._parts[part.global_step, worker] = part
             if each.points:
-                worker.control("release_points", each.points[-1].global_step)
+                worker.control(Worker.release_points, each.points[-1].global_step)
         until = min((self._reached.get(member, 0) for member in members), default=-1)
         whole = {part.global_step for part in self._parts.values() if part.is_whole}
         for step in sorted(each for each in whole if each <= until):

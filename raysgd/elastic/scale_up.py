@@ -11,7 +11,7 @@ from typing import Any, Literal
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
-from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
@@ -87,11 +87,11 @@ class Replacement:
             return
         self.member = member = self.group.new_member(self.slot)
         if not member.info.node_ip:  # the driver's own worker knows its location
-            place = member.control("info")
+            place = member.control(Worker.info)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
-        created = member.work("create", *self.scale_up.created)
+        created = member.work(Worker.create, *self.scale_up.created)
         entered = self._set_up() if self.goal == "setup" else None  # the worker queues both calls
         yield from self._result(created, "start")
         if self.goal == "setup":
@@ -109,7 +109,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
-        return self.member.work("enter", context, None, None, True)
+        return self.member.work(Worker.enter, context, None, None, True)
 
     def _result(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
         yield from self._until(answer, phase, self.scale_up.timeout_s)

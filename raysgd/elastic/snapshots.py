@@ -13,6 +13,7 @@ from raysgd._internal.context import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.cluster.streams import Inbox, StorageError, keep, unnamed_file
+from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
@@ -93,7 +94,7 @@ class SnapshotKeeper:
             return
         self._coming = step, inbox, []
         for member, each in progress.items():
-            answer = member.control("snapshot", only, each.num_changes, inbox.address())
+            answer = member.control(Worker.snapshot, only, each.num_changes, inbox.address())
             self._coming[2].append(answer)
 
     def _forget(self) -> None:

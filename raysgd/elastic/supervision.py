@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
-from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import Attempt
@@ -95,7 +95,7 @@ class Supervision:
                 stack.enter_context(self._showing_progress(call))
             self.sent = {}
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
-                self.sent[member] = member.work("call", packed, inbox and inbox.address())
+                self.sent[member] = member.work(Worker.call, packed, inbox and inbox.address())
             self._attempt = attempt = Attempt(self.sent, self._clock)
             polled = self._watch(call, attempt)
             if attempt.failed:

@@ -297,7 +297,7 @@ class SimMember(WorkerHandle):
     # ---- calls of the driver
 
     def work(self, method, *arguments):
-        task = Task(method, arguments)
+        task = Task(method.__name__, arguments)
         if self.dead:
             task.future.set_exception(self.dead)
         else:
@@ -312,7 +312,7 @@ class SimMember(WorkerHandle):
         elif self.silent:
             self.unanswered.append((future, method, arguments))
         else:
-            future.set_result(getattr(self, f"_{method}")(*arguments))
+            future.set_result(getattr(self, f"_{method.__name__}")(*arguments))
         return future
 
     def hold_gil(self, seconds):
@@ -325,7 +325,7 @@ class SimMember(WorkerHandle):
         unanswered, self.unanswered = self.unanswered, []
         for future, method, arguments in unanswered:
             if not self.dead:
-                future.set_result(getattr(self, f"_{method}")(*arguments))
+                future.set_result(getattr(self, f"_{method.__name__}")(*arguments))
         self.go_on()
 
     def is_stopped(self):

@@ -90,11 +90,11 @@ class FakeMember:
         self.info = info
 
     def control(self, method):
-        assert method == "info"
+        assert method is Worker.info
         return done(WorkerInfo(node_id=self.node, node_ip=self.node))
 
     def work(self, method):
-        assert method == "teardown"
+        assert method is Worker.teardown
         assert not self.killed
         self.torn_down += 1
         return done(None)

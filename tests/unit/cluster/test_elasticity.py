@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from raysgd.cluster.worker import Worker
 from raysgd.elastic.machine import Broken
 from raysgd.elastic.supervision import Supervision
 from raysgd.errors import CheckpointError, WorkerLostError
@@ -50,7 +51,7 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
     asked = []
     member = controller.members[0]
     control = member.control
-    member.control = lambda method, *given: asked.append(method) or control(method, *given)
+    member.control = lambda method, *given: asked.append(method.__name__) or control(method, *given)
     assert steps_of(run_until(controller, 2000, max_losses=1)) == [2000] * 2
     assert asked.count("progress") < 1.5 * 2000 * 0.05
 
@@ -92,7 +93,7 @@ def test_live_worker_is_asked_again_if_its_answer_is_lost(world, monkeypatch):
     control = survivor.control
 
     def lose_one(method, *arguments):
-        if method != "progress" or lost or not gone.dead:
+        if method is not Worker.progress or lost or not gone.dead:
             return control(method, *arguments)
         lost.append(Future())
         lost[0].set_exception(LostError("its connection"))
@@ -328,7 +329,7 @@ def test_a_pause_that_a_worker_misses_discards_the_step(world, monkeypatch):
     control = first.control
 
     def miss_one(method, *arguments):
-        if method != "pause_at" or missed:
+        if method is not Worker.pause_at or missed:
             return control(method, *arguments)
         missed.append(Future())
         return missed[0]
@@ -347,7 +348,7 @@ def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
     control = first.control
 
     def fail_at_pause(method, *arguments):
-        if method != "pause_at" or arguments[1] is None:
+        if method is not Worker.pause_at or arguments[1] is None:
             return control(method, *arguments)
         first.error = BadBatchError("bad")
         return Future()  # without an answer, the driver discards the step
@@ -378,7 +379,7 @@ def test_new_shares_need_no_new_generation(world, mixed, monkeypatch):
     slow = mixed.members[2]
 
     def hear_late(method, *arguments, control=slow.control):
-        if method == "pause_at":
+        if method is Worker.pause_at:
             world.sleep(0.5)
         return control(method, *arguments)
 

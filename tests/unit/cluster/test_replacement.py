@@ -29,6 +29,7 @@ class FakeMember:
         self.arguments = {}
 
     def work(self, method, *arguments):
+        method = method.__name__
         self.arguments[method] = arguments
         self.asked[method] = Future()
         return self.asked[method]

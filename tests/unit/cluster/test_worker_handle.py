@@ -15,7 +15,7 @@ from raysgd._internal.context import Progress
 from raysgd.cluster import worker_handle as members
 from raysgd.cluster.host_monitor import LostError
 from raysgd.cluster.serialization import pack
-from raysgd.cluster.worker import WorkerInfo
+from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     InlineHandle,
@@ -66,14 +66,14 @@ def member(monkeypatch):
 
 def test_a_thread_member_works_in_a_thread_of_its_own():
     member = InlineHandle(has_thread=True)
-    member.work("create", None, FakeRunner(), None, []).result(20)
+    member.work(Worker.create, None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
-    busy = member.work("call", request_of("run", function=lambda: gate.wait(20)))
-    assert member.control("progress").result(20) == Progress()  # while the work thread is busy
+    busy = member.work(Worker.call, request_of("run", function=lambda: gate.wait(20)))
+    assert member.control(Worker.progress).result(20) == Progress()  # while the work thread is busy
     gate.set()
     assert busy.result(20).value() is True
-    ident = member.work("call", request_of("run", function=threading.get_ident)).result(20).value()
-    assert ident != threading.get_ident()
+    asked = member.work(Worker.call, request_of("run", function=threading.get_ident))
+    assert asked.result(20).value() != threading.get_ident()
     member.kill()
 
 
@@ -81,12 +81,13 @@ def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
     answers = [Future() for _ in range(4)]
     monkeypatch.setattr(Method, "future", lambda method: answers[len(member.actor.calls) - 1])
     member.watch = object()
-    done, *pending = member.work("call"), member.control("progress"), member.control("stacks")
+    done = member.work(Worker.call)
+    pending = [member.control(method) for method in (Worker.progress, Worker.stacks)]
     answers[0].set_result(7)
     member._lose(LostError("gone"))
     answers[1].set_result(8)  # too late
     assert done.result() == 7
-    for answer in (*pending, member.work("call")):
+    for answer in (*pending, member.work(Worker.call)):
         with pytest.raises(LostError, match="gone"):
             answer.result(0)
 
@@ -95,7 +96,7 @@ def test_a_large_argument_travels_through_ray_s_object_store_once(member, monkey
     monkeypatch.setattr(ray, "put", lambda value: "its place in the store")
     large, small = pack(bytes(2**21)), pack(1)
     for _ in range(2):
-        member.work("call", large, small)
+        member.work(Worker.call, large, small)
     assert member.actor.calls == [("call", ("its place in the store", small), {})] * 2
 
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from raysgd.cluster.worker import Worker
 from raysgd.elastic.machine import Broken, Closed, Ready
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
@@ -134,12 +135,12 @@ def test_a_restart_tears_down_the_worker_in_the_drivers_process(world, monkeypat
     local, asked = controller.members[0], []
     local.remote = False
     work = local.work
-    monkeypatch.setattr(local, "work", lambda name, *rest: asked.append(name) or work(name, *rest))
+    monkeypatch.setattr(local, "work", lambda what, *rest: asked.append(what) or work(what, *rest))
     world.at_step(20, lambda: world.lose(1))
     assert train(controller, max_losses=1) == [40] * 2
     assert local not in controller.members
     assert kinds(controller) == ["started", "lost", "restarted"]
-    assert "teardown" in asked
+    assert Worker.teardown in asked
 
 
 # ---- calls and interruptions

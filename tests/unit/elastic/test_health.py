@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker import Outcome, Worker
 from raysgd.elastic.commands import Attempt
 from raysgd.elastic.health import HealthMonitor
 from tests.unit.cluster.clock import ManualClock
@@ -17,7 +17,7 @@ class FakeMember:
     name = "node x"
 
     def control(self, method):
-        assert method == "stacks"
+        assert method is Worker.stacks
         future = Future()
         future.set_result(WAITING)
         return future

@@ -6,6 +6,7 @@ import pytest
 
 from raysgd._internal.context import Point, Progress
 from raysgd._internal.step_timing import Totals
+from raysgd.cluster import worker
 from raysgd.elastic.points import Points
 
 
@@ -16,7 +17,7 @@ class Worker:
         self.points = []
 
     def control(self, method, step):
-        assert method == "release_points"
+        assert method is worker.Worker.release_points
         self.points = [each for each in self.points if each.global_step > step]
 
 

@@ -35,7 +35,7 @@ class FakeMember:
         self.asked = []
 
     def control(self, method, step, num_changes, inbox):
-        assert method == "snapshot"
+        assert method is Worker.snapshot
         self.asked.append(Future())
         return self.asked[-1]
 
@@ -139,7 +139,7 @@ class LargeMember(FakeMember):
         self.thread = ThreadPoolExecutor(1)
 
     def control(self, method, *arguments):
-        self.asked.append(self.thread.submit(getattr(self.worker, method), *arguments))
+        self.asked.append(self.thread.submit(method, self.worker, *arguments))
         return self.asked[-1]
 
     work = control
