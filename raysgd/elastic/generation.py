@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.serialization import sendable
@@ -255,7 +255,9 @@ class GroupForming:
             return Progress()
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
         with offered(packed, [member.info.node_ip for member in members]) as offer:
-            attempt = self._run(Worker.call, [(offer,)] * len(members), "load", members)
+            self._commands.entering = list(members)
+            calls = {member: member.work(Worker.call, offer) for member in members}
+            attempt = self._finish(calls, "load")
         if self._has_lost(attempt, joining):
             return None
         return next(iter(attempt.outcomes.values())).progress
@@ -311,30 +313,25 @@ class GroupForming:
             rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
         if leader is not None:
             leader_rank = list(entering).index(leader)
-        arguments = [(context, rendezvous, leader_rank) for context in contexts]
+        self._commands.entering = list(entering)
+        calls = {
+            member: member.work(Worker.enter, context, rendezvous, leader_rank)
+            for member, context in zip(entering, contexts, strict=True)
+        }
         what = "set up" if leader is None else "join a new generation"
-        attempt = self._run(Worker.enter, arguments, what, entering, listening=leader is not None)
+        attempt = self._finish(calls, what, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
-    def _run(
-        self,
-        method: Callable[..., Outcome],
-        arguments: Sequence[tuple[Any, ...]],
-        what: str,
-        members: Sequence[WorkerHandle],
-        listening: bool = False,
+    def _finish(
+        self, calls: Mapping[WorkerHandle, Future[Outcome]], what: str, listening: bool = False
     ) -> Attempt:
-        """Run one phase of a start or a rejoin on workers, within `timeout_s`.
+        """Wait for one phase of a start or a rejoin, up to `timeout_s`.
 
         With `listening`, declare workers lost whose processes are stopped.
         """
-        self._commands.entering = list(members)
-        attempt = Attempt(
-            {m: m.work(method, *a) for m, a in zip(members, arguments, strict=True)}, self._clock
-        )
-        timeout_s = self._context.timeout_s
+        attempt, timeout_s = Attempt(calls, self._clock), self._context.timeout_s
         deadline = self._clock.monotonic() + timeout_s
         mention_at = self._clock.monotonic() + _MENTION_S
         while attempt.under_way:
