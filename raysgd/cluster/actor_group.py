@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.departures import Drains, Notice
@@ -17,6 +17,10 @@ from raysgd.cluster.host_monitor import HostMonitor
 from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 from raysgd.cluster.worker_handle import ActorHandle, InlineHandle, WorkerHandle
 
+if TYPE_CHECKING:  # it imports Ray, which a worker in the driver's process does not need
+    from raysgd.cluster.placement import Reservation, Slot
+
+AnySlot: TypeAlias = "Slot | LocalSlot"
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
 
@@ -29,10 +33,10 @@ class ActorGroup:
         self.clock = clock or Clock()
         self.members: list[WorkerHandle] = []
         self.drains = Drains(self.clock)
-        self._extra: list[Any] = []  # slots requested for workers that may soon be lost
-        self._reservation: Any = None
-        self._local: _LocalSlot | None = None
-        self._slots: dict[WorkerHandle, Any] = {}
+        self._extra: list[Slot] = []  # slots requested for workers that may soon be lost
+        self._reservation: Reservation | None = None
+        self._local: LocalSlot | None = None
+        self._slots: dict[WorkerHandle, AnySlot] = {}
         self._monitor: HostMonitor | None = None
         self._ending = threading.RLock()
         self._is_wanted = True
@@ -42,7 +46,7 @@ class ActorGroup:
         options = self.options
         self._is_wanted = True
         if options.use_local:
-            self._local = _LocalSlot()
+            self._local = LocalSlot()
         if not options.inline:
             num_local = int(options.use_local)
             self._reservation = self._reserve(
@@ -62,7 +66,7 @@ class ActorGroup:
         watches = [member.watch for member in self.members]
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
-    def _reserve(self, num_workers: int, min_workers: int) -> Any:
+    def _reserve(self, num_workers: int, min_workers: int) -> Reservation:
         """Reserve resources for workers. Simulated clusters override this method."""
         from raysgd.cluster import placement, ray_session
 
@@ -78,22 +82,22 @@ class ActorGroup:
             is_wanted=lambda: self._is_wanted,
         )
 
-    def reserve_more(self, num_workers: int) -> list[Any]:
+    def reserve_more(self, num_workers: int) -> list[Slot]:
         """Reserve resources for further workers, and return their slots."""
         more = self._reserve(num_workers, num_workers)
         if self._reservation is None:  # another thread has ended the group
             more.release()
             raise RuntimeError("The workers are shut down.")
         self._reservation.include(more)
-        return list(more.slots)
+        return more.slots
 
-    def new_member(self, slot: Any) -> WorkerHandle:
+    def new_member(self, slot: AnySlot) -> WorkerHandle:
         """Start a worker in a slot. It does not join the group."""
         options = self.options
         member: WorkerHandle
-        if slot is self._local and options.inline:
+        if isinstance(slot, LocalSlot) and options.inline:
             member = InlineHandle()
-        elif slot is self._local:
+        elif isinstance(slot, LocalSlot):
             import ray
 
             member = InlineHandle(has_thread=True)
@@ -131,12 +135,12 @@ class ActorGroup:
         notices = {member: self.drains.of(member) for member in self.members if member.remote}
         return {member: notice for member, notice in notices.items() if notice is not None}
 
-    def vacant_slots(self, request: bool = True) -> list[Any]:
+    def vacant_slots(self, request: bool = True) -> list[AnySlot]:
         """Return slots without a worker, on nodes that will not be preempted.
 
         Request missing slots if `request` is true or slots were lost.
         """
-        slots: list[Any] = [] if self._local is None else [self._local]
+        slots: list[AnySlot] = [] if self._local is None else [self._local]
         taken, nodes = list(self._slots.values()), self.drains.nodes
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
@@ -149,7 +153,7 @@ class ActorGroup:
             slots += [slot for slot in reservation.slots if slot not in going]
         return [slot for slot in slots if slot not in taken]
 
-    def _request_missing(self, reservation: Any, going: list[Any]) -> None:
+    def _request_missing(self, reservation: Reservation, going: list[Slot]) -> None:
         """Request slots for missing workers, and spare ones for slots that may soon be lost."""
         num_workers = self.options.num_workers - (self._local is not None)
         num_unsure = len(going) + len(self.leaving())
@@ -167,7 +171,7 @@ class ActorGroup:
         if extra and self._reservation is not None:
             self._reservation.drop_pending(extra)
 
-    def slot_of(self, member: WorkerHandle) -> Any:
+    def slot_of(self, member: WorkerHandle) -> AnySlot | None:
         return self._slots.get(member)
 
     def room(self) -> str:
@@ -239,7 +243,7 @@ class ActorGroup:
                 reservation.release()
 
 
-class _LocalSlot:
+class LocalSlot:
     """The slot of the worker in the driver's process."""
 
     is_ready = True

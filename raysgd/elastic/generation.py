@@ -156,8 +156,6 @@ class GroupForming:
         left = "; ".join(f"left {member.name}" for member in self._group.leaving())
         num_before, progress = len(self._group.members), None
         self._context.discard_members()
-        if not self._context.policy.survivors_stay:
-            self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
         while progress is None:
             self.await_workers(min_workers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.context import Progress, WorkerContext
-from raysgd.cluster.actor_group import ActorGroup
+from raysgd.cluster.actor_group import ActorGroup, AnySlot
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
@@ -30,7 +30,6 @@ _MAX_SETUP_CRASHES = 3
 _LOOK_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 
-Goal = Literal["room", "process", "setup"]
 Phase = Literal["come up", "start", "set up", "join"]
 
 
@@ -39,13 +38,10 @@ class Replacement:
     """A replacement worker, from its start until it can join the group."""
 
     scale_up: ScaleUp
-    slot: Any
+    slot: AnySlot
     rank: int
     size: int
     replaces_lost: bool
-    goal: Goal = "setup"
-    """Phase after which the replacement is ready: "process" if all workers set up together; "room"
-    (free resources, but no process) if all workers will restart."""
     context: WorkerContext | None = None
     member: WorkerHandle | None = None
     phase: Phase = "come up"
@@ -57,7 +53,7 @@ class Replacement:
         self._life = self._live()
 
     def advance(self) -> None:
-        if self.is_ready or self.error is not None:
+        if self.error is not None:
             return
         try:
             next(self._life)
@@ -69,13 +65,8 @@ class Replacement:
             if not isinstance(error, Exception) and not from_worker:
                 raise
 
-    def set_up_alone(self) -> None:
-        self.goal = "setup"
-        if self.is_ready:
-            self.is_ready, self._life = False, self._result(self._set_up(), "set up")
-
     def _live(self) -> Iterator[None]:
-        """Take the phases up to the goal. Yield while a phase must wait."""
+        """Take the phases. Yield while a phase must wait."""
         looked = -_LOOK_EVERY_S
         while True:
             if (now := self.group.clock.monotonic()) - looked >= _LOOK_EVERY_S:
@@ -83,8 +74,6 @@ class Replacement:
                 if self.slot.is_ready:
                     break
             yield
-        if self.goal == "room":
-            return
         self.member = member = self.group.new_member(self.slot)
         if not member.info.node_ip:  # the driver's own worker knows its location
             place = member.control(Worker.info)
@@ -92,10 +81,12 @@ class Replacement:
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
         created = member.work(Worker.create, *self.scale_up.created)
-        entered = self._set_up() if self.goal == "setup" else None  # the worker queues both calls
+        entered = None if self.scale_up.together else self._set_up()  # the worker queues both calls
         yield from self._result(created, "start")
-        if self.goal == "setup":
-            yield from self._result(entered or self._set_up(), "set up")
+        while self.scale_up.together:
+            self.is_ready, self.phase = True, "join"
+            yield
+        yield from self._result(entered or self._set_up(), "set up")
 
     def _set_up(self) -> Future[Outcome]:
         assert self.member is not None
@@ -141,18 +132,19 @@ class ScaleUp:
     timeout_s: float
     """Timeout in seconds for each phase of a replacement from ``create`` on."""
     together: bool = True
-    """Whether the workers set up together in one process group. True in the first start, until a
-    worker is lost. Later, each worker sets up alone."""
+    """Whether the workers set up together in one process group, in a start of all workers. If
+    survivors stay, only the first start does so, until a worker is lost. Later, each worker sets up
+    alone."""
     error: BaseException | None = None
     """Error of the newest worker, if another worker would fail in the same way."""
 
     def __post_init__(self) -> None:
         self._replacements: list[Replacement] = []
-        self._lost_slots: list[Any] = []
-        self._crashes: dict[Any, tuple[Phase, int]] = {}
+        self._lost_slots: list[AnySlot | None] = []
+        self._crashes: dict[AnySlot, tuple[Phase, int]] = {}
         """By slot: the phase in which its last workers were lost, and how many in a row."""
         self._failures = 0
-        self._retry_at: dict[Any, float] = {}
+        self._retry_at: dict[AnySlot, float] = {}
         self._resized_at = self.group.clock.monotonic()
         self._enough_at: float | None = None
         self.is_first = True
@@ -234,9 +226,6 @@ class ScaleUp:
         num_staying = num_workers - self._num_places()
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
-        goal: Goal = "setup" if self.policy.process_can_rejoin else "room"
-        if starting and self.together:
-            goal = "process"
         for slot in vacant:
             if now < self._retry_at.get(slot, 0.0):
                 continue
@@ -248,7 +237,6 @@ class ScaleUp:
                     next((r for r in range(num_staying, size) if r not in ranks), size - 1),
                     size,
                     replaces_lost=replaces or slot in self._lost_slots,
-                    goal=goal,
                 )
             )
         return self._replacements[len(taken) :]
@@ -315,7 +303,7 @@ class ScaleUp:
         return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
 
     def coming(self) -> int:
-        """Return the number of replacements with a process. Others wait for room."""
+        """Return the number of replacements with a process. The others wait for room."""
         return sum(replacement.member is not None for replacement in self._replacements)
 
     def begin(self) -> None:
@@ -349,7 +337,7 @@ class ScaleUp:
         if self.together and self.policy.survivors_stay:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
-                replacement.set_up_alone()
+                replacement.is_ready = False
 
     def forget_joined(self, replacements: Sequence[Replacement]) -> None:
         for replacement in replacements:

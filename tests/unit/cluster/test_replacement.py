@@ -72,7 +72,10 @@ def group(clock):
 @pytest.fixture
 def scale_up(group):
     journal = SimpleNamespace(generation=4)
-    return SimpleNamespace(group=group, journal=journal, created=("hook", "runner"), timeout_s=30.0)
+    created = ("hook", "runner")
+    return SimpleNamespace(
+        group=group, journal=journal, created=created, timeout_s=30.0, together=False
+    )
 
 
 @pytest.fixture
@@ -132,13 +135,14 @@ def test_a_worker_that_does_not_come_up_says_how_to_wait_longer(replacement, clo
 
 
 def test_replacement_in_a_start_is_ready_after_create(scale_up):
-    replacement = Replacement(scale_up, FakeSlot(), 0, 2, replaces_lost=True, goal="process")
+    scale_up.together = True
+    replacement = Replacement(scale_up, FakeSlot(), 0, 2, replaces_lost=True)
     answer_all(replacement, "info", "create")
     assert replacement.is_ready
     assert list(replacement.member.asked) == ["info", "create"]
     replacement.context = prepared = WorkerContext(visible_gpus=("1", "3"), gpu_index=1)
     scale_up.journal.generation = 7
-    replacement.set_up_alone()
+    scale_up.together = replacement.is_ready = False
     replacement.advance()
     assert not replacement.is_ready
     # the GPUs stay the first ones, because its process sees these

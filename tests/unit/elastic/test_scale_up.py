@@ -78,9 +78,9 @@ class FakeReplacement:
 
     made = ()
 
-    def __init__(self, scale_up, slot, rank, size, replaces_lost, goal="setup"):
+    def __init__(self, scale_up, slot, rank, size, replaces_lost):
         self.slot, self.rank = slot, rank
-        self.size, self.goal, self.phase = size, goal, "start"
+        self.size, self.phase = size, "start"
         self.replaces_lost = replaces_lost
         self.member = None
         self.is_ready = False
@@ -96,9 +96,6 @@ class FakeReplacement:
     def get_ready(self):
         self.member = self.member or FakeMember(f"replacement worker{self.slot}")
         self.is_ready = True
-
-    def set_up_alone(self):
-        self.goal = "setup"
 
 
 @pytest.fixture
