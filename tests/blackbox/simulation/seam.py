@@ -277,7 +277,7 @@ class SimMember(WorkerHandle):
         self.setup_s = 0.5
         self.setup_error = None
         self.join_error = None
-        self.num_survivors_stay = 0
+        self.num_joins = 0
         self.is_from_setup = False
         """Whether its state is that of its setup, and it has not trained since."""
         self.has_trained = False
@@ -555,7 +555,7 @@ class SimMember(WorkerHandle):
         """Enter a generation whose members have all arrived."""
         self.generation, self.context = token, context
         self.pause = None
-        self.num_survivors_stay += 1
+        self.num_joins += 1
         if self.join_error is not None:
             self.end("user", self.join_error)
             return
