@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from raysgd._internal.imports import import_extra
-from raysgd.metrics import BATCH_COUNT, MergeableMetric, computed
+from raysgd.metrics import BATCH_COUNT, computed
 from raysgd.operators.base import in_full_precision
 from raysgd.torch import TrainingOperator
+from raysgd.torch.interop.logged import MergedStates, alone, members
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -75,7 +75,7 @@ class WithMetrics(TrainingOperator):
             raise ValueError(f"{kind}: pass config['metrics'], or override build_metrics.")
         metrics = metrics if isinstance(metrics, collection) else collection(metrics)
         # The names in items() have the prefix, and these metrics do not share states.
-        return {name: _alone(metric).to(self.device) for name, metric in metrics.items()}
+        return {name: alone(metric).to(self.device) for name, metric in metrics.items()}
 
     def update_metrics(self, output: Any, target: Any) -> None:
         """Update each metric with a validation batch: ``metric.update(output, target)``.
@@ -102,7 +102,7 @@ class WithMetrics(TrainingOperator):
             )
         for name, metric in metrics.items():
             if _updated(metric):  # a worker may have had no batch
-                states = MergedStates([copy.deepcopy(metric).cpu()])
+                states = MergedStates(metric.clone().cpu())
                 with warnings.catch_warnings():
                     # Warnings about this worker's part alone are misleading.
                     warnings.simplefilter("ignore")
@@ -117,59 +117,5 @@ class WithMetrics(TrainingOperator):
         return result
 
 
-class MergedStates(MergeableMetric):
-    """A torchmetrics.Metric of each worker.
-
-    `compute` reduces their states together, as TorchMetrics reduces the states of its processes.
-    """
-
-    def __init__(self, parts: Sequence[Metric]) -> None:
-        self.parts = parts
-
-    def merge(self, other: Self) -> Self:
-        return type(self)([*self.parts, *other.parts])
-
-    def compute(self) -> Any:
-        # Copy, because some metrics change their states in compute().
-        metric = copy.deepcopy(self.parts[0])
-        for member, *parts in zip(*map(_members, (metric, *self.parts)), strict=True):
-            for name, reduce in member._reductions.items():
-                states = [getattr(part, name) for part in parts]
-                if len(parts) > 1:
-                    setattr(member, name, _reduced(states, reduce))
-            member._update_count, member._computed = 1, None
-        return _named(metric.compute())
-
-
-def _reduced(states: list[Any], reduce: Any) -> Any:
-    if isinstance(states[0], list):
-        # Lists of batches are concatenated.
-        return [batch for state in states for batch in state]
-    stacked = torch.stack(states)
-    return stacked if reduce is None else reduce(stacked)
-
-
-def _named(value: Any) -> Any:
-    """Return the result of a metric, with an underscore before each name."""
-    if isinstance(value, Mapping):
-        return {f"_{key}": _named(entry) for key, entry in value.items()}
-    return value
-
-
-def _alone(metric: Metric) -> Metric:
-    """Return a copy of a metric that never communicates."""
-    own = copy.deepcopy(metric)
-    for member in _members(own):
-        member.distributed_available_fn = bool  # without an argument, it returns False
-        member.dist_sync_on_step = False
-    return own
-
-
-def _members(metric: Metric) -> list[Metric]:
-    from torchmetrics import Metric
-
-    return [module for module in metric.modules() if isinstance(module, Metric)]
-
-
 def _updated(metric: Metric) -> bool:
-    return any(member.update_called for member in _members(metric))
+    return any(member.update_called for member in members(metric))

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.arguments import set_fields
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
-from raysgd.torch.interop.logged import REDUCTIONS, Reduced, TorchMetric, computed_values
+from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, alone, computed_values
 
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
 
@@ -382,7 +382,7 @@ class _Surroundings:
         if logger is False:
             return
         if hasattr(value, "metric_state"):
-            self._logged[name] = TorchMetric(value.clone())
+            self._logged[name] = MergedStates(alone(value))
             value.reset()
             return
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1

@@ -1,14 +1,17 @@
-"""Metrics that a LightningModule logs."""
+"""Metrics of TorchMetrics, and those that a LightningModule logs."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from raysgd.metrics import MergeableMetric, computed
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 class Reduced(MergeableMetric):
@@ -30,26 +33,77 @@ class Reduced(MergeableMetric):
         return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
 
 
-class TorchMetric(MergeableMetric):
-    """A metric of torchmetrics, with the data since it was last logged."""
+class MergedStates(MergeableMetric):
+    """A metric of TorchMetrics, of several batches or workers.
 
-    def __init__(self, metric: Any) -> None:
-        for each in metric.modules():  # a wrapper contains other metrics
-            each.distributed_available_fn = bool  # False, as workers may compute unequally often
-        self._metric = metric
+    `compute` reduces their states together, as TorchMetrics reduces the states of its processes.
+    """
 
-    def merge(self, other: TorchMetric) -> TorchMetric:
-        merged = other._metric.clone()
-        # The public merge_state refuses many metrics, such as MaxMetric.
-        merged._reduce_states(self._metric.metric_state)
-        merged._computed = None  # a cached value
-        return TorchMetric(merged)
+    def __init__(self, *parts: Metric) -> None:
+        self._parts = parts
+
+    def merge(self, other: MergedStates) -> MergedStates:
+        merged = MergedStates(*self._parts, *other._parts)
+        # Other reductions, such as means, need all states together.
+        return MergedStates(merged._reduced()) if _are_associative(self._parts[0]) else merged
 
     def compute(self) -> Any:
-        return self._metric.compute()
+        return _named(self._reduced().compute())
+
+    def _reduced(self) -> Metric:
+        # Copy, because some metrics change their states in compute(). The newest is the smallest.
+        metric = self._parts[-1].clone()
+        for member, *parts in zip(*map(members, (metric, *self._parts)), strict=True):
+            for name, reduce in member._reductions.items():
+                if len(parts) > 1:
+                    setattr(member, name, _joined([getattr(p, name) for p in parts], reduce))
+            member._update_count, member._computed = 1, None
+        return metric
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_metric": self._metric.clone().cpu()}
+        return {"_parts": [part.clone().cpu() for part in self._parts]}
+
+
+def members(metric: Metric) -> list[Metric]:
+    """Return a metric and the metrics that it wraps."""
+    from torchmetrics import Metric
+
+    return [module for module in metric.modules() if isinstance(module, Metric)]
+
+
+def alone(metric: Metric) -> Metric:
+    """Return a copy of a metric that never communicates, as workers may compute unequally often."""
+    own = metric.clone()
+    for member in members(own):
+        member.distributed_available_fn = bool  # without an argument, it returns False
+        member.dist_sync_on_step = False
+    return own
+
+
+def _are_associative(metric: Metric) -> bool:
+    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+
+    return all(
+        reduce in (dim_zero_max, dim_zero_min, dim_zero_sum)
+        or isinstance(member._defaults[name], list)
+        for member in members(metric)
+        for name, reduce in member._reductions.items()
+    )
+
+
+def _joined(states: list[Any], reduce: Any) -> Any:
+    if isinstance(states[0], list):
+        # Lists of batches are concatenated.
+        return [batch for state in states for batch in state]
+    stacked = torch.stack(states)
+    return stacked if reduce is None else reduce(stacked)
+
+
+def _named(value: Any) -> Any:
+    """Return the result of a metric, with an underscore before each name."""
+    if isinstance(value, Mapping):
+        return {f"_{key}": _named(entry) for key, entry in value.items()}
+    return value
 
 
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}

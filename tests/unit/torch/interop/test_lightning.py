@@ -12,7 +12,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
-from raysgd.torch.interop.logged import TorchMetric
+from raysgd.torch.interop.logged import MergedStates, alone
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
@@ -248,10 +248,24 @@ def test_a_logged_batch_size_counts_the_samples_of_a_batch():
     assert (found["num_samples"], found["val_size"], found["val_loss"]) == (4, expected, expected)
 
 
+class MeanRows(torchmetrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.add_state("rows", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, output, target):
+        self.rows += len(target)
+
+    def compute(self):
+        return self.rows
+
+
 class Measuring(Line):
     def __init__(self, config):
         super().__init__(config)
-        metrics = {"mae": torchmetrics.MeanAbsoluteError(), "mse": torchmetrics.MeanSquaredError()}
+        kinds = {"mae": torchmetrics.MeanAbsoluteError, "mse": torchmetrics.MeanSquaredError}
+        kinds |= {"r": torchmetrics.PearsonCorrCoef, "rows": MeanRows}
+        metrics = {name: kind() for name, kind in kinds.items()}
         self.metrics = torchmetrics.MetricCollection(metrics, prefix="val_")
         self.largest, self.share = torchmetrics.MaxMetric(), torchmetrics.MeanMetric()
 
@@ -284,6 +298,8 @@ def test_a_module_logs_metrics_of_torchmetrics_and_uses_its_trainer(capsys):
             errors = trainer.get_local_operator().module(X) - Y
         assert found["val_mae"] == pytest.approx(errors.abs().mean().item(), rel=1e-5)
         assert found["val_mse"] == pytest.approx(errors.square().mean().item(), rel=1e-5)
+        assert found["val_r"] == pytest.approx(1)
+        assert found["val_rows"] == pytest.approx((16 + 16 + 8) / 3)
     assert capsys.readouterr().out.count("batch 4") == 2
     operator = trainer.get_local_operator()
     with torch.no_grad():
@@ -300,7 +316,7 @@ def test_a_logged_metric_of_torchmetrics_does_not_wait_for_other_workers():
         torchmetrics.SumMetric(dist_sync_fn=wait, distributed_available_fn=lambda: True)
     )
     metric.update(2.0)
-    assert TorchMetric(metric).compute() == {"raw": 2, "min": 2, "max": 2}
+    assert MergedStates(alone(metric)).compute() == {"_raw": 2, "_min": 2, "_max": 2}
 
 
 class Planning(Line):
