@@ -117,12 +117,11 @@ class TrainState(SavedState):
     def set_features(self, features: Sequence[StepFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
         self.features = [*features]
-        self.hooks: dict[str, list[Callable[..., None]]] = {}
-        """The hooks of an update that do something."""
+        self.overriding: dict[str, list[StepFeature]] = {}
+        """The features that override a hook of an update, by the name of the hook."""
         for hook in ("begin", "begin_micro_batch", "before_update", "before_commit", "commit"):
             default = getattr(StepFeature, hook)
-            overriding = [each for each in features if getattr(type(each), hook) is not default]
-            self.hooks[hook] = [getattr(each, hook) for each in overriding]
+            self.overriding[hook] = [f for f in features if getattr(type(f), hook) is not default]
 
     # ---- position
 
@@ -165,21 +164,21 @@ class TrainState(SavedState):
         tx = self.transaction
         tx.begin_micro_batch(micro_batch, is_last)
         if tx.index == 0:
-            for begin in self.hooks["begin"]:
-                begin(tx)
-        for begin_micro_batch in self.hooks["begin_micro_batch"]:
-            begin_micro_batch(tx)
+            for feature in self.overriding["begin"]:
+                feature.begin(tx)
+        for feature in self.overriding["begin_micro_batch"]:
+            feature.begin_micro_batch(tx)
 
     def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
         tx.is_committing = True
-        for before_commit in self.hooks["before_commit"]:
-            before_commit(tx)
+        for feature in self.overriding["before_commit"]:
+            feature.before_commit(tx)
         tx.commit()
         self.global_step += num_steps
         try:
-            for commit in self.hooks["commit"]:
-                commit(tx)
+            for feature in self.overriding["commit"]:
+                feature.commit(tx)
         finally:
             tx.reset()
             if self.meters is not None:

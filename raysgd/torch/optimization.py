@@ -138,9 +138,9 @@ class Optimization(StepFeature):
         try:
             self._state.exchange.average(optimizer)
             if not tx.weights.is_empty:
-                for before_update in self._state.hooks["before_update"]:
+                for feature in self._state.overriding["before_update"]:
                     if tx.bad_step is None:
-                        before_update(tx, optimizer)
+                        feature.before_update(tx, optimizer)
                 if tx.bad_step is None:
                     self.precision.step(optimizer)
         finally:
