@@ -9,19 +9,19 @@ from raysgd._internal.context import Holdings
 from raysgd.loop.feature import StepFeature
 
 
-class Replication(StepFeature):
+class Replication:
     """Knows which worker has which part of the models and of the states of optimizers.
 
-    In this class, every worker has all of both. Subclasses shard them over the workers. `receive`
-    comes after that of the other features, because shards are valid from then on.
+    In this class, every worker has all of both. Subclasses shard them over the workers.
     """
 
     holdings = Holdings()
     """What this worker has, if no step has damaged it."""
     replicates = True
     """Whether the workers keep the models equal."""
-    parts: Sequence[StepFeature] = ()
-    """Features that shard models or the states of optimizers."""
+    features: Sequence[StepFeature] = ()
+    """Features that shard models or the states of optimizers. Their `receive` comes last, because
+    shards are valid from then on."""
     in_sync = True
     """Whether all shards belong to the last committed step."""
 

@@ -22,7 +22,7 @@ def features_of(state: TorchTrainState, norms: GradientNorms) -> Iterator[StepFe
     To add a feature, add a line. `TorchTrainState` creates those that work before ``register``.
     """
     options, optimization = state.settings.options, state.optimization
-    yield from state.replication.parts  # shards; must roll back before Rollback
+    yield from state.replication.features  # shards; must roll back before Rollback
     yield optimization.precision  # autocast, and the scale of losses
     yield state.exchange  # averages of gradients; equal models
     yield optimization  # from losses to updates

@@ -66,7 +66,7 @@ class FullyShardedModel(ShardedOptimizer):
         """Complete parameters for `take_state`, by index."""
         self._received: dict[int, UpdateBuffers] = {}
         """Received gradients of the shards that this worker holds as copies, by shard."""
-        self.parts = (self,)
+        self.features = (self,)
         if dist.get_world_size() > 1:
             collectives.broadcast_tensors([p.detach() for p in self.models.parameters], source=0)
         super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))

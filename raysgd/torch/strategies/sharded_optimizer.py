@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from raysgd._internal.context import Holdings
 from raysgd._internal.nested import map_leaves
+from raysgd.loop.feature import StepFeature
 from raysgd.loop.replication import Replication
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
@@ -42,7 +43,7 @@ _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
 
 
-class ShardedOptimizer(Replication):
+class ShardedOptimizer(Replication, StepFeature):
     """Lets the user's optimizer update this worker's shard.
 
     Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of
@@ -346,7 +347,7 @@ class ShardedOptimizers(Replication):
 
     def __init__(self, state: RegisteredState, sharding_args: Mapping[str, Any]) -> None:
         self._optimizers = state.optimizers
-        self.parts: list[ShardedOptimizer] = [
+        self.features: list[ShardedOptimizer] = [
             ShardedOptimizer(each, sharding_args.get("copies"), state)
             for each in state.optimizers
             if any(parameter.requires_grad for parameter in parameters_of(each))
@@ -354,35 +355,35 @@ class ShardedOptimizers(Replication):
 
     @property
     def holdings(self) -> Holdings:  # type: ignore[override]
-        lost = [part.holdings for part in self.parts if part.holdings.condition == "lost"]
+        lost = [each.holdings for each in self.features if each.holdings.condition == "lost"]
         return lost[0] if lost else Holdings(complete=False)
 
     @property
     def in_sync(self) -> bool:  # type: ignore[override]
-        return all(part.in_sync for part in self.parts)
+        return all(each.in_sync for each in self.features)
 
     def is_whole(self, each: Any) -> bool:
-        return all(part.is_whole(each) for part in self.parts)
+        return all(feature.is_whole(each) for feature in self.features)
 
     def wrap_steps(self) -> None:
-        for part in self.parts:
-            part.wrap_steps()
+        for feature in self.features:
+            feature.wrap_steps()
 
     def hand_over(self) -> Any:
-        return [part.hand_over() for part in self.parts]
+        return [feature.hand_over() for feature in self.features]
 
     def take_over(self, shards: Any) -> None:
-        for part, each in zip(self.parts, shards, strict=True):
-            part.take_over(each)
+        for feature, own in zip(self.features, shards, strict=True):
+            feature.take_over(own)
 
     def own_state(self) -> dict[str, Any]:
-        shards = {id(part.optimizer): part.shards() for part in self.parts}
+        shards = {id(each.optimizer): each.shards() for each in self.features}
         # The name that files have.
         return {"shares": [shards.get(id(each), []) for each in self._optimizers]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        for part in self.parts:
-            part.load(state)
+        for feature in self.features:
+            feature.load(state)
 
 
 def _check_step(

@@ -106,7 +106,7 @@ def test_phases_have_the_same_order_in_every_mode(process_group, mode):
     skipped |= set() if context.distributed else {"_begin_update"}
     found = calls_of(STEP, lambda: runner.handle(request))
     assert found == [name for name in STEP if name not in skipped]
-    ports = dict.fromkeys(map(id, state.replication.parts), "replication")
+    ports = dict.fromkeys(map(id, state.replication.features), "replication")
     ports[id(state.exchange)] = "exchange"
     takes_part = {"exchange": [], "replication": []}
     for hook, order in HOOKS.items():
