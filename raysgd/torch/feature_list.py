@@ -29,9 +29,8 @@ def features_of(state: TorchTrainState, norms: GradientNorms) -> Iterator[StepFe
     yield state.frozen  # which states can leave out
     yield state.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
-        bad_steps = BadStepFilter(state, optimization, options.bad_steps)
-        optimization.watched = bad_steps.watched
-        yield bad_steps  # updates that are not applied; must come before clipping and buffers
+        # Updates that are not applied. This must come before clipping and buffers.
+        yield BadStepFilter(state, optimization, options.bad_steps)
     yield norms  # clipping
     # Parameters and optimizers of discarded updates. Full sharding restores its own.
     watched = (state.optimizers, state.models) if state.has_whole_models else ([], [])

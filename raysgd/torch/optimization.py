@@ -49,7 +49,7 @@ class Optimization(StepFeature):
         self._accumulated = AccumulatedGradients()
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
-        self.watched: Callable[[torch.Tensor, Factors], torch.Tensor] | None = None
+        self.loss_filter: Callable[[torch.Tensor, Factors], torch.Tensor] | None = None
         """Replaces each loss, to find bad steps."""
 
     @property
@@ -112,8 +112,8 @@ class Optimization(StepFeature):
             self._multiply_gradients(factors.earlier)
         if count.items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
-        elif self.watched is not None:
-            loss = self.watched(loss, factors)
+        elif self.loss_filter is not None:
+            loss = self.loss_filter(loss, factors)
         self.precision.backward(loss if factors.loss == 1.0 else loss * factors.loss, tx.is_last)
         self._checks.after_backward()
 

@@ -44,12 +44,13 @@ class BadStepFilter(StepFeature):
             )
         self._state, self._optimization, self._options = state, optimization, options
         self._losses: deque[float] = deque(maxlen=_WINDOW)
+        optimization.loss_filter = self.filter_loss
 
     def begin(self, tx: UpdateTransaction) -> None:
         self._part: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
 
-    def watched(self, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
+    def filter_loss(self, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
         value = loss.detach()
         poison, part = value * 0, value.double() * factors.loss
