@@ -100,13 +100,12 @@ class Request:
         words = type(self).__name__.removesuffix("Request")
         return re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
 
-    def with_shares(self, shares: tuple[float, ...] | None) -> Request:
-        """Return the same request with relative shares of the workers, by rank."""
-        return self
+    def for_attempt(self, shares: tuple[float, ...] | None, split: int) -> Request:
+        """Return the request with relative shares of the workers, by rank, if it trains.
 
-    def with_split(self, split: int) -> Request:
-        """Return the same request with at least `split` micro-batches per batch."""
-        raise NotImplementedError(f"{self.name} does not train in micro-batches.")
+        `split` is the minimum number of micro-batches per batch, or 0.
+        """
+        return self
 
 
 class PausedError(Exception):

@@ -169,9 +169,7 @@ class Supervision:
     def _packed(self, call: Call, members: Sequence[WorkerHandle]) -> Any:
         request = call.request
         if call.rank is None:
-            request = request.with_shares(self._context.shares.of(members))
-        if self._split:
-            request = request.with_split(self._split)
+            request = request.for_attempt(self._context.shares.of(members), self._split)
         if self._group.options.inline:
             return request
         return sendable(f"the arguments of {call.name}", request)

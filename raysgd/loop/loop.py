@@ -124,7 +124,7 @@ class Loop:
             feature.begin_call(logs_steps=request.log_every is not None)
         if self.call_progress.state.number != request.call:
             self.call_progress.begin(request.call)
-        if request.split is not None:
+        if request.split:
             train_state.micro_batching.raise_split(request.split)
         self._until_nan = request.until_nan
         train_state.timers.enabled = request.profile

@@ -154,7 +154,7 @@ class Workers:
         meeting = Meeting(size)
         self.each(lambda rank, member: member.rejoin(meeting, rank, size, leader))
 
-    def train(self, until_step, split=None):
+    def train(self, until_step, split=0):
         ends = self.each(lambda rank, member: member.train(until_step, split))
         left = [
             member
@@ -165,7 +165,7 @@ class Workers:
             self.members = left
             self.enter()
             splits = [end.split for end in ends if isinstance(end, OutOfMemoryError)]
-            self.train(until_step, max(splits, default=None))
+            self.train(until_step, max(splits, default=0))
 
     def grow(self, size):
         self.members += [Worker(*self.arguments, **self.options) for _ in range(size)]
@@ -283,7 +283,7 @@ def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
     assert largest <= (4 if at_once in (2, 3) else at_once)
 
 
-@pytest.mark.parametrize("split", [None, 2])
+@pytest.mark.parametrize("split", [0, 2])
 def test_a_repeated_sample_counts_once(split):
     """The last step has one sample for three workers."""
     workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
