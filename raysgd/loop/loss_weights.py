@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from raysgd.data.partition import MicroBatch, UpdatePlan
+if TYPE_CHECKING:
+    from raysgd.loop.transaction import UpdateTransaction
 
 
 class LossCount(NamedTuple):
@@ -29,19 +30,6 @@ class Factors(NamedTuple):
 
     earlier: float  # of the gradients of earlier micro-batches
     loss: float
-
-
-class Place(Protocol):
-    """What weights depend on: the place of a micro-batch in its update."""
-
-    index: int  # of the micro-batch; -1 in a loop without the iterator of raysgd
-    micro_batch: MicroBatch
-    is_last: bool
-    plan: UpdatePlan
-    num_planned: int  # micro-batches of the update
-
-    @property
-    def is_only(self) -> bool: ...
 
 
 class LossWeights:
@@ -67,7 +55,7 @@ class LossWeights:
     `sums_gradients`, the total is that of case 2 in all cases, and the exchange divides by counts.
     """
 
-    def __init__(self, tx: Place) -> None:
+    def __init__(self, tx: UpdateTransaction) -> None:
         self._tx = tx
         self.sums_gradients = False  # workers add up gradients and counts, and average neither
         self.expected: float | None = None
