@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.features.bad_steps import BadStepFilter
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
 
-def features_of(state: TorchTrainState, norms: GradientNorms) -> Iterator[StepFeature]:
+def features_of(state: TorchTrainState, max_grad_norm: Any) -> Iterator[StepFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
     To add a feature, add a line. `TorchTrainState` creates those that work before ``register``.
@@ -30,8 +30,8 @@ def features_of(state: TorchTrainState, norms: GradientNorms) -> Iterator[StepFe
     yield state.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         # Updates that are not applied. This must come before clipping and buffers.
-        yield BadStepFilter(state, optimization, options.bad_steps)
-    yield norms  # clipping
+        yield BadStepFilter(state, options.bad_steps)
+    yield GradientNorms(state, max_grad_norm)  # clipping
     # Parameters and optimizers of discarded updates. Full sharding restores its own.
     watched = (state.optimizers, state.models) if state.has_whole_models else ([], [])
     yield Rollback(*watched)

@@ -52,22 +52,18 @@ class Optimization(StepFeature):
         self.loss_filter: Callable[[torch.Tensor, Factors], torch.Tensor] | None = None
         """Replaces each loss, to find bad steps."""
 
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        return self._state.optimizers
-
     def register_hooks(self) -> None:
         """Register the hooks of optimizers.
 
         The hooks of user code and of Horovod come first, because they may reject a step. Those that
         shard the step come last. After a step, parameters are whole before other hooks see them.
         """
-        exchange, self._transaction.optimizers = self._state.exchange, self.optimizers
-        for optimizer in self.optimizers:
+        exchange, self._transaction.optimizers = self._state.exchange, self._state.optimizers
+        for optimizer in self._state.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
             for inner in inner_optimizers(optimizer):
-                if inner not in self.optimizers:
+                if inner not in self._state.optimizers:
                     inner.register_step_pre_hook(lambda inner, *_: exchange.average(inner))
         self._state.replication.wrap_steps()
 
@@ -75,12 +71,12 @@ class Optimization(StepFeature):
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         if tx.weights.has_earlier_losses:
-            for optimizer in self.optimizers:
+            for optimizer in self._state.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
-        if tx.weights.uses_backward and len(self.optimizers) > 1 and tx.optimizer_steps:
+        if tx.weights.uses_backward and len(self._state.optimizers) > 1 and tx.optimizer_steps:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
@@ -90,7 +86,7 @@ class Optimization(StepFeature):
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
-        for optimizer in self.optimizers:
+        for optimizer in self._state.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     # ---- within a micro-batch
@@ -105,7 +101,7 @@ class Optimization(StepFeature):
             if count.items is None and not count.is_sum:
                 self._checks.check_size()
         self._checks.before_backward(count)
-        copies = len(self.optimizers) > 1
+        copies = len(self._state.optimizers) > 1
         self._accumulated.put_back(is_first=not tx.weights.has_loss, copies=copies)
         factors = tx.weights.add(count, state.exchange.num_workers, state.exchange.total)
         if factors.earlier != 1.0:
@@ -148,17 +144,9 @@ class Optimization(StepFeature):
         if tx.optimizer_steps.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._after_optimizer_step(optimizer)
 
-    def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
-        """Unscale the gradients of an optimizer, and return their tensors and their norm.
-
-        The tensors have this worker's gradients. The norm covers all workers.
-        """
-        self.precision.unscale(optimizer)
-        return self._state.exchange.norm(self.precision.parameters(optimizer))
-
     def _multiply_gradients(self, factor: float) -> None:
         parameters = [p for model in self._state.models for p in model.parameters()]
-        for optimizer in self.optimizers:
+        for optimizer in self._state.optimizers:
             parameters += parameters_of(optimizer)
         gradients = [*self._accumulated.copied(), *(p.grad for p in parameters)]
         unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
@@ -200,7 +188,7 @@ class Optimization(StepFeature):
         return args[:1], {**kwargs, "closure": averaging}
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self.optimizers:
+        if optimizer in self._state.optimizers:
             self._transaction.end_optimizer_step(optimizer)
             if not self._transaction.in_helper:
                 self._state.timing.enter(OTHER)

@@ -12,7 +12,6 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch.feature_list import features_of
-from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.register_checks import (
@@ -77,12 +76,11 @@ def register(
     state.accumulation_steps = check_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
-    norms = GradientNorms(state.optimization, max_grad_norm)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     state.frozen = FrozenParameters(state.models)  # before other workers write them
     state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
     state.buffers = BufferCopies(state.models, state)
-    state.set_features(list(features_of(state, norms)))
+    state.set_features(list(features_of(state, max_grad_norm)))
     state.optimization.register_hooks()
     state.averaging.begin_call(False)  # a loaded state has the weights of training
     state.criteria = criteria = _moved_criteria(state, criteria, trained)

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +14,10 @@ from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import Factors
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import BadSteps
-from raysgd.torch.registered_state import RegisteredState
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "bad_steps"
 _WINDOW = 100
@@ -34,17 +35,15 @@ class BadStepFilter(StepFeature):
 
     needs_helper = "bad_steps"
 
-    def __init__(
-        self, state: RegisteredState, optimization: Optimization, options: BadSteps
-    ) -> None:
+    def __init__(self, state: TorchTrainState, options: BadSteps) -> None:
         if len(state.optimizers) != 1:
             raise ValueError(
                 f"TorchTrainer(bad_steps=...) needs one optimizer, but register() got "
                 f"{len(state.optimizers)}. An update of the first one could not be undone."
             )
-        self._state, self._optimization, self._options = state, optimization, options
+        self._state, self._options = state, options
         self._losses: deque[float] = deque(maxlen=_WINDOW)
-        optimization.loss_filter = self.filter_loss
+        state.optimization.loss_filter = self.filter_loss
 
     def begin(self, tx: UpdateTransaction) -> None:
         self._part: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
@@ -60,7 +59,8 @@ class BadStepFilter(StepFeature):
         return loss * (poison + 1)
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
-        state, spike, precision = self._state, self._options.spike, self._optimization.precision
+        state, spike = self._state, self._options.spike
+        precision = state.optimization.precision
         norm = float(state.exchange.norm(precision.parameters(optimizer))[1])
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and state.replication.replicates:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.optimization import Optimization
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
 
 
 class GradientNorms(StepFeature):
@@ -18,13 +20,13 @@ class GradientNorms(StepFeature):
     The norm before clipping is the metric ``grad_norm`` of logged steps.
     """
 
-    def __init__(self, optimization: Optimization, max_norm: Any) -> None:
+    def __init__(self, state: TorchTrainState, max_norm: Any) -> None:
         if max_norm is not None:
             check_number("register", "max_grad_norm", max_norm)
             if max_norm == 0:
                 raise ValueError("register(max_grad_norm=0): must be above 0.")
             self.needs_helper = f"max_grad_norm={max_norm}"
-        self._optimization, self._max_norm = optimization, max_norm
+        self._state, self._max_norm = state, max_norm
         self._is_logged = False
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -34,14 +36,16 @@ class GradientNorms(StepFeature):
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         if self._is_logged or self._max_norm is not None:
-            parameters, norm = self._optimization.gradients(optimizer)
+            state, precision = self._state, self._state.optimization.precision
+            precision.unscale(optimizer)
+            tensors, norm = state.exchange.norm(precision.parameters(optimizer))
             if self._is_logged:
                 self._norms[id(optimizer)] = norm
             if self._max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
-        norms = [self._norms.get(id(each)) for each in self._optimization.optimizers]
+        norms = [self._norms.get(id(each)) for each in self._state.optimizers]
         return {
             "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
             for number, norm in enumerate(norms)
