@@ -133,7 +133,9 @@ class OperatorBase:
         If `train_epoch` calls this method, training continues in the modes of before. Workers may
         have different numbers of batches, so do not call collectives in this method.
         """
-        state, meters = self._train_state, self._new_meters(evaluates=True)
+        state, meters = self._train_state, AverageMeterCollection()
+        if state.segment is None:  # `train_epoch` may call this method
+            state.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
         evaluating = contextlib.nullcontext if state.segment is None else state.evaluating
         with state.timing.paused(), evaluating(), self._eval_mode():
@@ -150,12 +152,6 @@ class OperatorBase:
     def _eval_mode(self) -> contextlib.AbstractContextManager[object]:
         """Set eval mode, and return a context for evaluating batches."""
         return contextlib.nullcontext()
-
-    def _new_meters(self, evaluates: bool = False) -> AverageMeterCollection:
-        meters, state = AverageMeterCollection(), self._train_state
-        if state.segment is None or not evaluates:  # `train_epoch` may call ``validate``
-            state.meters = meters
-        return meters
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         state = self._train_state

@@ -20,7 +20,7 @@ from raysgd._internal.arguments import naming_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, in_parts
-from raysgd.metrics import NUM_SAMPLES
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection
 
 if TYPE_CHECKING:
     from raysgd.tf.train_state import KerasTrainState
@@ -66,7 +66,7 @@ class TrainingOperator(OperatorBase):
         """
         if num_steps is None:
             self._train_state.data.check_end()
-        meters = self._new_meters()
+        meters = self._train_state.meters = AverageMeterCollection()
         first = self._train_state.global_step - self._train_state.call_start
         for batch in in_parts(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)

@@ -29,14 +29,13 @@ from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTH
 from raysgd.loop.creators import creator_class
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.operator_base import OperatorBase, in_parts
-from raysgd.metrics import NUM_SAMPLES
+from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, Sums, ratio
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.input.batches import (
     Batch,
     accuracy_of,
     has_masked_labels,
     loss_of,
-    mean_of,
     move_to_device,
     read_batch,
     scores_in,
@@ -109,12 +108,13 @@ class TrainingOperator(OperatorBase):
             num_steps: Requested number of batches. None for a whole epoch.
             epoch_idx: Number of completed epochs.
         """
-        if self._train_state.sets_modes:
+        train_state = self._train_state
+        if train_state.sets_modes:
             self.train_mode(True)
-        self._train_state.sets_modes = True
+        train_state.sets_modes = True
         # An override may call this without the argument.
-        epoch_idx = epoch_idx or self._train_state.epoch
-        train_state, meters = self._train_state, self._new_meters()
+        epoch_idx = epoch_idx or train_state.epoch
+        meters = train_state.meters = AverageMeterCollection()
         first = train_state.global_step - train_state.call_start
         per_batch = self.scheduler_step_freq == "batch"
         for batch in in_parts(iterator):
@@ -164,10 +164,14 @@ class TrainingOperator(OperatorBase):
         return {"train_loss": self._mean_of(loss, count), NUM_SAMPLES: num_samples}
 
     def _mean_of(self, loss: torch.Tensor, count: LossCount) -> Any:
+        """Return the metric of a loss, which is a mean over samples or counted items."""
+        loss, items = loss.detach(), count.items
         loss = loss / (count.samples or 1) if count.is_sum else loss
         # A sum of tensors on an accelerator depends on their order.
-        is_exact = self._train_state.transaction.gathers_metrics
-        return mean_of(loss.cpu() if is_exact else loss, count.items)
+        loss = loss.cpu() if self._train_state.transaction.gathers_metrics else loss
+        # The mean of no items may be NaN.
+        total = loss * items if items else 0.0
+        return loss if items is None else Sums(ratio, total=total, weight=items)
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return the number of items over which the loss of a batch is a mean.
@@ -222,9 +226,8 @@ class TrainingOperator(OperatorBase):
         if count is not TrainingOperator.num_items:
             items = count(self, batch)
             source = f"{type(self).__name__}.num_items returned {{}}"
-            return LossCount(
-                float(num_samples) if items is None else as_count(items, source), num_samples
-            )
+            items = num_samples if items is None else items
+            return LossCount(as_count(items, source), num_samples)
         criterion = None if target is None else getattr(self, "criterion", None)
         state = self._train_state
         parts, warn_once = parts_of(criterion), state.settings.warn_once

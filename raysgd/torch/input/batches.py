@@ -223,14 +223,6 @@ def _part(output: Any, name: str) -> Any:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
-    """Return the metric of a loss that is a mean over samples, or over `num_items`."""
-    if num_items is None:
-        return loss.detach()
-    # The mean of no items may be NaN.
-    return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
-
-
 def has_masked_labels(batch: Any) -> bool:
     """Return whether labels are -100, which losses ignore."""
     if isinstance(batch, Mapping):

@@ -9,6 +9,7 @@ import torch
 from raysgd import TorchTrainer
 from raysgd.errors import CheckpointError
 from raysgd.loop.transaction import UpdateTransaction
+from raysgd.metrics import AverageMeterCollection
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision, create_precision
 from tests.operators import Classifier, no_synchronization, on_gpu, parameters
@@ -267,7 +268,7 @@ def test_on_a_gpu_the_default_loop_never_synchronizes(make_trainer, dtype):
     trainer = make_trainer(Fused, use_gpu=True, **arguments)
     trainer.train(num_steps=9)
     operator = trainer.get_local_operator()
-    meters = operator._new_meters()
+    meters = operator._train_state.meters = AverageMeterCollection()
     batches = [operator.to_device(batch) for batch in islice(operator.train_loader, 6)]
     torch.cuda.synchronize()
     with no_synchronization():
