@@ -106,11 +106,6 @@ class UpdateTransaction:
         usual = {id(each): self._most_steps.get(id(each), 1) for each in self.optimizers}
         return all(self.optimizer_steps.get(key, 0) >= count for key, count in usual.items())
 
-    def begin_optimizer_step(self, optimizer: Any) -> None:
-        if self.is_warm_up:
-            raise WarmedUp
-        self.stepping = optimizer
-
     def end_optimizer_step(self, optimizer: Any) -> None:
         self.stepping, is_empty = None, self.weights.is_empty
         self.is_skipped = is_empty and (self.is_skipped or not self.optimizer_steps)

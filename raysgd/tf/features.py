@@ -117,7 +117,7 @@ class KerasOptimization(StepFeature):
         if len(self._state.optimizers) > 1:
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
-        tx.begin_optimizer_step(optimizer)
+        tx.stepping = optimizer
         self._state.engine.update(optimizer, means, changed)
         tx.end_optimizer_step(optimizer)
 

@@ -173,7 +173,7 @@ class Optimization(StepFeature):
                 exchange.average(optimizer)
                 if tx.weights.is_empty:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
-        tx.begin_optimizer_step(optimizer)
+        tx.stepping = optimizer
         if closure is None:
             return args, kwargs
 

@@ -531,7 +531,7 @@ class SimMember(WorkerHandle):
         step.draw(None)
         step.begin_micro_batch(MicroBatch())
         if failure is None or failure > 1:
-            step.begin_optimizer_step(self)
+            step.stepping = self
             self.weights[0] += 1
         if failure is None or failure > 2:
             self.weights[1] += 1
