@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd.torch.strategies import ddp
-from raysgd.torch.tensors import Versions
+from raysgd.torch.tensors import Versions, renormalized_weights
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -68,11 +68,7 @@ class ReplicaContents:
         self._members = list(itertools.chain.from_iterable(self._children))
         self._named = [list(ddp.plain(model).named_parameters()) for model in state.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
-        self._renormalized = {  # Each forward pass may change the rows of its batch.
-            module.weight
-            for module in modules
-            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm
-        }
+        self._renormalized = renormalized_weights(state.models)
         groups = [group for o in state.optimizers for group in o.param_groups]
         self._stepped = {parameter for group in groups for parameter in group["params"]}
         self._sizes = {optimizer: _sizes_of(optimizer) for optimizer in state.optimizers}

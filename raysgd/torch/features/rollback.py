@@ -13,7 +13,14 @@ from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.tensors import Versions, copy_all, inner_optimizers, is_like, parameters_of
+from raysgd.torch.tensors import (
+    Versions,
+    copy_all,
+    inner_optimizers,
+    is_like,
+    parameters_of,
+    renormalized_weights,
+)
 
 
 class Rollback(StepFeature):
@@ -30,12 +37,7 @@ class Rollback(StepFeature):
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
         self._images = [_BeforeImage(optimizer) for optimizer in (*optimizers, *wrapped)]
-        renormalized = {  # Each forward pass changes these parameters.
-            module.weight
-            for model in models
-            for module in model.modules()
-            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.max_norm
-        }
+        renormalized = renormalized_weights(models)
         model_parameters = (parameter for model in models for parameter in model.parameters())
         stepped = itertools.chain.from_iterable(map(parameters_of, optimizers))
         self._parameters = [
@@ -137,11 +139,8 @@ class BufferCopies(StepFeature):
         self._copies = _Copies()
         self.update()
 
-    def buffers(self) -> list[torch.Tensor | None]:
-        return [module._buffers.get(name) for module, name in self._slots]
-
     def tensors(self) -> list[torch.Tensor | None]:
-        return [None if buffer is None else buffer.detach() for buffer in self.buffers()]
+        return [module._buffers.get(name) for module, name in self._slots]
 
     def begin_call(self, logs_steps: bool) -> None:
         self.update()  # user code may have changed them between calls
@@ -153,7 +152,7 @@ class BufferCopies(StepFeature):
         """Copy the buffers."""
         if self._slots:
             with torch.no_grad():
-                self.copies = self._copies.take(self.buffers())
+                self.copies = self._copies.take(self.tensors())
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         self.write(self.copies)

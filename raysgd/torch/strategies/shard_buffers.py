@@ -11,7 +11,7 @@ import torch.distributed as dist
 from raysgd.data.partition import EpochPartition
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
-from raysgd.torch.tensors import version_of
+from raysgd.torch.tensors import copy_leaf, version_of
 
 
 class ShardBuffers:
@@ -47,8 +47,7 @@ class ShardBuffers:
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
         newest = zip(self._start, self._state.buffers.tensors(), strict=True)
         self._kept[self._shard] = [
-            before if _is_equal(before, after) else None if after is None else after.clone()
-            for before, after in newest
+            before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
         self._versions = self._newest_versions()
 
