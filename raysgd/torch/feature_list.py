@@ -32,9 +32,8 @@ def features_of(state: TorchTrainState, max_grad_norm: Any) -> Iterator[StepFeat
         # Updates that are not applied. This must come before clipping and buffers.
         yield BadStepFilter(state, options.bad_steps)
     yield GradientNorms(state, max_grad_norm)  # clipping
-    # Parameters and optimizers of discarded updates. Full sharding restores its own.
-    watched = (state.optimizers, state.models) if state.has_whole_models else ([], [])
-    yield Rollback(*watched)
+    if state.has_whole_models:  # otherwise, the shards restore parameters and their optimizer
+        yield Rollback(state.optimizers, state.models)
     yield state.buffers  # buffers of discarded updates
     yield state.micro_batching  # parts of batches that do not fit into memory
     yield state.schedules  # learning rates
