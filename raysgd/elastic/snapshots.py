@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from raysgd._internal.context import Progress
+from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.cluster.streams import Inbox, StorageError, keep, unnamed_file
@@ -180,6 +181,6 @@ class SnapshotKeeper:
 def with_shards(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the state of rank 0 with the shards of all ranks."""
     state = states[0]
-    if not isinstance(state, Mapping) or "shares" not in state:
+    if not isinstance(state, Mapping) or SHARDS not in state:
         return state
-    return {**state, "shares": [each["shares"] for each in states]}
+    return {**state, SHARDS: [each[SHARDS] for each in states]}

@@ -142,10 +142,10 @@ class TrainState(ABC):
         return state
 
     @abstractmethod
-    def copy_leaf(self, leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
+    def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
         """Return a copy of a leaf of a state, on its device or in the memory of the host.
 
-        The copy may share memory with the leaf if it `shares`.
+        The copy may share memory with the leaf if it `may_alias`.
         """
 
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
@@ -203,8 +203,8 @@ class TrainState(ABC):
 
     def to_cpu(self, state: Any) -> Any:
         """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
-        shares = not self.context.in_driver
-        return map_leaves(state, lambda leaf: self.copy_leaf(leaf, on_host=True, shares=shares))
+        alias = not self.context.in_driver
+        return map_leaves(state, lambda leaf: self.copy_leaf(leaf, on_host=True, may_alias=alias))
 
     def resume_modes(self) -> None:
         """Set the train or eval modes that the models had before an evaluation."""

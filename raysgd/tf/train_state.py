@@ -205,7 +205,7 @@ class KerasTrainState(TrainState):
 
     # ---- state
 
-    def copy_leaf(self, leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
+    def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
         if hasattr(leaf, "numpy"):  # a tensor or a variable
             return np.array(leaf.numpy())
         if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):

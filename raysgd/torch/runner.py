@@ -13,6 +13,7 @@ import torch
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
+from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.streams import Incoming
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
@@ -96,7 +97,7 @@ class TorchRunner(OperatorRunner):
     # ---- answers to requests
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
-        if "shares" in state and incoming is not None:
+        if SHARDS in state and incoming is not None:
             incoming.fill()
         super().load_state_dict(gather_state(state), incoming)
 

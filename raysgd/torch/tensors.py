@@ -38,17 +38,17 @@ ELEMENTWISE = (
 """Optimizers that update each element independently of the others."""
 
 
-def copy_leaf(leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
+def copy_leaf(leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
     """Return a copy of a leaf of a state. Tensors stay on their device, unless `on_host`.
 
-    If it `shares`, the copy shares CPU tensors and other objects with the leaf. A copy to the host
-    waits for the GPU, and needs no memory there for contiguous tensors.
+    If it `may_alias`, it shares the memory of CPU tensors, and other objects, with the leaf. A copy
+    to the host waits for the GPU, and needs no memory there for contiguous tensors.
     """
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().to("cpu" if on_host else leaf.device, copy=not shares)
+        return leaf.detach().to("cpu" if on_host else leaf.device, copy=not may_alias)
     # Copying a scheduler inside another one's state, or its method, would copy the optimizer.
     is_data = not (callable(leaf) or hasattr(leaf, "optimizer"))
-    return deep_copied(leaf) if is_data and not shares else leaf
+    return deep_copied(leaf) if is_data and not may_alias else leaf
 
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:

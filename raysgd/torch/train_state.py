@@ -123,8 +123,8 @@ class TorchTrainState(RegisteredState):
         with self.evaluating():
             return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
 
-    def copy_leaf(self, leaf: Any, on_host: bool = False, shares: bool = False) -> Any:
-        return copy_leaf(leaf, on_host, shares)
+    def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
+        return copy_leaf(leaf, on_host, may_alias)
 
     def num_rows(self, batch: Any) -> int:
         return num_rows(batch)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.precision.native import NativeAmp
@@ -173,7 +174,7 @@ class FullyShardedModel(ShardedOptimizer):
         return load
 
     def own_state(self) -> dict[str, Any]:
-        return {"shares": [self.shards()]}
+        return {SHARDS: [self.shards()]}
 
     def shards(self) -> list[tuple[Any, ...]]:
         known_as: dict[int, list[tuple[int, str]]] = defaultdict(list)

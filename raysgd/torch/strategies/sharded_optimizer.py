@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from raysgd._internal.context import Holdings
 from raysgd._internal.nested import map_leaves
+from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.replication import Replication
 from raysgd.loop.transaction import UpdateTransaction
@@ -378,8 +379,7 @@ class ShardedOptimizers(Replication):
 
     def own_state(self) -> dict[str, Any]:
         shards = {id(each.optimizer): each.shards() for each in self.features}
-        # The name that files have.
-        return {"shares": [shards.get(id(each), []) for each in self._optimizers]}
+        return {SHARDS: [shards.get(id(each), []) for each in self._optimizers]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         for feature in self.features:

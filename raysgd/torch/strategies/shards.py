@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
+from raysgd.checkpoint.file import SHARDS
 from raysgd.errors import CheckpointError
 from raysgd.torch.tensors import copy_leaf
 
@@ -254,7 +255,7 @@ def elements_of(value: Any, parameter: torch.Tensor, start: int, stop: int) -> A
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a state with the shards of all workers into an unsharded state."""
     merged = dict(state)
-    shards = merged.pop("shares", None)
+    shards = merged.pop(SHARDS, None)
     if shards is None:
         return merged
     merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
