@@ -15,7 +15,7 @@ class StepLayout:
     """
 
     num_parts: int | None = None  # of a full step; None: one for each current worker
-    is_fixed: bool = False  # fewer workers train as many parts
+    is_fixed: bool = False  # fewer workers train as many parts, as for equal bits
 
     def full_size(self, num_workers: int) -> int:
         """Return the number of parts that define the size of a step."""

@@ -10,6 +10,9 @@ import torch
 
 from raysgd.torch.strategies import ddp
 
+MODES_OF_SHARDING = {None: "replicated", "optimizer": "sharded optimizers", "full": "fully sharded"}
+"""Modes, which are keys of `STRATEGIES`, by the argument ``sharding`` of ``register``."""
+
 
 def check(
     mode: str,
@@ -22,14 +25,16 @@ def check(
     """Raise ValueError if a mode does not work with something else that user code has chosen.
 
     Args:
-        mode: "exact", or the value of ``sharding``.
+        mode: a key of `STRATEGIES`.
         call: what has chosen the mode.
         options: of the trainer.
         models: the registered models, if any.
         ddp_args: the argument of ``register``.
         scales: whether the precision scales gradients.
     """
-    every, sharding, full = ("exact", "optimizer", "full"), ("optimizer", "full"), ("full",)
+    exact, full = ("equal bits",), ("fully sharded",)
+    sharding = ("sharded optimizers", *full)
+    every = (*exact, *sharding)
     float16 = "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16"
     measured = 'ElasticConfig(shares="measured"), but with a mapping of shares'
     scaled_batch = 'ElasticConfig(global_batch="scale")'
@@ -39,10 +44,10 @@ def check(
         ('use_fp16="apex"', every, options.use_fp16 == "apex"),
         ("wrap_ddp=False", every, not options.wrap_ddp),
         ("TorchTrainer(exact=...)", sharding, options.exact is not None),
-        ("add_dist_sampler=False", ("exact",), not options.add_dist_sampler),
-        (scaled_batch, ("exact",), options.elastic.global_batch != "keep"),
+        ("add_dist_sampler=False", exact, not options.add_dist_sampler),
+        (scaled_batch, exact, options.elastic.global_batch != "keep"),
         (measured, full, options.elastic.shares == "measured"),
-        ("DistributedDataParallel(model)", ("exact", "full"), any(map(ddp.replicated, models))),
+        ("DistributedDataParallel(model)", (*exact, *full), any(map(ddp.replicated, models))),
         ("torch.compile", full, any(map(ddp.is_compiled, models))),
         ("register(ddp_args=...)", full, ddp_args),
         (float16, full, scales),

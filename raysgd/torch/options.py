@@ -148,7 +148,7 @@ class TorchOptions(Options):
     def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):
             check_choice(self.trainer, "exact", self.exact, (None, "bits"))
-        conflicts.check("exact", f"{self.trainer}(exact={self.exact!r})", self)
+        conflicts.check("equal bits", f"{self.trainer}(exact={self.exact!r})", self)
         set_fields(self, split_on_oom=False)  # smaller parts would change the result
         if self.num_workers > self.layout.full_size(self.num_workers):
             raise ValueError(

@@ -171,7 +171,7 @@ def check_sharding(
     if sharding is None:
         return
     call = f'register(sharding="{sharding}")'
-    conflicts.check(sharding, call, options, models, ddp_args, scales)
+    conflicts.check(conflicts.MODES_OF_SHARDING[sharding], call, options, models, ddp_args, scales)
     if sharding == "full" and len(optimizers) != 1:
         raise ValueError(
             f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."

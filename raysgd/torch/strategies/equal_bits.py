@@ -76,7 +76,7 @@ class EqualBitsGradients(GradientExchange):
     def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().adopt(wrappers)
         call, options = f"TorchTrainer({self.needs_helper})", self._state.settings.options
-        conflicts.check("exact", call, options, self._state.models)
+        conflicts.check("equal bits", call, options, self._state.models)
 
     def start_together(self) -> None:
         copy_first(self._state)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysgd.loop.replication import Replication
+from raysgd.torch.conflicts import MODES_OF_SHARDING
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.strategies.equal_bits import EqualBitsGradients
 from raysgd.torch.strategies.exchange import GradientExchange
@@ -25,30 +26,30 @@ class Strategy(NamedTuple):
     exchange: Callable[[TorchTrainState], GradientExchange]
 
 
-def _everywhere(*_: Any) -> Replication:
+def _replicated_everywhere(*_: Any) -> Replication:
     return Replication()
 
 
-def _rows(state: TorchTrainState, sharding_args: Mapping[str, Any]) -> Replication:
+def _fully_sharded_model(state: TorchTrainState, sharding_args: Mapping[str, Any]) -> Replication:
     from raysgd.torch.strategies.fully_sharded import FullyShardedModel  # imports for a second
 
     return FullyShardedModel(state, sharding_args)
 
 
-def _gradients_of_rows(state: TorchTrainState) -> GradientExchange:
+def _fully_sharded_gradients(state: TorchTrainState) -> GradientExchange:
     from raysgd.torch.strategies.fully_sharded import FullyShardedGradients
 
     return FullyShardedGradients(state)
 
 
 STRATEGIES = {
-    "equal bits": Strategy(_everywhere, EqualBitsGradients),
-    "one worker": Strategy(_everywhere, UserWrappers),
-    "Horovod": Strategy(_everywhere, HorovodGradients),
+    "equal bits": Strategy(_replicated_everywhere, EqualBitsGradients),
+    "one worker": Strategy(_replicated_everywhere, UserWrappers),
+    "Horovod": Strategy(_replicated_everywhere, HorovodGradients),
     "own models": Strategy(OwnModels, UserWrappers),
-    "replicated": Strategy(_everywhere, ReplicatedGradients),
+    "replicated": Strategy(_replicated_everywhere, ReplicatedGradients),
     "sharded optimizers": Strategy(ShardedOptimizers, ReplicatedGradients),
-    "fully sharded": Strategy(_rows, _gradients_of_rows),
+    "fully sharded": Strategy(_fully_sharded_model, _fully_sharded_gradients),
 }
 
 
@@ -71,5 +72,4 @@ def mode_of(options: TorchOptions, sharding: str | None, distributed: bool) -> s
         return "one worker"
     if options.use_horovod:
         return "Horovod"
-    sharded = {None: "replicated", "optimizer": "sharded optimizers", "full": "fully sharded"}
-    return sharded[sharding]
+    return MODES_OF_SHARDING[sharding]
