@@ -102,11 +102,11 @@ class BatchSource:
     # ---- reading
 
     def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
     ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset`.
 
-        An unpartitioned loader reads and skips the batches before `offset`. `in_parts` splits
+        An unpartitioned loader reads and skips the batches before `offset`. `may_split` splits
         batches that exceed a worker's batch in a group of full size.
         """
         iterator, self._rest = self._rest.get((epoch, offset)), {}
@@ -121,7 +121,7 @@ class BatchSource:
             next(iterator, None)  # code of the loader after its last batch may matter
         self._rest = {(epoch, offset + num_steps): iterator}
 
-    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
         """Return this worker's micro-batches in an update of `num_steps` steps.
 
         Call this after reading the first batch.
@@ -309,9 +309,9 @@ class PartitionedSource(BatchSource):
     def __iter__(self) -> Iterator[Any]:
         return self.batches(self.current_epoch or 0, 0)
 
-    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
         partition = self._partition  # of the iteration in progress
-        return partition.plan(tuple(partition.sizes(offset, num_steps)), in_parts)
+        return partition.plan(tuple(partition.sizes(offset, num_steps)), may_split)
 
     def batch_positions(self) -> Iterator[int]:
         return (start for start, _ in self.partition.batches())

@@ -86,7 +86,7 @@ class Loop:
         self.train_state: TrainState = operator._train_state
         # Iterator over the rest of the training data, for the next segment.
         self._batches: Iterator[Any] | None = None
-        self._in_parts = False
+        self._batches_may_split = False
         self.source: BatchSource | None = None
         self._until_nan = False
         self._shortest: int | None = None  # rank of the worker with the fewest batches
@@ -224,7 +224,7 @@ class Loop:
             self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)
-            if in_update and (split := micro_batching.split_after(error, batch, segment.in_parts)):
+            if in_update and (split := micro_batching.split_after(error, batch, segment.may_split)):
                 raise OutOfMemoryError(split) from error
             raise
         metrics = checked_result(operator.train_epoch, metrics)
@@ -280,10 +280,12 @@ class Loop:
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield the rest of an iteration over a loader."""
-        in_parts = self.train_state.segment.in_parts
-        if self._batches is None or (source.is_partitioned and in_parts != self._in_parts):
-            self._batches = source.batches(epoch, offset, in_parts=in_parts)
-            self._in_parts = in_parts
+        may_split = self.train_state.segment.may_split
+        if self._batches is None or (
+            source.is_partitioned and may_split != self._batches_may_split
+        ):
+            self._batches = source.batches(epoch, offset, may_split=may_split)
+            self._batches_may_split = may_split
         for batch in self._batches:  # noqa: UP028  "yield from" would close it
             yield batch
 

@@ -57,12 +57,12 @@ class MicroBatching(StepFeature):
             )
 
     def split_batch(
-        self, batch: Any, micro_batch: MicroBatch, in_parts: bool
+        self, batch: Any, micro_batch: MicroBatch, may_split: bool
     ) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the parts of a batch if the loop takes it `in_parts`. The default is one part."""
+        """Return the parts of a batch, if user code `may_split` it. The default is one part."""
         return [(batch, micro_batch)]
 
-    def split_after(self, error: BaseException, batch: Any, in_parts: bool) -> int:
+    def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
         """Return the number of parts to use after an error in a step, or 0 to raise the error."""
         return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.nested import check_rows
@@ -235,11 +235,6 @@ class OperatorBase:
                 f"methods in {kind}."
             )
         return value
-
-
-def in_parts(iterator: Iterable[Any]) -> Iterable[Any]:
-    """Allow the iterator of a segment to split large batches into parts."""
-    return iterator.allow_parts() if isinstance(iterator, StepIterator) else iterator
 
 
 def checked_metrics(

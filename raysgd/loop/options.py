@@ -218,7 +218,7 @@ class Settings:
     _warned: set[str] = field(default_factory=set, repr=False)
 
     @property
-    def placing(self) -> dict[str, Any]:
+    def partition_arguments(self) -> dict[str, Any]:
         """Arguments with which a source partitions data for the group."""
         layout = self.options.layout
         return {

@@ -280,7 +280,7 @@ class OperatorRunner(Runner, ABC):
             state = map_leaves(state, deep_copied)
         train_state.check_training_state(state)
         if incoming is not None:
-            state = train_state.adopt(state, incoming)
+            state = train_state.reuse_memory(state, incoming)
             incoming.fill(before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         if position.get("trains_on", "train") == "train":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 from raysgd._internal.nested import described
@@ -67,7 +67,7 @@ class StepIterator:
         self.start_offset = train_state.offset
         self.paused = False
         self.num_batches = 0
-        self.in_parts = False  # the loop takes large batches in parts
+        self.may_split = False  # the loop takes large batches in parts
         self.drawn_from = False
         self.loader_failed = False  # the loader raised an error, so its iterator cannot continue
 
@@ -117,12 +117,6 @@ class StepIterator:
     def __iter__(self) -> StepIterator:
         return self
 
-    def allow_parts(self) -> StepIterator:
-        """Allow large batches to be split into parts."""
-        if not self.drawn_from:
-            self.in_parts = self._train_state.micro_batching.why_not_split is None
-        return self
-
     def __next__(self) -> Any:
         self.drawn_from = True
         self._train_state.timing.enter(OTHER)
@@ -142,7 +136,7 @@ class StepIterator:
         micro_batch = self._plan_batch()
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
-        self._parts.extend(split_batch(batch, micro_batch, self.in_parts))
+        self._parts.extend(split_batch(batch, micro_batch, self.may_split))
         self._tx.split(len(self._parts))
         return self._next_part()
 
@@ -204,7 +198,7 @@ class StepIterator:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             num_steps = size if left is None else min(size, left)
-            plan = self._source.plan(train_state.offset, num_steps, self.in_parts)
+            plan = self._source.plan(train_state.offset, num_steps, self.may_split)
             self._tx.begin_plan(plan)
         planned = self._tx.plan.batches
         self._batch_is_last = index + 1 == len(planned)
@@ -257,3 +251,10 @@ class StepIterator:
                 self._train_state.timing.num_steps += num_steps
         if self._on_commit is not None:
             self._on_commit()
+
+
+def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:
+    """Allow the iterator of a segment to split large batches into parts."""
+    if isinstance(iterator, StepIterator) and not iterator.drawn_from:
+        iterator.may_split = iterator._train_state.micro_batching.why_not_split is None
+    return iterator

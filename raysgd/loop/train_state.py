@@ -134,7 +134,7 @@ class TrainState(ABC):
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Load the result of `training_state`."""
 
-    def adopt(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
         """Replace incoming arrays in a state by equal ones of the training state.
 
         The content of these arrays then arrives in the memory of the training state.

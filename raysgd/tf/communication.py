@@ -29,14 +29,14 @@ class Communication:
 
         Batches of one step may take different branches. Every worker must call this.
         """
-        exist = self.largest([gradient is not None for gradient in gradients])
+        missing = self.lowest([int(gradient is None) for gradient in gradients])
         return [
-            tf.zeros_like(variable.value) if exists and gradient is None else gradient
-            for exists, gradient, variable in zip(exist, gradients, variables, strict=True)
+            tf.zeros_like(variable.value) if gradient is None and not is_missing else gradient
+            for is_missing, gradient, variable in zip(missing, gradients, variables, strict=True)
         ]
 
-    def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each element over the workers. Every worker must call this."""
+    def lowest(self, values: Sequence[int]) -> list[int]:
+        """Return the minimum of each element over the workers. Every worker must call this."""
         return list(values)
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
@@ -67,13 +67,13 @@ class GlooWorkers(Communication):
             for part, array in zip(parts, arrays, strict=True)
         ]
 
-    def largest(self, values: Sequence[int]) -> list[int]:
+    def lowest(self, values: Sequence[int]) -> list[int]:
         import torch
         import torch.distributed as dist
 
-        maxima = torch.tensor(values)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return [int(number) for number in maxima]
+        minima = torch.tensor(values)
+        dist.all_reduce(minima, op=dist.ReduceOp.MIN)
+        return [int(number) for number in minima]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         import torch.distributed as dist
@@ -99,11 +99,11 @@ class HorovodGroup(Communication):
         step_timing.resume(phase)
         return means
 
-    def largest(self, values: Sequence[int]) -> list[int]:
+    def lowest(self, values: Sequence[int]) -> list[int]:
         import horovod.tensorflow as hvd
 
         of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()
-        return [int(number) for number in of_all.max(axis=0)]
+        return [int(number) for number in of_all.min(axis=0)]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
         from horovod.tensorflow.functions import broadcast_object

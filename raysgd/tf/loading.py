@@ -44,7 +44,7 @@ class KerasSources(DataSources):
                 f"TFTrainer does not partition a keras.utils.PyDataset, such as {loader!r}. Pass "
                 "arrays, a tf.data.Dataset, or an iterable of the batches of self.world_rank."
             )
-        settings, placing = self._settings, self._settings.placing
+        settings, partition_arguments = self._settings, self._settings.partition_arguments
         if _is_arrays(loader):
             return ArraySource(
                 loader,
@@ -53,12 +53,12 @@ class KerasSources(DataSources):
                 shuffle=self.shuffle,
                 seed=self._seed,
                 config_batch=settings.config_batch,
-                **placing,
+                **partition_arguments,
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
             splits = settings.options.splits_batches
-            del placing["global_batch"]  # the batches of the data set exist already
-            source = DatasetSource(loader, training=training, splits=splits, **placing)
+            del partition_arguments["global_batch"]  # the batches of the data set exist already
+            source = DatasetSource(loader, training=training, splits=splits, **partition_arguments)
             source.is_compared = settings.options.num_workers > 1
             return source
         why_whole = "it is neither arrays nor a tf.data.Dataset"
@@ -100,7 +100,7 @@ class ArraySource(PartitionedSource):
         batch_size: int,
         shuffle: bool,
         seed: int,
-        **placing: Any,
+        **partition_arguments: Any,
     ) -> None:
         self._arrays = tf.nest.map_structure(np.asarray, arrays)
         if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
@@ -112,19 +112,21 @@ class ArraySource(PartitionedSource):
             raise ValueError(
                 f"Arrays of a data set must have the same length, but they have {sorted(lengths)}."
             )
-        super().__init__(arrays, lengths.pop(), batch_size, False, training=training, **placing)
+        super().__init__(
+            arrays, lengths.pop(), batch_size, False, training=training, **partition_arguments
+        )
         self._shuffle, self._seed = shuffle and training, seed
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
         self._seed = seed
 
     def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
     ) -> Iterator[Any]:
         order = np.arange(self._partition.total)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        for start, stop in self._partition.batches(offset, num_steps, in_parts):
+        for start, stop in self._partition.batches(offset, num_steps, may_split):
             rows = order[start:stop]
             yield tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
@@ -210,11 +212,11 @@ class DatasetSource(PartitionedSource):
         order = -train_state.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
-    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
         return self._plan
 
     def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
     ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
@@ -225,7 +227,7 @@ class DatasetSource(PartitionedSource):
             _check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
         stop = None if num_steps is None else offset + num_steps * self._partition.stride
-        return self._shared(iteration, offset, stop, in_parts)
+        return self._shared(iteration, offset, stop, may_split)
 
     def _next_order(self, epoch: int, offset: int) -> int:
         """Return the index of the first iteration that can read `epoch` from `offset`."""
@@ -243,7 +245,7 @@ class DatasetSource(PartitionedSource):
         return self._iteration
 
     def _shared(
-        self, iteration: _Iteration, offset: int, stop: int | None = None, in_parts: bool = False
+        self, iteration: _Iteration, offset: int, stop: int | None = None, may_split: bool = False
     ) -> Iterator[Any]:
         deals_out = not self._training and not self._splits
         partition = self._partition
@@ -254,13 +256,13 @@ class DatasetSource(PartitionedSource):
                 return
             offset += len(group)
             if self._training:
-                yield from self._parts(group, in_parts)
+                yield from self._parts(group, may_split)
             elif deals_out:
                 yield from group[partition.rank : partition.rank + 1]
             elif (own := self._own_part(group)) is not None:
                 yield own
 
-    def _parts(self, group: list[Any], in_parts: bool) -> Iterator[Any]:
+    def _parts(self, group: list[Any], may_split: bool) -> Iterator[Any]:
         """Yield this worker's batch of a step, in parts if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in group]
         max_rows = max(sizes)
@@ -268,7 +270,7 @@ class DatasetSource(PartitionedSource):
             max_rows = -(-max_rows // self._layout.full_size(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         step = EpochPartition(0, max_rows, size, rank, shares=shares)
-        self._plan = step.plan((sum(sizes),), in_parts and self.keeps_step)
+        self._plan = step.plan((sum(sizes),), may_split and self.keeps_step)
         own, number = self._own_part(group), len(self._plan.batches)
         if number == 1:
             yield own

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.arguments import naming_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
-from raysgd.loop.operator_base import OperatorBase, in_parts
+from raysgd.loop.operator_base import OperatorBase
+from raysgd.loop.step_iterator import allow_split
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class TrainingOperator(OperatorBase):
             self._train_state.data.check_end()
         meters = self._train_state.meters = AverageMeterCollection()
         first = self._train_state.global_step - self._train_state.call_start
-        for batch in in_parts(iterator):
+        for batch in allow_split(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)
             self._measure(meters, self.train_batch(batch, batch_info))
         return self._metrics(meters)

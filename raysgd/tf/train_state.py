@@ -137,7 +137,7 @@ class KerasTrainState(TrainState):
     # ---- the other workers
 
     def lowest(self, *values: int) -> list[int]:
-        return [-number for number in self.communication.largest([-value for value in values])]
+        return self.communication.lowest(values)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
@@ -177,8 +177,8 @@ class KerasTrainState(TrainState):
         """Raise an error if contents differ between workers. Return whether any has the flag."""
         values = [*contents.values()]  # names may differ between processes
         digest = hash_of(values)
-        highest, of_inverse, found = self.communication.largest([digest, ~digest, flag])
-        if highest == ~of_inverse:
+        lowest, of_inverse, found = self.communication.lowest([digest, ~digest, -flag])
+        if lowest == ~of_inverse:
             return bool(found)
         size = self.communication.size
         reports = [self.from_rank(lambda: values, rank) for rank in range(size)]

@@ -47,7 +47,7 @@ def check(
         ("add_dist_sampler=False", exact, not options.add_dist_sampler),
         (scaled_batch, exact, options.elastic.global_batch != "keep"),
         (measured, full, options.elastic.shares == "measured"),
-        ("DistributedDataParallel(model)", (*exact, *full), any(map(ddp.replicated, models))),
+        ("DistributedDataParallel(model)", (*exact, *full), any(map(ddp.is_ddp, models))),
         ("torch.compile", full, any(map(ddp.is_compiled, models))),
         ("register(ddp_args=...)", full, ddp_args),
         (float16, full, scales),

@@ -28,7 +28,8 @@ from raysgd._internal.forwarding import forwarded
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.loop.creators import creator_class
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.operator_base import OperatorBase, in_parts
+from raysgd.loop.operator_base import OperatorBase
+from raysgd.loop.step_iterator import allow_split
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, Sums, ratio
 from raysgd.torch.creators import TorchCreators
 from raysgd.torch.input.batches import (
@@ -117,7 +118,7 @@ class TrainingOperator(OperatorBase):
         meters = train_state.meters = AverageMeterCollection()
         first = train_state.global_step - train_state.call_start
         per_batch = self.scheduler_step_freq == "batch"
-        for batch in in_parts(iterator):
+        for batch in allow_split(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx, iterator)
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))

@@ -119,7 +119,7 @@ class Optimization(StepFeature):
             raise WarmedUp
         self._checks.before_step(optimizer)
         if not tx.is_last:
-            if not self._state.exchange.keep(optimizer):
+            if not self._state.exchange.take_gradients(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
         self._update(optimizer)

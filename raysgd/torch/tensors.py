@@ -129,7 +129,7 @@ def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
     return loaded
 
 
-def adopt(state: Any, own: Any, incoming: Incoming) -> Any:
+def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
     """Return `state` with own tensors in place of equal ones whose content is still to come."""
     addresses = incoming.addresses
     adopted: dict[int, torch.Tensor] = {}  # by the address of the other tensor

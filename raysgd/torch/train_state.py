@@ -26,11 +26,11 @@ from raysgd.torch.precision import create_precision
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import (
-    adopt,
     copy_leaf,
     copy_to_cpu,
     load_optimizer,
     parameters_of,
+    reuse_memory,
     state_problem,
     version_of,
 )
@@ -218,10 +218,10 @@ class TorchTrainState(RegisteredState):
         for feature in self.features:
             feature.check_state(state)
 
-    def adopt(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
         own = self.training_state()
         adopted: dict[str, Any]
-        adopted = adopt(state, {key: own[key] for key in ("optimizers", "models")}, incoming)
+        adopted = reuse_memory(state, {key: own[key] for key in ("optimizers", "models")}, incoming)
         return adopted
 
     def load_training_state(self, state: dict[str, Any]) -> None:

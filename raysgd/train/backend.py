@@ -99,7 +99,7 @@ class _Run:
     def share_data(self) -> None:
         """Send each worker its shards of the data."""
         members: list[Any] = self.controller.members
-        shares = self.datasets.shared_out([member.actor for member in members])
+        shares = self.datasets.split([member.actor for member in members])
         references = [
             member.execute(receive_shards, share)
             for member, share in zip(members, shares, strict=True)

@@ -26,7 +26,7 @@ class Datasets:
                 shown = f"dataset {name!r}" if self._has_names else f"dataset={datasets!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of Datasets by name.")
 
-    def shared_out(self, actors: Sequence[Any]) -> list[Any]:
+    def split(self, actors: Sequence[Any]) -> list[Any]:
         """Return the shard of each worker. Shards have equal size and local rows if possible.
 
         With several data sets, each worker gets a dict of shards by name. Without data sets, each

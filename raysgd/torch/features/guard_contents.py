@@ -142,7 +142,7 @@ class ReplicaContents:
         state = self._state
         is_whole = state.replication.is_whole
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
-        compared = [self._wraps_all or ddp.replicated(model) for model in state.models]
+        compared = [self._wraps_all or ddp.is_ddp(model) for model in state.models]
         for index, model in enumerate(state.models):
             if not compared[index]:
                 continue

@@ -103,7 +103,7 @@ class TorchSources(DataSources):
             seed=self._seed,
             config_batch=settings.config_batch,
             order_batch=settings.global_batch,
-            **settings.placing,
+            **settings.partition_arguments,
         )
 
 
@@ -114,9 +114,9 @@ class PartitionedLoader(PartitionedSource):
     it without communication.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int, **placing: Any) -> None:
+    def __init__(self, loader: DataLoader[Any], *, seed: int, **partition_arguments: Any) -> None:
         total, size = len(_sampler_of(loader)), loader.batch_size
-        super().__init__(loader, total, size, bool(loader.drop_last), **placing)
+        super().__init__(loader, total, size, bool(loader.drop_last), **partition_arguments)
         self._deals_batches = makes_own_batches(loader)
         self.reseed(seed)
         self.knows_sizes = keeps_samples(loader)
@@ -166,10 +166,10 @@ class PartitionedLoader(PartitionedSource):
         return apart.batches(self.current_epoch or 0, 0)
 
     def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
     ) -> Iterator[Any]:
         order, partition = self._order_of(epoch, offset), self.partition
-        first, again = itertools.tee(partition.batches(offset, num_steps, in_parts))
+        first, again = itertools.tee(partition.batches(offset, num_steps, may_split))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
             return self._complete(rows, order, again, epoch)
@@ -352,13 +352,13 @@ def wrap_loader(
     partitions: bool,
     order_batch: int | None = None,
     layout: StepLayout = BY_WORKERS,
-    **placing: Any,
+    **partition_arguments: Any,
 ) -> BatchSource:
     """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
 
     `partitions` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler
     are partitioned even if it is False. `order_batch` is the argument of `StreamSource`, and
-    `placing` has the seed and the arguments of `PartitionedSource`.
+    `partition_arguments` has the seed and the arguments of `PartitionedSource`.
     """
     if isinstance(records := getattr(loader, "dataset", loader), Records):
         raise TypeError(
@@ -385,10 +385,10 @@ def wrap_loader(
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
     why = why_whole(whole)
     if (may_split or _is_distributed(whole)) and not why:
-        return PartitionedLoader(whole, layout=layout, **placing)
+        return PartitionedLoader(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
     if may_split and not is_read_once(loader) and not layout.is_fixed:
-        return StreamSource(loader, order_batch=order_batch, layout=layout, **placing)
+        return StreamSource(loader, order_batch=order_batch, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, by_user=not partitions, why_whole=why)
 

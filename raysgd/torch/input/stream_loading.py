@@ -37,12 +37,12 @@ class StreamSource(PartitionedSource):
     order_sampler = None
 
     def __init__(
-        self, loader: Any, *, seed: int, order_batch: int | None = None, **placing: Any
+        self, loader: Any, *, seed: int, order_batch: int | None = None, **partition_arguments: Any
     ) -> None:
         self._joins = has_samples(loader)
         self._order_batch, self._seed = order_batch, seed
         size, drop_last = (loader.batch_size, loader.drop_last) if self._joins else (None, False)
-        super().__init__(loader, 0, size, bool(drop_last), **placing)
+        super().__init__(loader, 0, size, bool(drop_last), **partition_arguments)
         self.knows_sizes = self._joins and keeps_samples(loader)
         self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
         self._length = known_length(loader)
@@ -73,7 +73,7 @@ class StreamSource(PartitionedSource):
     # ---- batches
 
     def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
+        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
     ) -> Iterator[Any]:
         self._go_to(epoch, offset)
         partition = self._partition
@@ -87,7 +87,7 @@ class StreamSource(PartitionedSource):
             self._steps_read = number // turns + 1
             if partition.even:
                 step = replace(partition, total=size, drop_last=False)
-                for start, stop in step.batches(0, None, in_parts):
+                for start, stop in step.batches(0, None, may_split):
                     yield self._batch(offset + start, offset + stop)
             else:
                 if number % turns == partition.rank:
@@ -110,13 +110,13 @@ class StreamSource(PartitionedSource):
             )
         return batch
 
-    def plan(self, offset: int, num_steps: int, in_parts: bool) -> UpdatePlan:
+    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
         self._buffer.trim(offset)
         partition = self._partition
         starts = range(offset, offset + num_steps * partition.stride, partition.stride)
         sizes = [self._available(start, partition.stride) for start in starts]
         least = partition.stride if partition.drop_last else 1
-        return partition.plan(tuple(size for size in sizes if size >= least), in_parts)
+        return partition.plan(tuple(size for size in sizes if size >= least), may_split)
 
     def batch_positions(self) -> Iterator[int]:
         return itertools.count(self._partition.rank, self._partition.world_size)

@@ -82,7 +82,7 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
     ]
 
 
-def replicated(model: torch.nn.Module) -> bool:
+def is_ddp(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 

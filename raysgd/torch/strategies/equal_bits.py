@@ -62,7 +62,7 @@ class EqualBitsGradients(GradientExchange):
         self._precision, self._transaction = state.optimization.precision, state.transaction
         self._num_shards = state.settings.options.layout.full_size(1)
         self._shard = 0
-        self._ends_group = True  # the shard has no later micro-batch in this update
+        self._is_last_of_shard = True  # the shard has no later micro-batch in this update
         self._buffers = ShardBuffers(state)
         self._width = _WIDTH
         self._clear()
@@ -144,7 +144,7 @@ class EqualBitsGradients(GradientExchange):
         for model in self._state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
         self._shard = owned[tx.index % len(owned)]
-        self._ends_group = tx.micro_batch.step_index == tx.plan.num_steps - 1
+        self._is_last_of_shard = tx.micro_batch.step_index == tx.plan.num_steps - 1
         self._buffers.begin(self._shard, is_first=tx.index <= 0)
 
     def _end_shard(self) -> None:
@@ -212,7 +212,7 @@ class EqualBitsGradients(GradientExchange):
 
     # ---- gradients
 
-    def keep(self, optimizer: torch.optim.Optimizer) -> bool:
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a shard, when its optimizer would step."""
         parameters = _trained(optimizer)
         key = id(optimizer), self._shard
@@ -228,7 +228,7 @@ class EqualBitsGradients(GradientExchange):
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         if (earlier := self._earlier.pop(key, None)) is not None:
             gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
-        if not self._ends_group:
+        if not self._is_last_of_shard:
             self._earlier[key] = gradients
         else:
             known = self._has_gradient.setdefault(key[0], [False] * len(parameters))
@@ -258,7 +258,7 @@ class EqualBitsGradients(GradientExchange):
                 f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
                 "draws from its iterator, and for registered optimizers."
             )
-        self.keep(optimizer)
+        self.take_gradients(optimizer)
         parameters = _trained(optimizer)
         tree = self._trees.pop(id(optimizer))
         flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]

@@ -60,19 +60,19 @@ class GradientExchange(StepFeature):
     @property
     def num_workers(self) -> int:
         """Number of workers that average their gradients."""
-        return self._state.context.world_size if self._meets else 1
+        return self._state.context.world_size if self._averages else 1
 
     def total(self, number: float) -> float:
         """Return the sum of a number over the workers whose gradients meet."""
-        return collectives.total(number, self._state.settings.device) if self._meets else number
+        return collectives.total(number, self._state.settings.device) if self._averages else number
 
     @property
-    def _meets(self) -> bool:
+    def _averages(self) -> bool:
         return bool(self._state.context.distributed and self._state.replication.replicates)
 
     # ---- gradients
 
-    def keep(self, optimizer: torch.optim.Optimizer) -> bool:
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a micro-batch. If False, the caller accumulates them."""
         return False
 

@@ -216,7 +216,7 @@ class ShardedModels:
             handles.append(unit.register_forward_pre_hook(hook, prepend=True))
         try:
             yield
-            while (wanted := self._say_next(None)) is not None:
+            while (wanted := self._agree_on_next_unit(None)) is not None:
                 units[wanted].unshard()
                 units[wanted].reshard()
         finally:
@@ -229,9 +229,9 @@ class ShardedModels:
                 unit.reshard()
 
     def _before_gathering(self, number: int, *_: Any) -> None:
-        self._say_next(number)
+        self._agree_on_next_unit(number)
 
-    def _say_next(self, number: int | None) -> int | None:
+    def _agree_on_next_unit(self, number: int | None) -> int | None:
         """Return the unit that all ranks gather next, given the unit that this rank needs.
 
         As an argument, None means that this rank needs no more units. As a result, None means that

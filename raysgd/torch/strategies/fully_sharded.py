@@ -77,8 +77,8 @@ class FullyShardedModel(ShardedOptimizer):
 
     # ---- training step
 
-    def _meet(self) -> None:
-        super()._meet()
+    def _await_gradients(self) -> None:
+        super()._await_gradients()
         layout, device = self._layout, self._device
         size, rank = layout.size, layout.rank
         self._received, requests = {}, []
@@ -96,7 +96,7 @@ class FullyShardedModel(ShardedOptimizer):
         for work in dist.batch_isend_irecv(requests) if requests else ():
             work.wait()
 
-    def _now(self, piece: Piece) -> torch.Tensor:
+    def _current_elements(self, piece: Piece) -> torch.Tensor:
         assert piece.base is not None
         return piece.base
 
@@ -109,9 +109,9 @@ class FullyShardedModel(ShardedOptimizer):
         first, _ = self._layout.shards[shard][piece.which]
         return gradient[piece.start - first : piece.stop - first]
 
-    def _put_in_place(self) -> None:
+    def _apply_updates(self) -> None:
         self._wait_for_updates()
-        copy_all((self._now(p), p.value) for p in self._pieces if p.value is not None)
+        copy_all((self._current_elements(p), p.value) for p in self._pieces if p.value is not None)
         self._received = {}
 
     def _wait_for_updates(self) -> None:
@@ -185,7 +185,7 @@ class FullyShardedModel(ShardedOptimizer):
             (
                 (self._numbers.get(piece.which), *known_as[piece.which]),
                 *piece.place_in(self._parameters),
-                {**piece.state, PARAMETER: self._now(piece)},
+                {**piece.state, PARAMETER: self._current_elements(piece)},
             )
             for piece in self._layout.own_pieces(self._pieces)
         ]
@@ -220,7 +220,7 @@ class FullyShardedModel(ShardedOptimizer):
         for piece in layout.own_pieces(self._pieces):
             first, _ = layout.shards[layout.rank][piece.which]
             rows = self.models.local(piece.which)[piece.start - first : piece.stop - first]
-            piece.base = rows.copy_(self._now(piece))
+            piece.base = rows.copy_(self._current_elements(piece))
 
     # ---- complete models
 

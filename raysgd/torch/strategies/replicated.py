@@ -30,7 +30,7 @@ class OwnModels(Replication):
 
     @property
     def replicates(self) -> bool:  # type: ignore[override]
-        return any(map(ddp.replicated, self._state.models))
+        return any(map(ddp.is_ddp, self._state.models))
 
 
 class UserWrappers(GradientExchange):
@@ -63,7 +63,7 @@ class UserWrappers(GradientExchange):
     def sync_buffers(self) -> None:
         buffers: list[torch.Tensor] = []
         for model in self._state.models:
-            if ddp.replicated(model):
+            if ddp.is_ddp(model):
                 buffers += model.buffers()
             elif self.keeps_equal:
                 buffers += ddp.running_statistics(model)

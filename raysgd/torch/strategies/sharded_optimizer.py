@@ -108,7 +108,7 @@ class ShardedOptimizer(Replication, StepFeature):
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _check_step(optimizer, self._num_parameters, args[1:], kwargs)
-        self._meet()
+        self._await_gradients()
         layout = self._layout
         self._buffers = {
             shard: layout.new_buffers(shard, self._device) for shard in layout.held_shards()
@@ -128,7 +128,7 @@ class ShardedOptimizer(Replication, StepFeature):
                     assert piece.value is not None
                     placed.append((piece, view, piece.value))
                     continue
-                placed.append((piece, view, self._now(piece)))
+                placed.append((piece, view, self._current_elements(piece)))
                 view.grad = self._gradient(shard, piece)
                 params[group_of[self._numbers[piece.which]]].append(view)
                 if piece.state:
@@ -142,12 +142,12 @@ class ShardedOptimizer(Replication, StepFeature):
             group["params"] = of_group
         optimizer.state = state
 
-    def _meet(self) -> None:
+    def _await_gradients(self) -> None:
         """Wait until all workers have computed the gradients, so that either all or none update."""
         if self._layout.size > 1:
             self._train_state.minimum(self._version)
 
-    def _now(self, piece: Piece) -> torch.Tensor:
+    def _current_elements(self, piece: Piece) -> torch.Tensor:
         return flat(self._parameters[piece.which])[piece.start : piece.stop]
 
     def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
@@ -166,10 +166,10 @@ class ShardedOptimizer(Replication, StepFeature):
         if self._train_state.transaction.in_helper:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
-        self._put_in_place()
+        self._apply_updates()
         self._version += 1
 
-    def _put_in_place(self) -> None:
+    def _apply_updates(self) -> None:
         """Copy the updates of all workers into the parameters."""
         pairs = []
         for shard, of_shard in self._exchange().items():

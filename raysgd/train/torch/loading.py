@@ -126,7 +126,7 @@ class PreparedLoader(DataLoader[Any]):
                 if shared is None:
                     offset += 1
                 else:
-                    plan, size = shared.source.plan(offset, 1, in_parts=False), self._world_size
+                    plan, size = shared.source.plan(offset, 1, may_split=False), self._world_size
                     self._weigh(plan.samples * size / (plan.total or 1))
                     offset = shared.source.offset_after(offset, 1)
                 self._pass = epoch, offset, begun

@@ -163,11 +163,11 @@ def test_steps_are_the_same_samples_with_any_workers(
     st.lists(st.integers(1, 40), min_size=1, max_size=3),
     st.booleans(),
 )
-@example(full_size=5, workers=4, sizes=[15], in_parts=True)  # a worker has fewer samples
-@example(full_size=3, workers=3, sizes=[5, 2], in_parts=False)  # a sample of two workers
-@example(full_size=4, workers=3, sizes=[4, 1], in_parts=True)
+@example(full_size=5, workers=4, sizes=[15], may_split=True)  # a worker has fewer samples
+@example(full_size=3, workers=3, sizes=[5, 2], may_split=False)  # a sample of two workers
+@example(full_size=4, workers=3, sizes=[4, 1], may_split=True)
 def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
-    full_size, workers, sizes, in_parts
+    full_size, workers, sizes, may_split
 ):
     """Each sample has the same weight, even if two workers have it."""
     max_rows = -(-max(sizes) // full_size)
@@ -177,18 +177,18 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     }
     world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
     plans = [
-        EpochPartition(0, max_rows, world_size, rank, shares=weighted).plan(tuple(sizes), in_parts)
+        EpochPartition(0, max_rows, world_size, rank, shares=weighted).plan(tuple(sizes), may_split)
         for rank in range(world_size)
     ]
     weights = Counter()
     for rank, plan in enumerate(plans):
         start, planned = 0, iter(plan.batches)
         for size in sizes:
-            for low, high in shards[size][rank].batches(in_parts=in_parts):
+            for low, high in shards[size][rank].batches(may_split=may_split):
                 micro_batch = next(planned)
                 if weighted is None:
                     first, stop = part_of(size, world_size, rank)
-                    assert not in_parts or high - low <= (4 if max_rows in (2, 3) else max_rows)
+                    assert not may_split or high - low <= (4 if max_rows in (2, 3) else max_rows)
                     assert high - low > 1 or max_rows == 1 or stop - first == 1
                 for sample in range(start + low, start + high):
                     # the loss is a mean over the batch

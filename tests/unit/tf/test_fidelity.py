@@ -27,9 +27,9 @@ class Averages(Communication):
         told = self.meeting.gather(self.rank, tensors)
         return [sum(each) / self.size for each in zip(*told, strict=True)]
 
-    def largest(self, values):
+    def lowest(self, values):
         told = self.meeting.gather(self.rank, values)
-        return [max(each) for each in zip(*told, strict=True)]
+        return [min(each) for each in zip(*told, strict=True)]
 
 
 class Watched(Digits):

@@ -283,7 +283,7 @@ class Player:
 
             setattr(kind, name, watched)
 
-        watch(ShardedOptimizer, "_meet", "barrier", "passed")
+        watch(ShardedOptimizer, "_await_gradients", "barrier", "passed")
         watch(ShardedOptimizer, "_exchange", "update", "gathered")
         watch(FullyShardedModel, "_wait_for_updates", "update", "gathered")
 

@@ -47,7 +47,7 @@ class MaterializedDataset:
 def test_shards_have_equal_sizes_and_share_no_row(workers, num_rows):
     actors = [f"actor {rank}" for rank in range(workers)]
     data = MaterializedDataset(num_rows)
-    shares = [share[1:] for share in Datasets(data).shared_out(actors)]
+    shares = [share[1:] for share in Datasets(data).split(actors)]
     assert len({len(share) for share in shares}) == 1
     assert len(set().union(*shares)) == num_rows - num_rows % workers
     assert data.hints == actors
@@ -59,8 +59,8 @@ def test_a_restart_gets_the_same_rows_and_reads_only_what_is_split(caplog):
     datasets.materialize()
     (warning,) = caplog.messages
     assert "'train' is read once" in warning
-    assert datasets.shared_out(["a", "b"]) == datasets.shared_out(["c", "d"])
-    datasets.shared_out(["e"])
+    assert datasets.split(["a", "b"]) == datasets.split(["c", "d"])
+    datasets.split(["e"])
     assert (data.num_reads, whole.num_reads) == (1, 0)
 
 
@@ -79,7 +79,7 @@ def test_fit_reads_data_sets_before_it_starts_workers(monkeypatch, tmp_path):
 
 
 def test_unused_rows_are_warned_about(caplog):
-    Datasets(MaterializedDataset(7)).shared_out(["a", "b"])
+    Datasets(MaterializedDataset(7)).split(["a", "b"])
     (warning,) = caplog.messages
     assert warning.startswith("1 of 7 rows of data set 'dataset'")
 
@@ -94,7 +94,7 @@ def test_data_that_need_a_cpu_that_is_not_free_are_warned_about(
 ):
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.available_resources", lambda: {"CPU": free})
-    Datasets(dataset(2), lambda name: is_split).shared_out(["a", "b"])
+    Datasets(dataset(2), lambda name: is_split).split(["a", "b"])
     assert ("waits for a free CPU" in caplog.text) == warns
 
 
@@ -103,7 +103,7 @@ def test_only_selected_data_sets_are_split():
     given = {"train": MaterializedDataset(4), "val": whole, "test": None}
     datasets = Datasets(given, lambda name: name != "val")
     given.clear()  # the dict of the caller
-    assert datasets.shared_out(["a", "b"]) == [
+    assert datasets.split(["a", "b"]) == [
         {"train": (0, 0, 2), "val": whole, "test": None},
         {"train": (0, 1, 3), "val": whole, "test": None},
     ]

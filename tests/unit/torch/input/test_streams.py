@@ -49,13 +49,13 @@ def numbers_of(batch):
     return batch[0].tolist()
 
 
-def read(source, offset, num_steps, group, in_parts=False):
+def read(source, offset, num_steps, group, may_split=False):
     """Return batches with their roles, as the loop reads them, and the next offset."""
-    found, batches = [], source.batches(0, offset, None, in_parts)
+    found, batches = [], source.batches(0, offset, None, may_split)
     for _ in range(0, num_steps, group):
         if (batch := next(batches, None)) is None:
             break
-        plan = source.plan(offset, group, in_parts)
+        plan = source.plan(offset, group, may_split)
         for index, micro_batch in enumerate(plan.batches):
             if index:
                 batch = next(batches)
@@ -70,13 +70,13 @@ def read(source, offset, num_steps, group, in_parts=False):
     world_size=st.integers(1, 4),
     full_size=st.none() | st.integers(1, 4),
     group=st.integers(1, 3),
-    in_parts=st.booleans(),
+    may_split=st.booleans(),
     drop_last=st.booleans(),
     offset=st.integers(0, 3),
     shares=st.booleans(),
 )
 def test_steps_are_those_of_a_data_set_that_can_be_indexed(
-    size, batch_size, world_size, full_size, group, in_parts, drop_last, offset, shares
+    size, batch_size, world_size, full_size, group, may_split, drop_last, offset, shares
 ):
     settings = {"batch_size": batch_size, "drop_last": drop_last}
     full_size = full_size and max(full_size, world_size)
@@ -90,11 +90,11 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
             for source in (stream, known):
                 source.set_shares(tuple(float(n + 1) for n in range(world_size)))
         start = min(size, offset * stream.global_batch)
-        found, end = read(stream, start, 100, group, in_parts)
+        found, end = read(stream, start, 100, group, may_split)
         expected = []
-        batches, at = known.batches(0, start, None, in_parts), start
+        batches, at = known.batches(0, start, None, may_split), start
         while left := known.steps_left(at):
-            plan = known.plan(at, min(group, left), in_parts)
+            plan = known.plan(at, min(group, left), may_split)
             expected += [(numbers_of(next(batches)), each, plan) for each in plan.batches]
             at = known.offset_after(at, min(group, left))
         assert found == expected
