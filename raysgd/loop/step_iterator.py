@@ -137,7 +137,7 @@ class StepIterator:
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
         self._parts.extend(split_batch(batch, micro_batch, self.may_split))
-        self._tx.split(len(self._parts))
+        self._tx.num_parts = max(self._tx.num_parts, len(self._parts))
         return self._next_part()
 
     def _next_part(self) -> Any:
@@ -198,8 +198,7 @@ class StepIterator:
             size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             num_steps = size if left is None else min(size, left)
-            plan = self._source.plan(train_state.offset, num_steps, self.may_split)
-            self._tx.begin_plan(plan)
+            self._tx.plan = self._source.plan(train_state.offset, num_steps, self.may_split)
         planned = self._tx.plan.batches
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:

@@ -48,8 +48,7 @@ class UpdateTransaction:
         # Batches of the loader, to train them again. None: the source can read the batch again.
         self.drawn: list[Any] = []
         self.plan = _NO_PLAN
-        self.num_planned = 1  # micro-batches of the update
-        self.is_split = False  # batches are trained in parts
+        self.num_parts = 1  # in which each planned micro-batch is trained
         self.is_skipped = False  # all steps of optimizers were skipped, for lack of items
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 before the first
@@ -66,22 +65,22 @@ class UpdateTransaction:
         self.is_open, self.is_committing = True, False
         self.drawn.append(batch)
 
-    def begin_plan(self, plan: UpdatePlan) -> None:
-        """Set the micro-batches of the update, before the first one begins."""
-        self.plan, self.num_planned = plan, len(plan.batches)
-        self.is_split = self.num_planned > plan.num_steps
-
-    def split(self, num_parts: int) -> None:
-        """Record that each planned micro-batch is trained in `num_parts` parts."""
-        if num_parts > 1:
-            self.is_split, self.num_planned = True, len(self.plan.batches) * num_parts
-
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
         self.is_open, self.is_committing = True, False
         self.index += 1
         self.micro_batch, self.is_last, self.requested = micro_batch, is_last, set()
         self.weights.begin_micro_batch()
+
+    @property
+    def num_planned(self) -> int:
+        """Number of micro-batches of the update."""
+        return len(self.plan.batches) * self.num_parts
+
+    @property
+    def is_split(self) -> bool:
+        """Whether batches are trained in parts."""
+        return self.num_planned > self.plan.num_steps
 
     @property
     def is_only(self) -> bool:

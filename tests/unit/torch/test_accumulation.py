@@ -16,7 +16,7 @@ def test_the_usual_update_needs_no_correction_of_gradients():
             UpdateTransaction(),
             [MicroBatch(samples, step_index=step) for step in range(2)],
         )
-        tx.begin_plan(UpdatePlan(tuple(batches), total))
+        tx.plan = UpdatePlan(tuple(batches), total)
         for micro_batch in batches:
             tx.begin_micro_batch(micro_batch, is_last=micro_batch.step_index == 1)
             assert tx.weights.add(LossCount(), 3) == (1.0, 0.5)
@@ -25,7 +25,7 @@ def test_the_usual_update_needs_no_correction_of_gradients():
 def test_first_loss_of_a_generation_is_not_scaled_up():
     """With float16, it could overflow."""
     tx = UpdateTransaction()
-    tx.begin_plan(UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4))))
+    tx.plan = UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(4)))
     tx.begin_micro_batch(MicroBatch(), is_last=False)
     _, weight = tx.weights.add(LossCount(1000.0), 2, lambda count: 2 * count)
     assert weight == pytest.approx(1 / 4, rel=0.5)
