@@ -34,6 +34,7 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd.loop.loop import Loop
+from raysgd.loop.state_schema import state_for
 
 
 def enter_generation(
@@ -58,7 +59,7 @@ def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
     """Load the state of the leader, and return it. Return None on the leader."""
     train_state = loop.train_state
     is_leader = train_state.context.world_rank == leader
-    state: Mapping[str, Any] = train_state.from_rank(lambda: loop.state_for("replacement"), leader)
+    state: Mapping[str, Any] = train_state.from_rank(lambda: state_for("replacement", loop), leader)
     if not is_leader:
         train_state.data.set_batch_size(state["batching"])
         micro_batching = train_state.micro_batching

@@ -63,7 +63,7 @@ from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
-from raysgd.loop.state_schema import Receiver, state_for
+from raysgd.loop.state_schema import state_for
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import WarmedUp
@@ -93,7 +93,7 @@ class Loop:
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, signal, self.call_progress)
-        self.snapshots = Snapshots(self.train_state, lambda: self.state_for("snapshot"))
+        self.snapshots = Snapshots(self.train_state, lambda: state_for("snapshot", self))
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
@@ -103,11 +103,6 @@ class Loop:
         """After a rejoin, keep reading an unpartitioned loader, unless the position `moved`."""
         if moved or self.source is None or self.source.is_partitioned:
             self.forget_iteration()
-
-    # ---- state
-
-    def state_for(self, receiver: Receiver) -> dict[str, Any]:
-        return state_for(receiver, self.operator, self.call_progress.saved())
 
     # ---- train
 

@@ -24,6 +24,7 @@ from raysgd.loop.joining import enter_generation
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
+from raysgd.loop.state_schema import state_for
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -267,7 +268,7 @@ class OperatorRunner(Runner, ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state = self._running.state_for("file")
+        state = state_for("file", self._running)
         if not frozen:
             state = self._train_state.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
@@ -319,7 +320,7 @@ class OperatorRunner(Runner, ABC):
         has_all = train_state.context.world_size == num_workers and train_state.replication.in_sync
         if not (train_state.holdings.complete or has_all):
             return None
-        state: dict[str, Any] = train_state.to_cpu(self._loop.state_for("snapshot"))
+        state: dict[str, Any] = train_state.to_cpu(state_for("snapshot", self._loop))
         return state
 
 

@@ -9,31 +9,33 @@ scaler do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raysgd.checkpoint.file import REQUIRED
 from raysgd.errors import CheckpointError
-from raysgd.loop.train_state import TrainState
+
+if TYPE_CHECKING:
+    from raysgd.loop.loop import Loop
 
 Receiver = Literal["file", "snapshot", "replacement"]
 
 
-def state_for(receiver: Receiver, operator: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+def state_for(receiver: Receiver, loop: Loop) -> dict[str, Any]:
     """Return a worker's state for a receiver, with tensors on their device.
 
-    `call` is what a process must know to continue the call. If the state is sharded, only
-    rank 0 adds more than its shards.
+    If the state is sharded, only rank 0 adds more than its shards.
     """
-    train_state: TrainState = operator._train_state
+    train_state = loop.train_state
     data = train_state.data
     state: dict[str, Any] = {"global_step": train_state.global_step}
     if receiver != "replacement" and (own := train_state.replication.own_state()):
         state |= own
         if train_state.context.world_rank != 0:
             return state
-    state |= {"operator": operator.state_dict(), "data": train_state.position()}
+    state |= {"operator": loop.operator.state_dict(), "data": train_state.position()}
     if receiver != "file":
-        state |= {"call": dict(call), "batching": data.batching(), "flags": train_state.flags()}
+        call = dict(loop.call_progress.saved())
+        state |= {"call": call, "batching": data.batching(), "flags": train_state.flags()}
     if receiver == "replacement":
         return state | {
             "fingerprint": data.fingerprint(),

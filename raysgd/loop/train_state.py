@@ -116,7 +116,7 @@ class TrainState(ABC):
         """Return values that user code may set between steps, such as learning rates."""
 
     def flags(self) -> Any:
-        """Return what user code may set on models and no state dict has, for new workers."""
+        """Return the train or eval modes that user code may set in models, for new workers."""
         return None
 
     def set_flags(self, flags: Any) -> None:  # noqa: B027

@@ -22,7 +22,7 @@ from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.frozen import KEY, completed, without
 from raysgd.torch.optimization import Optimization
-from raysgd.torch.precision import create_precision
+from raysgd.torch.precision import PRECISIONS
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import (
@@ -42,7 +42,7 @@ class TorchTrainState(RegisteredState):
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings)
         options = settings.options
-        precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
+        precision = PRECISIONS[options.use_fp16](settings.device, options.amp_dtype)
         self.micro_batching: TorchMicroBatching = TorchMicroBatching(self)
         self.untracked = Untracked(self)
         self.set_features([self.micro_batching, self.untracked])  # `register` adds the others
@@ -135,18 +135,14 @@ class TorchTrainState(RegisteredState):
             [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
             [version_of(parameter) for model in self.models for parameter in model.parameters()],
             [feature.user_settings() for feature in self.features],
+            self._changed_since_setup(),
         )
 
     def flags(self) -> Any:
-        return [
-            ([p.requires_grad for p in model.parameters()], [m.training for m in model.modules()])
-            for model in map(ddp.plain, self.models)
-        ]
+        return [[m.training for m in model.modules()] for model in map(ddp.plain, self.models)]
 
     def set_flags(self, flags: Any) -> None:
-        for model, (required, modes) in zip(map(ddp.plain, self.models), flags, strict=True):
-            for parameter, requires_grad in zip(model.parameters(), required, strict=True):
-                parameter.requires_grad_(requires_grad)
+        for model, modes in zip(map(ddp.plain, self.models), flags, strict=True):
             for module, training in zip(model.modules(), modes, strict=True):
                 module.training = training
 

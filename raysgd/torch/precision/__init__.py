@@ -10,7 +10,7 @@ from raysgd.torch.precision.apex import ApexAmp
 from raysgd.torch.precision.base import Precision
 from raysgd.torch.precision.native import NativeAmp
 
-__all__ = ["PRECISIONS", "Precision", "create_precision"]
+__all__ = ["PRECISIONS", "Precision"]
 
 PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precision]] = {
     False: Precision,
@@ -18,9 +18,3 @@ PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precis
     "apex": ApexAmp,
 }
 """Allowed values of ``use_fp16``. Each class takes a device and ``amp_dtype``."""
-
-
-def create_precision(
-    use_fp16: bool | str, device: torch.device, dtype: torch.dtype | None = None
-) -> Precision:
-    return PRECISIONS[use_fp16](device, dtype)

@@ -187,7 +187,7 @@ class FullyShardedModel(ShardedOptimizer):
                 *piece.place_in(self._parameters),
                 {**piece.state, PARAMETER: self._current_elements(piece)},
             )
-            for piece in self._layout.own_pieces(self._pieces)
+            for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
         ]
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
@@ -217,7 +217,7 @@ class FullyShardedModel(ShardedOptimizer):
         kept = {new[id(parameter)]: state for parameter, state in self._unsharded.items()}
         self._unsharded = self.optimizer.state = defaultdict(dict, kept)
         layout = self._layout
-        for piece in layout.own_pieces(self._pieces):
+        for piece in layout.pieces_of(layout.rank, self._pieces):
             first, _ = layout.shards[layout.rank][piece.which]
             rows = self.models.local(piece.which)[piece.start - first : piece.stop - first]
             piece.base = rows.copy_(self._current_elements(piece))

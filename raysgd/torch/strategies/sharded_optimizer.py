@@ -277,7 +277,7 @@ class ShardedOptimizer(Replication, StepFeature):
         """Return this worker's shard of the optimizer's state, and of sharded models."""
         return [
             ((self._numbers[piece.which],), *piece.place_in(self._parameters), piece.state)
-            for piece in self._layout.own_pieces(self._pieces)
+            for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
             if piece.state
         ]
 

@@ -177,9 +177,6 @@ class Layout:
             and piece.stop <= parts[piece.which][1]
         ]
 
-    def own_pieces(self, pieces: Sequence[Piece]) -> list[Piece]:
-        return self.pieces_of(self.rank, pieces)
-
     def new_buffers(self, shard: int, device: torch.device) -> UpdateBuffers:
         lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
         for which, (start, stop) in self.shards[shard].items():

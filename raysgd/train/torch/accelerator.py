@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.nested import map_leaves
-from raysgd.torch.precision import Precision, create_precision
+from raysgd.torch.precision import PRECISIONS, Precision
 from raysgd.train import worker_session
 from raysgd.train.session import world_rank, world_size
 from raysgd.train.torch.loading import PreparedLoader
@@ -30,7 +30,7 @@ class _Accelerator:
 
     def __init__(self, amp: bool) -> None:
         self.amp = amp
-        self.precision = create_precision(amp, get_device())
+        self.precision = PRECISIONS[amp](get_device(), None)
         self.optimizers: list[Optimizer] = []
         self.share = 1.0
         """Weight of the current batch's loss in the mean over the workers."""

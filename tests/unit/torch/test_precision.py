@@ -11,7 +11,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection
 from raysgd.testing import run_operator
-from raysgd.torch.precision import PRECISIONS, Precision, create_precision
+from raysgd.torch.precision import PRECISIONS, Precision
 from tests.operators import Classifier, no_synchronization, on_gpu, parameters
 from tests.unit.torch import fake_apex
 
@@ -109,7 +109,7 @@ def test_missing_apex_is_an_error_before_setup(monkeypatch):
 
 
 def test_optimizer_without_gradients_steps():
-    native = create_precision(True, CPU, torch.float16)
+    native = PRECISIONS[True](CPU, torch.float16)
     (first, second), optimizers = one_layer(native, 2)
     native.backward(first(torch.ones(1, 1)).sum(), True)
     for optimizer in optimizers:
@@ -123,7 +123,7 @@ def test_optimizer_without_gradients_steps():
 
 
 def test_discarded_step_keeps_the_scale():
-    native = create_precision(True, CPU, torch.float16)
+    native = PRECISIONS[True](CPU, torch.float16)
     models, optimizers = one_layer(native, 2)
     native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
     native.unscale(optimizers[0])
