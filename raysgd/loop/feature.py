@@ -24,7 +24,7 @@ class StepFeature:
     def start_together(self) -> None:
         """Copy the registered objects of rank 0 to all ranks. Every rank must call this."""
 
-    def enter(self) -> None:
+    def begin_generation(self) -> None:
         """Prepare for a new generation and its process group."""
 
     def receive(self, leader: int) -> Callable[[], None]:

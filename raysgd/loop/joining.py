@@ -42,7 +42,7 @@ def enter_generation(
 ) -> None:
     """Enter a generation with the state of rank `leader`. Every rank must call this."""
     train_state, position = loop.train_state, loop.train_state.position()
-    train_state.enter(context, config_batch)
+    train_state.begin_generation(context, config_batch)
     state = _state_of(loop, leader) if context.distributed else None
     train_state.is_new = False
     loop.keep_iteration(moved=train_state.position() != position)

@@ -223,7 +223,7 @@ class DataSources(ABC):
         for name, source in self._sources.items():
             source.reseed(seed, loader_seeds.get(name))
 
-    def enter(self) -> None:
+    def repartition(self) -> None:
         context, config_batch = self._settings.context, self._settings.config_batch
         for source in self._sources.values():
             source.repartition(context.world_size, context.world_rank, config_batch)

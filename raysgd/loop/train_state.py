@@ -237,14 +237,14 @@ class TrainState(ABC):
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""
 
-    def enter(self, context: WorkerContext, config_batch: int | None) -> None:
+    def begin_generation(self, context: WorkerContext, config_batch: int | None) -> None:
         self.is_new = self.is_new or self.context.alone
         self.settings.context = context
         self.settings.config_batch = config_batch
         self.transaction.weights.expected = None  # new workers must use the same number
-        self.data.enter()
+        self.data.repartition()
         for feature in self.features:
-            feature.enter()
+            feature.begin_generation()
 
     @abstractmethod
     def copy_training_state(self, leader: int, follows: bool) -> None:

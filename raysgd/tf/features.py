@@ -36,7 +36,7 @@ class ReplicaSync(StepFeature):
     def start_together(self) -> None:
         self._state.copy_training_state(0, follows=True)
 
-    def enter(self) -> None:
+    def begin_generation(self) -> None:
         context, options = self._state.context, self._state.settings.options
         self._state.communication = communication_of(context, options)
         self.after_apply()

@@ -131,7 +131,9 @@ def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[A
     ]
 
 
-def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
+def use_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     """Replace registered models with DistributedDataParallel wrappers from user code."""
     values = [value for attribute in attributes for value in listed(attribute)]
-    state.exchange.adopt([each for each in values if isinstance(each, DistributedDataParallel)])
+    state.exchange.use_wrappers(
+        [each for each in values if isinstance(each, DistributedDataParallel)]
+    )

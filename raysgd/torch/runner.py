@@ -22,7 +22,7 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.registered_state import OperatorSettings
-from raysgd.torch.registration import adopt_wrappers
+from raysgd.torch.registration import use_wrappers
 from raysgd.torch.strategies.ddp import plain, required_gradients
 from raysgd.torch.strategies.shards import gather_state
 from raysgd.torch.train_state import TorchTrainState
@@ -124,7 +124,7 @@ def build_operator(
     operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
-    adopt_wrappers(operator._train_state, vars(operator).values())
+    use_wrappers(operator._train_state, vars(operator).values())
     state = operator._train_state
     if settings.context.world_rank == 0:
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])

@@ -52,7 +52,7 @@ class ReplicaGuard(StepFeature):
         self._on_gpu = state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
         self._equal_at = 0
-        self.enter()
+        self.begin_generation()
         for optimizer in state.optimizers:
             optimizer.register_step_pre_hook(self._begin_update)
 
@@ -63,7 +63,7 @@ class ReplicaGuard(StepFeature):
 
     sync_buffers = start_together
 
-    def enter(self) -> None:
+    def begin_generation(self) -> None:
         self._is_due = self._is_new = True
         self._is_active = self._in_call = False
         self._pending: Any = None

@@ -53,12 +53,12 @@ class ReplicaContents:
         self._state, self._wraps_all = state, state.exchange.keeps_equal
         self._registrations = _registrations()
         self._seen: tuple[int, list[torch.dtype]] = 0, []
-        self._adopt()
+        self._record()
         self.note_buffers()
 
     # ---- what is added after `register`
 
-    def _adopt(self) -> None:
+    def _record(self) -> None:
         """Record the modules and parameters of the registered models."""
         state = self._state
         modules = [module for model in state.models for module in model.modules()]
@@ -72,7 +72,7 @@ class ReplicaContents:
         groups = [group for o in state.optimizers for group in o.param_groups]
         self._stepped = {parameter for group in groups for parameter in group["params"]}
         self._sizes = {optimizer: _sizes_of(optimizer) for optimizer in state.optimizers}
-        self._adopted = self._structure()
+        self._recorded = self._structure()
 
     def _structure(self) -> list[Any]:
         structure: list[Any] = [_sizes_of(optimizer) for optimizer in self._state.optimizers]
@@ -96,12 +96,12 @@ class ReplicaContents:
 
     def check_added(self) -> None:
         """Raise an error if the next step would train what the workers do not keep equal."""
-        if self._structure() == self._adopted:
+        if self._structure() == self._recorded:
             return
         for feature in self._state.features:
             feature.check_trained()
         before = self._stepped
-        self._adopt()
+        self._record()
         if strangers := self._stepped - before - set(self._parameters):
             raise RuntimeError(
                 f"An optimizer got {len(strangers)} parameters after register() that are in no "

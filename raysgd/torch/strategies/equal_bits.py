@@ -73,8 +73,8 @@ class EqualBitsGradients(GradientExchange):
         self._transaction.gathers_metrics = self._transaction.weights.sums_gradients = True
         self._state.micro_batching.must_split = self.needs_helper
 
-    def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
-        super().adopt(wrappers)
+    def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().use_wrappers(wrappers)
         call, options = f"TorchTrainer({self.needs_helper})", self._state.settings.options
         conflicts.check("equal bits", call, options, self._state.models)
 
@@ -89,7 +89,7 @@ class EqualBitsGradients(GradientExchange):
         self._stepped: list[int] = []  # optimizers, by number, in the current shard
         self._stepped_before: list[int] | None = None  # in the earlier shards
 
-    def enter(self) -> None:
+    def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
         self._width = _WIDTH
         if not self._state.context.distributed:
@@ -242,7 +242,7 @@ class EqualBitsGradients(GradientExchange):
         if self._stepped:  # another optimizer
             self._check_buffers()
         else:
-            self._buffers.keep()
+            self._buffers.store()
         self._stepped.append(self._number_of(optimizer))
         return True
 

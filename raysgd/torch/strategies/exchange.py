@@ -34,7 +34,7 @@ class GradientExchange(StepFeature):
         models = self._state.models
         self._dtypes = {p: p.dtype for model in models for p in model.parameters()}
 
-    def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+    def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         """Replace models with `wrappers`, which user code has made in ``setup``."""
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
         self._state.models = [wrapped.get(id(model), model) for model in self._state.models]

@@ -85,7 +85,7 @@ class FullyShardedModel(ShardedOptimizer):
         if not (num_copies := layout.num_copies(size)):
             return
         own = layout.new_buffers(rank, device)
-        for which, part in own.parts.items():
+        for which, part in own.views.items():
             if (gradient := self.models.gradient(which)) is not None:
                 part.copy_(gradient)
         for distance in range(1, num_copies + 1):
@@ -105,7 +105,7 @@ class FullyShardedModel(ShardedOptimizer):
         if gradient is None:  # the loss does not depend on the parameter on any worker
             return None
         if shard != self._layout.rank:
-            gradient = self._received[shard].parts[piece.which]
+            gradient = self._received[shard].views[piece.which]
         first, _ = self._layout.shards[shard][piece.which]
         return gradient[piece.start - first : piece.stop - first]
 

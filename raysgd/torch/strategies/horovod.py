@@ -36,13 +36,13 @@ class HorovodGradients(GradientExchange):
         check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
         self._arguments = {"backward_passes_per_step": state.accumulation_steps, **own}
         self._distributed: dict[int, Any] = {}
-        self.enter()
+        self.begin_generation()
 
     def start_together(self) -> None:
         state = self._state
         state.load_training_state(state.from_rank(state.training_state, 0))
 
-    def enter(self) -> None:
+    def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""
         import horovod.torch as hvd
 

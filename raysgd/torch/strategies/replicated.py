@@ -43,10 +43,10 @@ class UserWrappers(GradientExchange):
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()
-        self.adopt(())
+        self.use_wrappers(())
 
-    def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
-        super().adopt(wrappers)
+    def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().use_wrappers(wrappers)
         state = self._state
         self._wrappers = [m for m in state.models if isinstance(m, DistributedDataParallel)]
         self._averaged = list(map(ddp.averaged_parameters, self._wrappers))
@@ -56,7 +56,7 @@ class UserWrappers(GradientExchange):
             if state.accumulation_steps > 1:
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
-    def enter(self) -> None:
+    def begin_generation(self) -> None:
         for wrapper, names in zip(self._wrappers, self._averaged, strict=True):
             ddp.rebuild(wrapper, names)
 
@@ -102,8 +102,8 @@ class ReplicatedGradients(UserWrappers):
         state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
         super().wrap()
 
-    def adopt(self, wrappers: Sequence[DistributedDataParallel]) -> None:
-        super().adopt(wrappers)
+    def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().use_wrappers(wrappers)
         self._replicas = [w for w in self._wrappers if isinstance(w, ReplicatedModel)]
 
     def start_together(self) -> None:

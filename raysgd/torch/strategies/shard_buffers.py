@@ -23,12 +23,12 @@ class ShardBuffers:
 
     def clear(self) -> None:
         """Forget the shards of a step."""
-        self._kept: dict[int, list[torch.Tensor | None]] = {}
+        self._stored: dict[int, list[torch.Tensor | None]] = {}
 
     def begin(self, shard: int, is_first: bool) -> None:
         """Restore the buffers that a shard begins with, unless it `is_first`."""
         self._shard = shard
-        self._start = self._kept.get(shard, self._state.buffers.copies)
+        self._start = self._stored.get(shard, self._state.buffers.copies)
         if not is_first:
             self._state.buffers.write(self._start)
         self._versions = self._newest_versions()
@@ -42,11 +42,11 @@ class ShardBuffers:
         buffers = self._state.buffers.tensors()
         return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
 
-    def keep(self) -> None:
+    def store(self) -> None:
         """Store the buffers that the shard has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
         newest = zip(self._start, self._state.buffers.tensors(), strict=True)
-        self._kept[self._shard] = [
+        self._stored[self._shard] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
         self._versions = self._newest_versions()
@@ -55,7 +55,7 @@ class ShardBuffers:
         """Return for each buffer how to merge it, as numbers of which the largest counts."""
         changes = []
         for index, before in enumerate(self._state.buffers.copies):
-            kept = [each[index] for each in self._kept.values()]
+            kept = [each[index] for each in self._stored.values()]
             changes.append(max((_change(before, after) for after in kept), default=0))
         return changes
 
@@ -64,7 +64,7 @@ class ShardBuffers:
         if not any(changes):
             return
         before: list[Any] = self._state.buffers.copies
-        merged, first = list(before), self._kept.get(0, before)
+        merged, first = list(before), self._stored.get(0, before)
         is_distributed = dist.is_initialized()
         means, others, objects = ([i for i, c in enumerate(changes) if c == k] for k in (1, 2, 3))
         if means:
@@ -95,7 +95,7 @@ class ShardBuffers:
         plan, owned, tree = self._state.transaction.plan, partition.owned, TreeSum()
         for position, shard in enumerate(owned):
             samples = sum(m.samples or 0 for m in plan.batches[position :: len(owned)])
-            after: list[Any] = self._kept.get(shard, before)
+            after: list[Any] = self._stored.get(shard, before)
             share = samples / (plan.total or 1)
             tree.add(0, shard, [(after[i] - before[i]) * share for i in places])
         assert partition.layout.num_parts is not None

@@ -120,7 +120,7 @@ class ShardedOptimizer(Replication, StepFeature):
         placed, stepped = [], []
         for shard, of_shard in self._buffers.items():
             for piece in layout.pieces_of(shard, self._pieces):
-                if (part := of_shard.parts.get(piece.which)) is None:
+                if (part := of_shard.views.get(piece.which)) is None:
                     continue
                 first, _ = layout.shards[shard][piece.which]
                 view = part[piece.start - first : piece.stop - first]
@@ -173,7 +173,7 @@ class ShardedOptimizer(Replication, StepFeature):
         """Copy the updates of all workers into the parameters."""
         pairs = []
         for shard, of_shard in self._exchange().items():
-            for which, updated in of_shard.parts.items():
+            for which, updated in of_shard.views.items():
                 start, stop = self._layout.shards[shard][which]
                 pairs.append((flat(self._parameters[which])[start:stop], updated))
         copy_all(pairs)

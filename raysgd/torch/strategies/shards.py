@@ -98,7 +98,7 @@ class UpdateBuffers(NamedTuple):
 
     buffers: list[torch.Tensor]
     """One buffer per dtype."""
-    parts: dict[int, torch.Tensor]
+    views: dict[int, torch.Tensor]
     """The part of each parameter, as a view."""
 
     def bytes(self) -> list[torch.Tensor]:
@@ -186,7 +186,7 @@ class Layout:
         for dtype, of_dtype in lengths.items():
             buffer = torch.empty(sum(of_dtype.values()), dtype=dtype, device=device)
             new.buffers.append(buffer)
-            new.parts.update(zip(of_dtype, buffer.split(list(of_dtype.values())), strict=True))
+            new.views.update(zip(of_dtype, buffer.split(list(of_dtype.values())), strict=True))
         return new
 
 

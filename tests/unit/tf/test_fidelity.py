@@ -61,7 +61,9 @@ def trained(num_workers, size, batch_size, **config):
         runners.append(TFRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
         train_state = runners[-1].operator._train_state
-        train_state.enter(WorkerContext(world_rank=rank, world_size=size, in_driver=True), None)
+        train_state.begin_generation(
+            WorkerContext(world_rank=rank, world_size=size, in_driver=True), None
+        )
         train_state.communication = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:
         results = list(

@@ -120,7 +120,7 @@ def test_data_set_of_a_call_keeps_its_batch_size():
             Dataset(range(8), batch_size=4),
         )
         source = train_state.data.training_source(dataset)
-        train_state.enter(WorkerContext(world_rank=1, world_size=2), config_batch=2)
+        train_state.begin_generation(WorkerContext(world_rank=1, world_size=2), config_batch=2)
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
 
@@ -140,7 +140,7 @@ def frozen_linear():
 
 def registered(train_state, models, *optimized):
     register(train_state, models, sgd(*optimized))
-    registration.adopt_wrappers(train_state, [])
+    registration.use_wrappers(train_state, [])
     return train_state
 
 
@@ -148,8 +148,8 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     model, train_state = linear(), distributed(world_size=1)
     wrapped = register(train_state, model)[0]
     model.requires_grad_(False)
-    registration.adopt_wrappers(train_state, [])
-    train_state.enter(train_state.context, None)
+    registration.use_wrappers(train_state, [])
+    train_state.begin_generation(train_state.context, None)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
     model.requires_grad_(True)
@@ -162,7 +162,7 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     wrapped = registration.register(train_state, model, sgd(model), gradient_accumulation_steps=2)[
         0
     ]
-    registration.adopt_wrappers(train_state, [])
+    registration.use_wrappers(train_state, [])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
@@ -206,7 +206,7 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         model, train_state = linear(), distributed(wrap_ddp=wrap_ddp)
         register(train_state, model)
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
-        registration.adopt_wrappers(train_state, wrappers)
+        registration.use_wrappers(train_state, wrappers)
         replication = train_state.replication
         assert [replication.follows(False, new) for new in (False, True)] == [follows, True]
         assert not replication.follows(True, False)

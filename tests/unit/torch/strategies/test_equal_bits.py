@@ -211,10 +211,10 @@ class Differing(Case):
         with pytest.raises(RuntimeError, match=r"the shards of step 2 .* only for some of them"):
             runner.handle(TrainRequest(call=0, until_step=3))
         replication = runner._train_state.exchange
-        replication.enter()
+        replication.begin_generation()
         torch.set_num_threads(1 + rank)
         with pytest.raises(RuntimeError, match=r"needs workers of one kind.* 1 threads"):
-            replication.enter()
+            replication.begin_generation()
         torch.set_num_threads(1)
 
 

@@ -24,7 +24,7 @@ HELD = """
 model, optimizer, exchange = build()
 held = model(torch.ones(1, 3)).sum()
 exchange.roll_back(None)
-exchange.enter()
+exchange.begin_generation()
 for _ in range(50):
     optimizer.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
