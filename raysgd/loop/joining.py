@@ -9,7 +9,7 @@ entry of the state                loaded by                             on
 ================================  ====================================  ==========
 ``batching``                      `DataSources.set_batch_size`          all others
 ``why_not_split``                 `MicroBatching`                       all others
-shards                            `ShardedOptimizer.receive`            all
+shards                            `StepFeature.receive`                 all
 schedulers, optimizers, models,   `TrainState.copy_training_state`      followers
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
