@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,7 +147,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
             if len(asked) == 1:  # it could have forgotten the reason afterwards
                 raise ValueError("refused")
 
-    state.hooks["before_commit"].append(refuse)
+    state.overriding["before_commit"].append(SimpleNamespace(before_commit=refuse))
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert state.global_step == len(asked) == 1
@@ -171,7 +172,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     def fail(batch_info, when):
         if when == "after" and not refused:
             operator.optimizer.step()
-            state.hooks["before_commit"].append(refuse)
+            state.overriding["before_commit"].append(SimpleNamespace(before_commit=refuse))
             raise ValueError("bad batch")
 
     operator.fail = fail
@@ -179,7 +180,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
         trainer.train()
     assert (refused != [], called[-1]) == (True, "roll_back 0")
     assert (state.global_step, state.transaction.is_open, operator.trained) == (0, False, [])
-    state.hooks["before_commit"].remove(refuse)
+    state.overriding["before_commit"].pop()
     trainer.train()
     assert operator.trained == list(range(24))
 

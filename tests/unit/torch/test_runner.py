@@ -272,7 +272,7 @@ def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     runner = make_runner(Streaming)
     runner.handle(TrainRequest(call=0, until_step=1))
     state = runner.operator._train_state
-    monkeypatch.setattr(state, "enter", lambda *_: None)
+    monkeypatch.setattr(state, "begin_generation", lambda *_: None)
     monkeypatch.setattr(
         joining, "_state_of", lambda *_: vars(state).update(offset=2, global_step=2)
     )
