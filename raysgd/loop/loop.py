@@ -257,11 +257,14 @@ class Loop:
             go_on = partial(check_samples, source, train_state)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
-        on_commit = self.snapshots.maybe_take if self.snapshots.each_step else None
+        after_commit: list[Callable[[], None]] = []
+        if self.snapshots.each_step:
+            after_commit.append(self.snapshots.maybe_take)
+        if self._until_nan:
+            after_commit.append(self._end_at_bad_loss)
         rest = self._draw(source, train_state.epoch, train_state.offset)
-        after_step = self._end_at_bad_loss if self._until_nan else None
         return StepIterator(
-            train_state, source, rest, limit, left, go_on, self.signal, on_commit, after_step
+            train_state, source, rest, limit, left, go_on, self.signal, after_commit
         )
 
     def _end_at_bad_loss(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from raysgd._internal.nested import described
 from raysgd._internal.step_timing import DATA, OTHER
@@ -29,8 +29,8 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `go_on` returns 0 if any rank has no batch, and may compare the samples of ranks. `on_commit` is
-    called after each commit, and `after_step` too, unless the loop has raised.
+    `go_on` returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
+    `after_commit` run after each commit, unless the loop has raised.
     """
 
     def __init__(
@@ -42,8 +42,7 @@ class StepIterator:
         steps_left: int | None,
         go_on: Callable[[int], int] | None,
         signal: Signal,
-        on_commit: Callable[[], None] | None = None,
-        after_step: Callable[[], None] | None = None,
+        after_commit: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._train_state = train_state
         self._source = source
@@ -52,8 +51,7 @@ class StepIterator:
         self._is_limited = limit is not None
         # Number of batches in this segment, or None if unknown.
         self.total_batches = min((n for n in (limit, steps_left) if n is not None), default=None)
-        self._go_on = go_on
-        self._on_commit, self._after_step = on_commit, after_step
+        self._go_on, self._after_commit = go_on, after_commit
         self.start_step = train_state.global_step
         self._started = time.perf_counter()
         self._signal = signal
@@ -121,7 +119,7 @@ class StepIterator:
         self.drawn_from = True
         self._train_state.timing.enter(OTHER)
         if self._tx.is_open:
-            self._end_micro_batch("next")
+            self._end_micro_batch()
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
@@ -156,40 +154,33 @@ class StepIterator:
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
-        self._end_micro_batch("return")
+        self._end_micro_batch()
+        if self._tx.is_open:
+            raise RuntimeError(
+                "train_epoch ended within an accumulation group, before the update. Draw whole "
+                f"groups of {len(self._tx.plan.batches)} batches from the iterator."
+            )
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
             self._signal.read(self._batches, None)
 
     def end_after_error(self) -> list[Any]:
-        """End the segment after the loop has raised. Return batches to train again."""
-        return [*self._end_micro_batch("error"), *self._ahead]
+        """Undo the update in progress, unless it counts. Return the batches to train again."""
+        if self._tx.counts(raised=True):
+            with contextlib.suppress(Exception):  # the error of the loop is raised
+                self._commit()
+        again = [*self._tx.drawn, *self._ahead]
+        self._parts.clear()
+        # Also after a commit, because code after the update may have changed buffers.
+        self._train_state.roll_back()
+        return again
 
-    def _end_micro_batch(self, ending: Literal["next", "return", "error"]) -> list[Any]:
-        """Commit the update in progress if it now counts, and undo it after an error.
-
-        Return the batches of an update that is undone.
-        """
-        tx, train_state = self._tx, self._train_state
-        if ending == "error":
-            if tx.counts(raised=True):
-                with contextlib.suppress(Exception):  # the error of the loop is raised
-                    self._commit()
-            drawn = tx.drawn
-            self._parts.clear()
-            # Also after a commit, because code after the update may have changed buffers.
-            train_state.roll_back()
-            return drawn
-        if tx.counts():
+    def _end_micro_batch(self) -> None:
+        """Commit the update in progress, if its last micro-batch has ended."""
+        if self._tx.counts():
             self._commit()
-            if self._after_step is not None:
-                self._after_step()
-        elif ending == "return" and tx.is_open:
-            raise RuntimeError(
-                "train_epoch ended within an accumulation group, before the update. Draw whole "
-                f"groups of {len(tx.plan.batches)} batches from the iterator."
-            )
-        return []
+            for function in self._after_commit:
+                function()
 
     def _plan_batch(self) -> MicroBatch:
         """Return the plan of the newest batch. The first batch plans the whole update."""
@@ -248,8 +239,6 @@ class StepIterator:
                     self.start_offset, self.num_batches
                 )
                 self._train_state.timing.num_steps += num_steps
-        if self._on_commit is not None:
-            self._on_commit()
 
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:
