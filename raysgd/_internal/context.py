@@ -88,6 +88,7 @@ class Progress:
     timing: Totals | None = None  # seconds of training by phase
     links: Mapping[str, float] = field(default_factory=dict)  # bytes/s to the hosts of others
     failed_at: str = ""  # the step and the batch in which the newest request failed, as text
+    warning: str = ""  # what the newest generation has changed
     collective: int | None = None  # number of the collective that the worker waits for
 
 

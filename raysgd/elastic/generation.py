@@ -119,6 +119,8 @@ class GroupForming:
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
         concerned = list(joining) or entering
         self._journal.record(kind, concerned, cause=left, step=step, seconds=seconds)
+        for warning in {outcome.progress.warning for outcome in attempt.outcomes.values()} - {""}:
+            logger.warning("%s", warning)
         return machine.GroupFormed()
 
     def _forming_failed(

@@ -149,6 +149,7 @@ class OperatorRunner(Runner, ABC):
             holdings=train_state.holdings,
             timing=train_state.timing.totals,
             failed_at=self.signal.failed_at or f"after step {train_state.global_step}",
+            warning=train_state.warning,
         )
 
     def release_points(self, step: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -86,12 +85,15 @@ def is_ddp(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
+def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> str:
     """Rebuild the reducer of a wrapper, in place, for the current process group.
 
     Every rank must rebuild. A survivor orders its buckets by the gradients of its first step, and a
     replacement worker does not. With the old reducer, these workers would silently add up gradients
     of different parameters. `required` is the result of `averaged_parameters`.
+
+    Returns:
+        A warning if a communication hook was removed, or an empty string.
     """
     group, comm_hooks = model.process_group, model._comm_hooks
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
@@ -107,18 +109,17 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.
     model.require_forward_param_sync = model.require_backward_grad_sync = True
-    model._comm_hooks = []
+    model._comm_hooks, warning = [], ""
     for hook, state in comm_hooks:
         if state is None or state is group:
             model.register_comm_hook(None if state is None else model.process_group, hook)
         else:
-            warnings.warn(
+            warning = (
                 f"raysgd removed the communication hook {getattr(hook, '__name__', hook)!r}, "
                 f"because workers left or joined. Its state, a {type(state).__name__}, differs "
-                "between workers. Register it again in on_world_change(self) of the operator.",
-                RuntimeWarning,
-                stacklevel=2,
+                "between workers. Register it again in on_world_change(self) of the operator."
             )
+    return warning
 
 
 def require_gradients(module: torch.nn.Module, required: Mapping[str, bool]) -> None:

@@ -57,8 +57,8 @@ class UserWrappers(GradientExchange):
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
-        for wrapper, names in zip(self._wrappers, self._averaged, strict=True):
-            ddp.rebuild(wrapper, names)
+        warnings = map(ddp.rebuild, self._wrappers, self._averaged)
+        self._state.warning = "\n".join(filter(None, [*warnings]))
 
     def sync_buffers(self) -> None:
         buffers: list[torch.Tensor] = []

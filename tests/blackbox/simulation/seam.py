@@ -260,6 +260,7 @@ class SimMember(WorkerHandle):
         self.pause = None
         self.snapshot_step = None
         self.speed = 0.0
+        self.warning = ""
         """Samples per second."""
         self.silent = False
         """Whether the process is stopped, so that it does and answers nothing."""
@@ -365,6 +366,7 @@ class SimMember(WorkerHandle):
             if self.terminated_at is None
             else self._world.now - self.terminated_at,
             holdings=Holdings(complete=not self.divided, condition=self.condition),
+            warning=self.warning,
         )
 
     @property
