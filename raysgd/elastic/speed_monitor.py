@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,9 @@ from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, Totals
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
+from raysgd.elastic.speed import Cause, SpeedReport, WorkerSpeed, find_cause
 
 _WINDOW_S = 1.0
-_MOST_WINDOWS = 512
 _LEAST_S, _LEAST_STEPS = 3.0, 10
 """Training that is too short for a sentence."""
 
@@ -27,35 +26,20 @@ Rows = NDArray[np.float64]
 _STEPS, _SAMPLES = len(PHASES), len(PHASES) + 1
 
 
-class _Window(NamedTuple):
-    """What the workers have measured in about a second."""
-
-    step: int  # committed steps at its start
-    rows: Rows
-
-    @property
-    def seconds(self) -> float:
-        return float(self.rows[:, :_STEPS].sum(axis=1).max())
-
-    @property
-    def has_steps(self) -> bool:
-        return bool(self.rows[:, _STEPS].all())
-
-    @property
-    def per_step(self) -> Rows:
-        """Seconds per step by rank and phase."""
-        return self.rows[:, :_STEPS] / self.rows[:, [_STEPS]]
-
-
 @dataclass(eq=False)
 class SpeedMonitor:
-    """Collects the times of the workers. The measurement begins again when the group changes."""
+    """Collects the times of the workers. The measurement begins again when the group changes.
+
+    A cause of slowness counts if it is the cause in most windows of a second.
+    """
 
     group: ActorGroup
     _timing: dict[WorkerHandle, Totals] = field(default_factory=dict)
     _newest: dict[WorkerHandle, Rows] = field(default_factory=dict)
-    _began: dict[WorkerHandle, Rows] = field(default_factory=dict)  # of the open window, by rank
-    _windows: list[_Window] = field(default_factory=list)
+    _began: dict[WorkerHandle, Rows] = field(default_factory=dict)  # of the group, by rank
+    _window: dict[WorkerHandle, Rows] = field(default_factory=dict)  # its begin, by rank
+    _causes: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
+    """Numbers of windows by their phase and rank, or None for a window that is not slow."""
     _links: dict[WorkerHandle, Mapping[str, float]] = field(default_factory=dict)
     _laps: dict[str, dict[WorkerHandle, Rows]] = field(default_factory=dict)
     _step: int = 0  # the newest that workers have reported
@@ -81,28 +65,35 @@ class SpeedMonitor:
         self._step = max(each.global_step for each in progress.values())
         self._links |= {m: p.links for m, p in progress.items() if p.links}
         if members != list(self._began):
-            self._windows, self._links = [], {}
-            new = self._row(Totals())
-            self._began = {member: self._newest.get(member, new) for member in members}
+            self._links, new = {}, self._row(Totals())
+            self._began = self._window = {m: self._newest.get(m, new) for m in members}
+            self._causes.clear()
         self._timing = timings
         self._newest = {member: self._row(each) for member, each in timings.items()}
-        window = self._open_window()
-        if window.seconds < _WINDOW_S or not window.has_steps:
-            return
-        self._windows.append(window)
-        self._began = self._newest
-        if len(self._windows) > _MOST_WINDOWS:
-            pairs = [self._windows[i : i + 2] for i in range(0, len(self._windows), 2)]
-            self._windows = [_Window(pair[0].step, _summed(pair)) for pair in pairs]
+        rows = self._since(self._window)
+        if _seconds(rows) >= _WINDOW_S and _has_steps(rows):
+            self._causes[self._cause(rows)] += 1
+            self._window = self._newest
 
     def _row(self, totals: Totals) -> Rows:
         row = np.array([*totals.seconds, totals.num_steps, totals.num_samples])
         row[SAVE] += self._saved_s
         return row
 
-    def _open_window(self) -> _Window:
-        rows = np.array([_difference(self._newest[m], began) for m, began in self._began.items()])
-        return _Window(max(0, self._step - int(rows[:, _STEPS].max())), rows)
+    def _since(self, began: Mapping[WorkerHandle, Rows]) -> Rows:
+        return np.array([_difference(self._newest[member], row) for member, row in began.items()])
+
+    def _cause(self, rows: Rows) -> tuple[str, int | None] | None:
+        cause = self._find_cause(self._speeds(rows), 0)
+        return None if cause is None else cause[:2]
+
+    def _find_cause(self, workers: Sequence[WorkerSpeed], since_step: int) -> Cause | None:
+        links = {
+            (member.info.node_ip, host): rate
+            for member, rates in self._links.items()
+            for host, rate in rates.items()
+        }
+        return find_cause(workers, since_step, links)
 
     def _speeds(self, rows: Rows) -> list[WorkerSpeed]:
         return [
@@ -122,29 +113,22 @@ class SpeedMonitor:
     def report(self) -> SpeedReport:
         if not self._newest:
             return SpeedReport()
-        windows = [*self._windows, self._open_window()]
-        workers = self._speeds(_summed(windows))
+        rows = self._since(self._began)
+        workers = self._speeds(rows)
         if not any(worker.num_steps for worker in workers):
             return SpeedReport()
-        sentence = self._sentence(windows, workers)
-        return SpeedReport(workers=workers, since_step=windows[0].step, sentence=sentence)
+        since = max(0, self._step - int(rows[:, _STEPS].max()))
+        sentence = self._sentence(workers, since) if _seconds(rows) >= _LEAST_S else ""
+        return SpeedReport(workers=workers, since_step=since, sentence=sentence)
 
-    def _sentence(self, windows: Sequence[_Window], workers: Sequence[WorkerSpeed]) -> str:
-        whole = [each for each in windows if each.has_steps]
-        is_short = any(each.num_steps < _LEAST_STEPS for each in workers)
-        if is_short or sum(window.seconds for window in windows) < _LEAST_S:
+    def _sentence(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
+        cause = self._find_cause(workers, since_step)
+        if cause is None or any(each.num_steps < _LEAST_STEPS for each in workers):
             return ""
-        links = {
-            (member.info.node_ip, host): rate
-            for member, rates in self._links.items()
-            for host, rate in rates.items()
-        }
-        cause = find_cause(workers, windows[0].step, links)
-        if cause is None:
-            return ""
-        again = [find_cause(self._speeds(window.rows), 0, links) for window in whole]
-        num_same = sum(each is not None and each[:2] == cause[:2] for each in again)
-        if cause.phase != "save" and num_same < 0.6 * len(whole):
+        causes, rows = self._causes.copy(), self._since(self._window)
+        if _has_steps(rows):
+            causes[self._cause(rows)] += 1
+        if cause.phase != "save" and causes[cause[:2]] < 0.6 * causes.total():
             return ""  # noise, or a few slow steps
         return cause.text
 
@@ -159,18 +143,22 @@ class SpeedMonitor:
         before, self._laps[kind] = self._laps.get(kind, {}), newest
         new = np.zeros(len(PHASES) + 2)
         rows = np.array([_difference(now, before.get(m, new)) for m, now in newest.items()])
-        if not rows.size or not (window := _Window(0, rows)).has_steps:
+        if not (rows.size and _has_steps(rows)):
             return {}
         names = [*(f"{name}_s" for name in PHASES), "samples_per_s"]
         seconds = rows[:, :_STEPS].sum(axis=1)
         rates = rows[:, _SAMPLES] / np.where(seconds, seconds, 1.0)  # 0 without measurements
-        return dict(zip(names, [*window.per_step.T.tolist(), rates.tolist()], strict=True))
+        per_step = rows[:, :_STEPS] / rows[:, [_STEPS]]
+        return dict(zip(names, [*per_step.T.tolist(), rates.tolist()], strict=True))
 
 
 def _difference(new: Rows, old: Rows) -> Rows:
     return new if new[_STEPS] < old[_STEPS] else new - old  # the worker may have set up again
 
 
-def _summed(windows: Sequence[_Window]) -> Rows:
-    rows: Rows = np.sum([window.rows for window in windows], axis=0)
-    return rows
+def _seconds(rows: Rows) -> float:
+    return float(rows[:, :_STEPS].sum(axis=1).max())
+
+
+def _has_steps(rows: Rows) -> bool:
+    return bool(rows[:, _STEPS].all())

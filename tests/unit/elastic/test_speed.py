@@ -9,7 +9,6 @@ import pytest
 
 from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import PHASES, Totals
-from raysgd.elastic import speed_monitor
 from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
 from raysgd.elastic.speed_monitor import SpeedMonitor
 
@@ -196,15 +195,6 @@ def test_a_new_group_is_measured_from_its_start():
     assert (report.since_step, report.sentence) == (changed, "")
     assert report.workers[0].step_s == pytest.approx(0.020)
     assert report.workers[1].host == "new"
-
-
-def test_long_runs_keep_a_bounded_number_of_windows(monkeypatch):
-    monkeypatch.setattr(speed_monitor, "_MOST_WINDOWS", 16)
-    group = Group()
-    for _ in range(100):
-        group.train(FAST, FAST)
-        assert len(group.monitor._windows) <= 17
-    assert group.monitor.report().workers[0].num_steps == group.seen_step
 
 
 def test_a_lap_has_the_times_since_the_last_lap_of_its_kind():
