@@ -118,12 +118,8 @@ class ActorGroup:
         self._slots[member] = slot
         return member
 
-    def nodes(self) -> set[str]:
-        from raysgd.cluster.ray_session import nodes
-
-        return nodes()
-
     def node_traits(self) -> dict[str, set[str]]:
+        """Return the labels, accelerator types, and resources of the live nodes, by node ID."""
         from raysgd.cluster.ray_session import node_traits
 
         return node_traits()

@@ -172,11 +172,6 @@ def gpus_in_cluster() -> float:
     return float(ray.cluster_resources().get("GPU", 0))
 
 
-def nodes() -> set[str]:
-    """Return the IDs of the live nodes."""
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
 def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
     """Return the IP address, speed, and traits of each live node of a cluster that has CPUs.
 

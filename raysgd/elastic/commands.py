@@ -98,7 +98,9 @@ class Attempt:
                 raise error
         return bool(done)
 
-    def collect_until(self, timeout_s: float, is_reached: Callable[[], bool]) -> None:
+    def collect_until(
+        self, timeout_s: float, is_reached: Callable[[], bool] = lambda: False
+    ) -> None:
         """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
         deadline = self._clock.monotonic() + timeout_s
         while (
@@ -116,7 +118,7 @@ class Attempt:
         reason_s = _OWN_STOP_S if self.interrupted_by_us else ROOT_CAUSE_S
         self.collect_until(reason_s, lambda: self.has_cause)
         interrupt()
-        self.collect_until(_RETURN_S, lambda: False)
+        self.collect_until(_RETURN_S)
         if not self.interrupted_by_us:
             self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.interrupted_by_us)
 
@@ -196,7 +198,7 @@ class Commands:
         idle = [member for member in self._group.members if member not in self.busy]
         packed = sendable(request.name, request)
         attempt = Attempt({m: m.work(Worker.call, packed) for m in idle}, self._clock)
-        attempt.collect_until(ANSWER_S, lambda: False)
+        attempt.collect_until(ANSWER_S)
         self.busy |= attempt.pending  # the next call detects lost workers among them
 
     def ask(
@@ -220,14 +222,14 @@ class Commands:
         attempt = Attempt(self.busy, self._clock)
         try:
             quiet_s = min(_QUIET_S, patience_s)
-            attempt.collect_until(quiet_s, lambda: False)
+            attempt.collect_until(quiet_s)
             if attempt.pending and quiet_s < patience_s:
                 logger.warning(
                     "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
                     patience_s - quiet_s,
                     self._journal.listed(attempt.pending),
                 )
-                attempt.collect_until(patience_s - quiet_s, lambda: False)
+                attempt.collect_until(patience_s - quiet_s)
         finally:
             self.busy = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"

@@ -38,7 +38,9 @@ class PreemptionWatch:
         members = list(self._group.members)
         if node_id is not None:
             known = {member.node_id for member in members}
-            if node_id not in known and node_id not in (known := known | self._group.nodes()):
+            if node_id not in known:  # ask Ray, which may not answer soon
+                known |= self._group.node_traits().keys()
+            if node_id not in known:
                 there = ", ".join(sorted(known)) or "none"
                 raise ValueError(f"drain(node_id={node_id!r}): must be one of the nodes {there}.")
             self._group.drains.drain(node_id, deadline_s)
