@@ -108,7 +108,7 @@ class CallbackList:
         new = [entry for entry in self._entries if not entry.started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
             entry.started = self._call_one(entry, "on_train_start", trainer)
-        self.tell_events(trainer)
+        self.notify_events(trainer)
 
     def end(self, trainer: Trainer, kept: Sequence[_Entry] = ()) -> None:
         """End the callbacks, except those in `kept`."""
@@ -172,7 +172,7 @@ class CallbackList:
             self.inside.pop()
         return True
 
-    def tell_events(self, trainer: Trainer) -> None:
+    def notify_events(self, trainer: Trainer) -> None:
         """Call `on_event` for the events that callbacks have not received yet."""
         events = trainer.events
         for entry in list(self._entries):

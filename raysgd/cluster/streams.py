@@ -93,7 +93,7 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
         address = self._listener.expect(talk)
         return address
 
-    def take(self, answer: Any) -> Any:
+    def resolve(self, answer: Any) -> Any:
         """Return the value that was sent to an address, or any other answer itself."""
         return self._received.pop(answer) if isinstance(answer, Address) else answer
 
@@ -150,7 +150,7 @@ def unnamed_file() -> Any:
     return tempfile.TemporaryFile(prefix="raysgd-")
 
 
-def keep(parcel: Parcel) -> Parcel:
+def stored_copy(parcel: Parcel) -> Parcel:
     """Return a value that shares no memory with this one, in a file if it is large."""
     if callable(parcel.buffers):  # it was received, and belongs to the caller
         return parcel

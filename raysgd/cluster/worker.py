@@ -169,7 +169,7 @@ class Worker:
 
         return self._attempt(create)
 
-    def enter(
+    def join_group(
         self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False
     ) -> Outcome:
         """Join the process group of a generation. Then run `setup`, or load the leader's state.
@@ -182,7 +182,7 @@ class Worker:
         self._rank = context.world_rank
         group = replace(context, world_rank=0, world_size=1) if alone else context
 
-        def enter() -> None:
+        def join() -> None:
             if leader is None:
                 self._hosted.prepare(context)
             if self._backend is not None:
@@ -198,7 +198,7 @@ class Worker:
             else:
                 self._hosted.rejoin(context, leader)
 
-        return self._attempt(enter)
+        return self._attempt(join)
 
     def call(self, request: Request | Parcel | Address, inbox: Address | None = None) -> Outcome:
         """Handle a request, or the large request at an address.

@@ -41,7 +41,7 @@ class Call:
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    immediately: bool = False
+    save_soon: bool = False
     """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     num_losses: int = 0

@@ -154,7 +154,7 @@ class Commands:
         self._timeout_s = max(timeout_s, _SILENCE_S)
         self.busy: dict[WorkerHandle, Future[Outcome]] = {}
         """Workers that had not returned when the driver stopped waiting for their call."""
-        self.entering: list[WorkerHandle] = []
+        self.joining: list[WorkerHandle] = []
         self._pausing: int | None = None
 
     @property
@@ -183,7 +183,7 @@ class Commands:
 
     def interrupt(self, besides: Iterable[WorkerHandle] = ()) -> None:
         """Make the running calls fail on all members, because each may wait for any other."""
-        members = dict.fromkeys([*self._group.members, *self.entering])
+        members = dict.fromkeys([*self._group.members, *self.joining])
         concerned = [member for member in members if member not in besides]
         answers = [m.control(Worker.interrupt, self._journal.generation) for m in concerned]
         self._clock.wait(answers, ANSWER_S)

@@ -191,7 +191,7 @@ class Controller:
             case Do.SAVE_STATE:
                 self._supervision.sent = None  # of an earlier attempt
                 context.preemption.must_save = False
-                context.call.immediately = True
+                context.call.save_soon = True
                 return self._rescue_state()
             case Do.ABANDON_CALL:
                 self.journal.progress = self._supervision.abandon() or self.progress
@@ -259,7 +259,7 @@ class Controller:
     def _survey(self) -> GroupEvent:
         for feature in self._context.features:
             feature.poll({})
-        joining, leaving = self._context.who_moves()
+        joining, leaving = self._context.due_changes()
         return machine.Surveyed(
             num_workers=len(self.members),
             num_joining=len(joining),

@@ -50,10 +50,10 @@ class DriverContext:
         self.call = Call()
         """The running call. Only the controller sets it."""
 
-    def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
+    def due_changes(self) -> tuple[list[Replacement], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""
         ready = self.scale_up.ready()
-        leaving = self.preemption.who_leaves(len(ready))
+        leaving = self.preemption.due_to_leave(len(ready))
         num_places = self.group.options.num_workers - len(self.group.members) + len(leaving)
         return ready[:num_places], leaving
 

@@ -61,7 +61,7 @@ class GroupForming:
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or self._commands.await_busy(patience_s):
             return self._note_lost(lost)
-        ready, leaving = self._context.who_moves()
+        ready, leaving = self._context.due_changes()
         joining = {r.member: r for r in ready if r.member is not None}
         answers, lost = self._commands.reach([*self._group.members, *joining])
         for member in [member for member in joining if member in lost]:
@@ -102,7 +102,7 @@ class GroupForming:
                 if (shards := value_of(outcome)) is not None:
                     self._commands.ask([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
-        attempt = self._enter(entering, self._next_contexts(entering), leader)
+        attempt = self._join(entering, self._next_contexts(entering), leader)
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in holdings):
             return machine.StateLost(why="all copies of some shards of the state are lost")
@@ -148,7 +148,7 @@ class GroupForming:
             return
         outcomes = self._commands.ask(members, call.departure_request, ANSWER_S)
         call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
-        call.points.take({member: each.progress for member, each in outcomes.items()}, ())
+        call.points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
 
@@ -215,7 +215,7 @@ class GroupForming:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
             return None
-        progress = self._enter_together(joining)
+        progress = self._form_started(joining)
         if progress is not None:
             # All workers repeat the steps after the snapshot, also those of departed workers.
             call, step = self._context.call, progress.global_step
@@ -228,7 +228,7 @@ class GroupForming:
         self._scale_up.set_up_alone()
         return progress
 
-    def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress | None:
+    def _form_started(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress | None:
         """Form a group, and return its progress. Return None if a worker was lost."""
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = self._next_contexts(members)
@@ -241,7 +241,7 @@ class GroupForming:
         else:  # the other workers get the snapshot from the leader
             leader = members[0]
             progress = self._load_snapshot([leader], joining)
-        if progress is None or self._has_lost(self._enter(members, contexts, leader), joining):
+        if progress is None or self._has_lost(self._join(members, contexts, leader), joining):
             return None
         self._group.members[:] = members
         if self.on_start is not None:
@@ -255,7 +255,7 @@ class GroupForming:
             return Progress()
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
         with offered(packed, [member.info.node_ip for member in members]) as offer:
-            self._commands.entering = list(members)
+            self._commands.joining = list(members)
             calls = {member: member.work(Worker.call, offer) for member in members}
             attempt = self._finish(calls, "load")
         if self._has_lost(attempt, joining):
@@ -301,7 +301,7 @@ class GroupForming:
         shares = self._context.shares.configured(members)
         return [replace(context, shares=shares) for context in contexts]
 
-    def _enter(
+    def _join(
         self,
         entering: Sequence[WorkerHandle],
         contexts: Sequence[WorkerContext],
@@ -313,9 +313,9 @@ class GroupForming:
             rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
         if leader is not None:
             leader_rank = list(entering).index(leader)
-        self._commands.entering = list(entering)
+        self._commands.joining = list(entering)
         calls = {
-            member: member.work(Worker.enter, context, rendezvous, leader_rank)
+            member: member.work(Worker.join_group, context, rendezvous, leader_rank)
             for member, context in zip(entering, contexts, strict=True)
         }
         what = "set up" if leader is None else "join a new generation"
@@ -356,7 +356,7 @@ class GroupForming:
                 )
         if attempt.failed:
             self._stop(attempt)
-        self._commands.entering = []
+        self._commands.joining = []
         return attempt
 
     def _stop(self, attempt: Attempt) -> None:

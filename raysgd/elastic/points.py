@@ -35,9 +35,9 @@ class Points:
         for member in members:
             self._reached.setdefault(member, step)
         self._parts = {key: part for key, part in self._parts.items() if part.global_step <= step}
-        self.take({}, members)
+        self.add({}, members)
 
-    def take(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
+    def add(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
         """Store the parts in the progress of workers. Show the points that all `members` have."""
         for worker, each in progress.items():
             for part in each.points:

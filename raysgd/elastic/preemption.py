@@ -81,13 +81,13 @@ class PreemptionWatch:
     def _leave_s(self) -> float:
         return _LEAVE_S + 4 * self._step_s
 
-    def who_leaves(self, num_ready: int) -> list[WorkerHandle]:
+    def due_to_leave(self, num_ready: int) -> list[WorkerHandle]:
         """Return the members that leave at the next step if `num_ready` workers can join."""
         leaving = self._group.leaving()
         if not leaving or not self._can_join:
             return []
         now = self._clock.time()
-        return who_leaves(
+        return due_to_leave(
             {member: notice.deadline - now for member, notice in leaving.items()},
             num_workers=len(self._group.members),
             num_ready=num_ready,
@@ -96,7 +96,7 @@ class PreemptionWatch:
         )
 
 
-def who_leaves(
+def due_to_leave(
     left_s: Mapping[_Member, float],
     *,
     num_workers: int,
@@ -111,11 +111,11 @@ def who_leaves(
     one of its members stays, because it has the state.
     `left_s` has the seconds to each deadline.
 
-    >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
+    >>> due_to_leave({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
     [2]
-    >>> who_leaves({0: 2, 1: 2}, num_workers=2, num_ready=0, min_workers=1, margin_s=3)
+    >>> due_to_leave({0: 2, 1: 2}, num_workers=2, num_ready=0, min_workers=1, margin_s=3)
     [0]
-    >>> who_leaves({0: 20}, num_workers=1, num_ready=1, min_workers=1, margin_s=3)
+    >>> due_to_leave({0: 20}, num_workers=1, num_ready=1, min_workers=1, margin_s=3)
     [0]
     """
     in_order = sorted(left_s, key=left_s.__getitem__)

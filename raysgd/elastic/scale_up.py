@@ -100,7 +100,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
-        return self.member.work(Worker.enter, context, None, None, True)
+        return self.member.work(Worker.join_group, context, None, None, True)
 
     def _result(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
         yield from self._until(answer, phase, self.scale_up.timeout_s)

@@ -13,7 +13,7 @@ from raysgd._internal.context import Progress
 from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import Parcel, pack
-from raysgd.cluster.streams import Inbox, StorageError, keep, unnamed_file
+from raysgd.cluster.streams import Inbox, StorageError, stored_copy, unnamed_file
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
@@ -45,23 +45,23 @@ class SnapshotKeeper:
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 
-    def keep(self, *shards: Read, step: int = -1) -> None:
+    def put(self, *shards: Read, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
         self._shards, self._step = shards, step
         self._forget()
 
     def clear(self) -> None:
         """Drop the state, and a snapshot that is on its way."""
-        self.keep()
+        self.put()
 
     def store(self, state: Mapping[str, Any]) -> None:
         """Keep a copy of a state, in a file if it is large."""
-        self.keep(self._stored(state))
+        self.put(self._stored(state))
 
     def _stored(self, state: Any) -> Read:
         packed = state if isinstance(state, Parcel) else pack(state)
         try:
-            return keep(packed).value
+            return stored_copy(packed).value
         except StorageError as error:
             self._warn_of_disk(error)
             return functools.partial(packed.value, own=False)  # stays in memory
@@ -122,7 +122,7 @@ class SnapshotKeeper:
             shards = self._rescue(commands, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
-                self.keep(*shards, step=reached[members[0]].global_step)
+                self.put(*shards, step=reached[members[0]].global_step)
                 return reached[members[0]]
         return None
 
@@ -132,7 +132,7 @@ class SnapshotKeeper:
             try:
                 with Inbox([member.info.node_ip for member in members], open_file) as inbox:
                     outcomes = commands.ask(members, request, inbox=inbox).values()
-                return [self._stored(inbox.take(o.payload)) for o in outcomes if o.kind == "ok"]
+                return [self._stored(inbox.resolve(o.payload)) for o in outcomes if o.kind == "ok"]
             except StorageError as error:
                 self._warn_of_disk(error)
         return []
@@ -158,7 +158,7 @@ class SnapshotKeeper:
         (step, inbox, answers), self._coming = self._coming, None
         try:
             with inbox:
-                shards = [inbox.take(answer.result()) for answer in answers]
+                shards = [inbox.resolve(answer.result()) for answer in answers]
         except StorageError as error:
             self._warn_of_disk(error)
         except Exception as error:  # most likely, a worker was lost

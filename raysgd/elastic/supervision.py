@@ -102,12 +102,12 @@ class Supervision:
                 self._commands.stop(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
-                outcome.payload = inbox.take(outcome.payload)
+                outcome.payload = inbox.resolve(outcome.payload)
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         newest = furthest(list(progress.values())) if progress else polled
-        call.points.take(progress, self._group.members)
+        call.points.add(progress, self._group.members)
         if progress:
             self._context.preemption.poll(progress)
             self._context.shares.poll(progress)
@@ -145,7 +145,7 @@ class Supervision:
     def _show(self, call: Call, progress: Mapping[WorkerHandle, Progress]) -> None:
         if call.on_wait is not None:
             call.on_wait(list(progress.values()))
-        call.points.take(progress, self._group.members)
+        call.points.add(progress, self._group.members)
 
     def _failure(self, call: Call, attempt: Attempt, progress: Progress | None) -> GroupEvent:
         """Return the event of a failed attempt, and decide whether to repeat the call."""
@@ -198,7 +198,7 @@ class Supervision:
             for feature in self._context.features:
                 feature.poll(progress)
             if call.can_pause and not self._commands.is_pausing:
-                moves = any(self._context.who_moves()) or self._context.preemption.must_save
+                moves = any(self._context.due_changes()) or self._context.preemption.must_save
                 if moves or self._context.shares.wants_change:
                     self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
         return newest

@@ -286,7 +286,7 @@ class BackendExecutor:
         call = Call(method="run", max_losses=self._max_losses)
         self._run = run = _Run(controller, plan, datasets, call)
         with self.aborting():
-            controller.snapshots.keep(lambda: {"plan": run.plan})
+            controller.snapshots.put(lambda: {"plan": run.plan})
             self._repair(controller)
             run.begin()
 
@@ -408,7 +408,7 @@ class BackendExecutor:
         run.plan = dataclasses.replace(
             run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration
         )
-        run.controller.snapshots.keep(lambda: {"plan": run.plan})
+        run.controller.snapshots.put(lambda: {"plan": run.plan})
 
     def _repair(self, controller: Controller) -> None:
         """Replace dead workers, and wait for workers that still run a failed function.

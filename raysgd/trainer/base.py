@@ -88,7 +88,7 @@ class OperatorTrainer(TrainerInfo):
         self._state = self._state_cls(options, dispatcher, self._fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
-        controller.journal.on_event = weakref.WeakMethod(self._tell_event)
+        controller.journal.on_event = weakref.WeakMethod(self._notify_callbacks)
         controller.start()
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True
@@ -98,8 +98,8 @@ class OperatorTrainer(TrainerInfo):
             call = Call(request=request, rank=0, max_losses=3, any_size=True)
             self._keeps_batch = bool(dispatcher.make(call)[0])
 
-    def _tell_event(self) -> None:
-        self._callback_list.tell_events(self)
+    def _notify_callbacks(self) -> None:
+        self._callback_list.notify_events(self)
 
     # ---- training
 

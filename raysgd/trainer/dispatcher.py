@@ -47,7 +47,7 @@ class TrainCall(Call):
     num_steps: int | None
     """Number of steps to train. None means the rest of the epoch."""
     next_pause: Callable[[int, bool], int | None]
-    """Returns the next pause step. Arguments: the committed steps, and `immediately`."""
+    """Returns the next pause step. Arguments: the committed steps, and whether to save soon."""
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
@@ -67,8 +67,8 @@ class TrainCall(Call):
             else:
                 goals = (step + self.num_steps, request.until_step or sys.maxsize)
                 request = replace(request, until_step=min(goals))
-        self.request = replace(request, callback_pause=self.next_pause(step, self.immediately))
-        self.immediately = False
+        self.request = replace(request, callback_pause=self.next_pause(step, self.save_soon))
+        self.save_soon = False
 
 
 @dataclass(eq=False)

@@ -71,7 +71,7 @@ class FitLoop:
     """Number of epochs that need no validation anymore."""
     _owed_at: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
-    _parts: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
+    _results: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
     """Metrics of the newest training, and of its validation, unless that had a result."""
     _of_validation: set[str] = field(default_factory=set)
     """Names of the metrics of validations."""
@@ -172,10 +172,10 @@ class FitLoop:
             self._has_validated = True
             self._owed_at, self._num_validated = None, self._num_completed
             if result.call.is_complete:  # otherwise the user looks at some batches
-                self._parts[1:] = [(result.merged, result.call)] if self._parts else []
+                self._results[1:] = [(result.merged, result.call)] if self._results else []
             self.dispatcher.show("on_validation_end", trainer, result.merged, result.call)
             self._of_validation.update(result.merged)
-            if len(self._parts) > 1:
+            if len(self._results) > 1:
                 self._show_result(trainer)
         return result
 
@@ -204,7 +204,7 @@ class FitLoop:
     def note_loaded(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
         self._note_owed(due is not None)
-        self._parts = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
+        self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- results
 
@@ -212,7 +212,7 @@ class FitLoop:
         self, trainer: Trainer, metrics: dict[str, Any], result: WorkerMetrics
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
-        self._parts = [(metrics, result.call)]
+        self._results = [(metrics, result.call)]
         hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
         self.dispatcher.show(hook, trainer, metrics, result.call)
         if result.completed_epoch and not self._is_due:
@@ -224,11 +224,11 @@ class FitLoop:
             return
         merged: dict[str, Any] = {}
         seconds = 0.0
-        for metrics, call in self._parts:
+        for metrics, call in self._results:
             merged |= metrics
             seconds += call.seconds
         if call.kind == "validate":
-            self._parts = []
+            self._results = []
         else:
             names = self._of_validation - {NUM_SAMPLES, BATCH_COUNT}
             merged = {name: value for name, value in merged.items() if name not in names}

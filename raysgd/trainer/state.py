@@ -198,11 +198,11 @@ class TrainerState:
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
         if again is not None:
-            snapshots.keep(lambda: for_workers(again()))
+            snapshots.put(lambda: for_workers(again()))
         elif any(member.remote for member in self.dispatcher.controller.members):
             snapshots.store(of_workers)
         else:  # packing needs Ray
-            snapshots.keep(lambda: of_workers)
+            snapshots.put(lambda: of_workers)
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest.update(of_driver["validation_due"])
         self.fit_loop.note_loaded(state.get("validation_due"))

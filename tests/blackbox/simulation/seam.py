@@ -420,7 +420,7 @@ class SimMember(WorkerHandle):
 
     def is_meeting(self, token):
         """Whether it waits at this rendezvous."""
-        in_it = self.is_at("enter") and len(self.task.arguments) == 3
+        in_it = self.is_at("join_group") and len(self.task.arguments) == 3
         return in_it and self.meeting.token == token
 
     def is_at(self, method):
@@ -438,7 +438,7 @@ class SimMember(WorkerHandle):
                 self.end("ok")
             elif task.method == "teardown":
                 self.queue.pop(0).future.set_result(None)
-            elif task.method == "enter" and len(task.arguments) == 3:
+            elif task.method == "join_group" and len(task.arguments) == 3:
                 self._world.meet(self)
                 return
             elif self.is_at("measured"):
@@ -488,7 +488,7 @@ class SimMember(WorkerHandle):
         if task.method == "create":
             if took_s >= self.start_s:
                 self.end("ok")
-        elif task.method == "enter" and len(task.arguments) == 4:
+        elif task.method == "join_group" and len(task.arguments) == 4:
             if took_s < self.setup_s:
                 return
             if self.setup_error is not None:

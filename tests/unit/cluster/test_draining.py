@@ -128,7 +128,7 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     class Saved(Call):
         def begin(self, progress):
             super().begin(progress)
-            begun.append((progress.global_step, self.immediately, controller.snapshots.state()))
+            begun.append((progress.global_step, self.save_soon, controller.snapshots.state()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
     call = Saved(request=TrainRequest(call=0, until_step=100), has_batches=True, can_pause=True)
@@ -146,7 +146,7 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     world.at_step(20, lambda: controller.drain(None, 2, left_s))
     call = train(controller, 50)
     assert kinds(controller)[0] == "draining"
-    assert call.immediately == saves
+    assert call.save_soon == saves
 
 
 def test_a_later_notice_does_not_revoke_the_save():
@@ -221,4 +221,4 @@ def test_workers_leave_for_replacements_and_at_their_deadlines(
         options=GroupOptions(num_workers=num_workers, min_workers=min_workers),
         leaving=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
     )
-    assert PreemptionWatch(group, None, supports_live_join=True).who_leaves(num_ready) == leaving
+    assert PreemptionWatch(group, None, supports_live_join=True).due_to_leave(num_ready) == leaving

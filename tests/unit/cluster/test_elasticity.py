@@ -492,7 +492,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
     run_until(controller, 25)
     lose_all(world)
     if snapshot_every is not None:
-        controller.snapshots.keep(read_damaged_file)
+        controller.snapshots.put(read_damaged_file)
     for _ in range(2):
         with pytest.raises((WorkerLostError, CheckpointError), match=r"trainer\.load\(path\)"):
             run_until(controller, 30, max_losses=1)
@@ -504,7 +504,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
 
 def test_a_call_reads_the_snapshot_only_if_all_workers_are_lost(world):
     controller = world.drive(3, snapshot_every=None).controller
-    controller.snapshots.keep(read_damaged_file)  # reading a large file takes long
+    controller.snapshots.put(read_damaged_file)  # reading a large file takes long
     assert steps_of(run_until(controller, 5)) == [5] * 3
 
 
@@ -773,7 +773,7 @@ def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
     assert "waiting" not in kinds(controller)
 
 
-def die_in_setup(world, workers, cause, at="enter"):
+def die_in_setup(world, workers, cause, at="join_group"):
     """Kill the given workers whenever they are in the method `at`, alone or in a rendezvous."""
 
     def die():
@@ -796,8 +796,8 @@ def die_in_setup(world, workers, cause, at="enter"):
 @pytest.mark.parametrize(
     ("rejoins", "at", "said"),
     [
-        (True, "enter", "3 times in a row in setup"),
-        (False, "enter", "3 times in a row in setup"),
+        (True, "join_group", "3 times in a row in setup"),
+        (False, "join_group", "3 times in a row in setup"),
         (True, "create", "10 times in a row in initialization_hook or an import"),
     ],
 )
@@ -815,7 +815,7 @@ def test_three_crashes_in_setup_of_one_slot_alone_end_the_start(world):
 
     def die():
         for member in world.workers:
-            if member.slot.index == 1 and member.is_at("enter"):
+            if member.slot.index == 1 and member.is_at("join_group"):
                 member.die("fault")
         world.plan(0.0, die)
         world.on_meeting[:] = [lambda: world.workers[1].die("fault")]

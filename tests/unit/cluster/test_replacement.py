@@ -92,7 +92,7 @@ def answer_all(replacement, *methods):
 
 def test_replacement_knows_its_rank_and_sets_up_alone(replacement):
     answer_all(replacement, "info")
-    context, rendezvous, leader, alone = replacement.member.arguments["enter"]
+    context, rendezvous, leader, alone = replacement.member.arguments["join_group"]
     assert replacement.member.info == PLACE
     assert (rendezvous, leader, alone) == (None, None, True)
     assert (context.world_rank, context.world_size, context.generation) == (2, 3, 4)
@@ -147,7 +147,7 @@ def test_replacement_in_a_start_is_ready_after_create(scale_up):
     assert not replacement.is_ready
     # the GPUs stay the first ones, because its process sees these
     context = replace(prepared, generation=7)
-    assert replacement.member.arguments["enter"] == (context, None, None, True)
-    replacement.member.answer("enter")
+    assert replacement.member.arguments["join_group"] == (context, None, None, True)
+    replacement.member.answer("join_group")
     replacement.advance()
     assert replacement.is_ready

@@ -33,7 +33,7 @@ def test_an_answer_passes_through_the_inbox_if_it_is_large(size):
     with streams.Inbox([LOOPBACK]) as inbox:
         outcome = worker.call(size, inbox.address())
     assert isinstance(outcome.payload, Address) == (size == LARGE)
-    outcome.payload = inbox.take(outcome.payload)
+    outcome.payload = inbox.resolve(outcome.payload)
     np.testing.assert_equal(outcome.value(), make(size))
     outcome.value()["a"][0] = 1  # belongs to the caller
 
@@ -54,7 +54,7 @@ def write_file(write, file):
     worker.runner.handle = lambda request: streams.Content(write, {"epoch": 3})
     with streams.Inbox([LOOPBACK], file.emptied) as inbox:
         outcome = worker.call(None, inbox.address())
-    outcome.payload = inbox.take(outcome.payload)
+    outcome.payload = inbox.resolve(outcome.payload)
     return outcome.value()
 
 

@@ -162,7 +162,7 @@ def test_in_the_drivers_process_nothing_is_pickled():
 
 
 def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worker):
-    worker.enter(WorkerContext(world_rank=3, world_size=4), None, 0)
+    worker.join_group(WorkerContext(world_rank=3, world_size=4), None, 0)
     outcome = pickle.loads(pickle.dumps(call(worker, fail_with(PlainError("bad batch")))))
     assert outcome.kind == "user"
     error = outcome.exception()
@@ -302,13 +302,13 @@ def test_failure_after_an_interruption_is_stopped(worker):
     assert ("stop", True) in worker.runner.calls
     assert "interrupt" in worker._backend.calls
     assert call(worker, fail_with(PlainError())).kind == "stopped"
-    worker.enter(WorkerContext(generation=2), None, 0)
+    worker.join_group(WorkerContext(generation=2), None, 0)
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
 def test_late_messages_do_not_affect_the_next_generation(worker):
     worker.runner.step = 4
-    worker.enter(WorkerContext(generation=3), None, 0)
+    worker.join_group(WorkerContext(generation=3), None, 0)
     del worker.runner.calls[:], worker._backend.calls[:]
     worker.interrupt(2)
     assert worker.pause_at(2, 9) == 4
@@ -321,7 +321,7 @@ def test_late_messages_do_not_affect_the_next_generation(worker):
 
 
 def test_next_generation_waits_for_messages_to_the_previous_one(worker):
-    worker.enter(WorkerContext(generation=1), None, 0)
+    worker.join_group(WorkerContext(generation=1), None, 0)
     interrupting, go_on = threading.Event(), threading.Event()
 
     def interrupt():
@@ -334,7 +334,7 @@ def test_next_generation_waits_for_messages_to_the_previous_one(worker):
     with ThreadPoolExecutor(2) as threads:
         threads.submit(worker.interrupt, 1)
         assert interrupting.wait(10)
-        entered = threads.submit(worker.enter, WorkerContext(generation=2), None, 0)
+        entered = threads.submit(worker.join_group, WorkerContext(generation=2), None, 0)
         assert not wait([entered], timeout=0.2).done
         go_on.set()
         assert entered.result(10).kind == "ok"
@@ -354,9 +354,9 @@ def test_a_pause_is_neither_a_result_nor_a_failure(worker):
 
 
 def test_a_pause_ends_with_its_generation(worker):
-    worker.enter(WorkerContext(generation=1), None, 0)
+    worker.join_group(WorkerContext(generation=1), None, 0)
     worker.pause_at(1, 9)
-    worker.enter(WorkerContext(generation=2), None, 0)
+    worker.join_group(WorkerContext(generation=2), None, 0)
     pauses = [step for name, step, *_ in worker.runner.calls if name == "pause"]
     assert pauses[-2:] == [9, None]
 
@@ -420,8 +420,8 @@ def test_enter_sets_up_the_process_group_before_the_runner(worker):
     worker.runner.setup = lambda context: order.append("setup")
     worker.runner.rejoin = lambda context, leader: order.append(("rejoin", leader))
     worker.runner.warm_up = lambda: order.append("warm-up")
-    worker.enter(WorkerContext(generation=1), "here", None)
-    worker.enter(WorkerContext(generation=2), "there", 1)
+    worker.join_group(WorkerContext(generation=1), "here", None)
+    worker.join_group(WorkerContext(generation=2), "there", 1)
     first = ["prepare", "left", ("group", "here"), "setup"]
     assert order == [*first, "left", ("group", "there"), ("rejoin", 1)]
 
@@ -431,11 +431,11 @@ def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):
     seen = []
     worker.runner.setup = seen.append
     worker.runner.warm_up = lambda: seen.append("warm-up")
-    assert worker.enter(context, None, None, True).kind == "ok"
+    assert worker.join_group(context, None, None, True).kind == "ok"
     alone = worker._backend.context
     assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
     assert seen == [replace(context, alone=True), "warm-up"]
-    worker.enter(context, "there", 0)
+    worker.join_group(context, "there", 0)
     assert worker._backend.context == context
 
 

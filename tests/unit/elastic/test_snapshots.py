@@ -298,7 +298,7 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     keeper.poll({member: runner.progress()})
     assert keeper.state()["global_step"] > 1
     runner.load_state_dict(loaded)
-    keeper.keep(lambda: loaded)
+    keeper.put(lambda: loaded)
     if train_after:
         runner.handle(TrainRequest(call=1, until_step=train_after))
     for _ in range(2):

@@ -42,7 +42,7 @@ def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer):
 
         def on_pause(self, trainer):  # as if a second worker had left after step 1
             points = trainer._dispatcher._newest.points
-            points.take({WORKER: Progress(points=[part(points.call, 1, 4, False)])}, ())
+            points.add({WORKER: Progress(points=[part(points.call, 1, 4, False)])}, ())
 
         def on_log(self, trainer, call, metrics):
             points.append(metrics["num_samples"])
