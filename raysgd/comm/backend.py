@@ -56,7 +56,7 @@ class CollectiveBackend(ABC):
         """Return whether `error` means that communication with another worker failed."""
 
     def advice(self, error: BaseException) -> str:
-        """Return advice if `error` is from a group of an earlier generation, otherwise ""."""
+        """Return advice if repeating the call would raise `error` again, otherwise ""."""
         return ""
 
     def collective(self) -> int | None:

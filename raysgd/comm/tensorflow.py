@@ -113,6 +113,14 @@ class TensorflowBackend(CollectiveBackend):
             return False
         return type(error).__name__ in _LOST or any(sign in str(error) for sign in _SIGNS)
 
+    def advice(self, error: BaseException) -> str:
+        if not isinstance(error, ValueError) or "PerReplica" not in str(error):
+            return ""
+        return (
+            "Keras 3 cannot fit a model of a MultiWorkerMirroredStrategy. Install tf_keras, and "
+            "set TF_USE_LEGACY_KERAS=1 before the script starts. Or take steps with strategy.run."
+        )
+
     def close(self) -> None:
         server, self._server = self._server, None
         if server is not None:

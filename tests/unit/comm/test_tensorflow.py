@@ -117,6 +117,11 @@ def test_without_tensorflow_no_error_is_one_of_its_collectives(environment):
     backend.teardown()
 
 
+def test_the_error_of_keras_3_in_fit_comes_with_the_way():
+    error = ValueError("Attempt to convert a value (PerReplica:{\n  0: ...}) to a Tensor.")
+    assert "TF_USE_LEGACY_KERAS=1" in create_backend("tensorflow", 20).advice(error)
+
+
 def test_a_port_is_kept_for_tensorflow_until_it_listens_there():
     reserved = module._reserve_port()
     port = reserved.getsockname()[1]
