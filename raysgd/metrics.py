@@ -274,7 +274,7 @@ class AverageMeterCollection:
         """Store the arguments of `update` until `count_held` applies them."""
         self._pending.append((metrics, n, is_batch))
 
-    def share(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
+    def exchange_held(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
         """Replace the stored updates with those of all workers, which `exchange` returns."""
         self._pending = exchange(map_leaves(self._pending, _on_cpu))
 

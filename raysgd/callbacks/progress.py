@@ -52,7 +52,7 @@ class EpochLines(Callback):
         names = sorted(means, key=lambda name: "loss" not in name)
         shown = [f"{name} {means[name]:.4g}" for name in names]
         shown[:1] = [f"{each}{self._measured}" for each in shown[:1]]
-        begin, end = _place_of(trainer, trainer.epoch), f"{call.seconds:.1f} s"
+        begin, end = _position_in_run(trainer, trainer.epoch), f"{call.seconds:.1f} s"
         while len(line := "  ".join([begin, *shown, end])) > width and shown:
             shown.pop()
         _print(line)
@@ -87,9 +87,9 @@ class ProgressBar(EpochLines):
         epoch = progress[0].epoch if progress else trainer.epoch
         label = kind
         if trainer.num_epochs is not None:
-            label = f"{_place_of(trainer, epoch)}, validation"
+            label = f"{_position_in_run(trainer, epoch)}, validation"
             if kind == "train":
-                label = _place_of(trainer, epoch + 1)
+                label = _position_in_run(trainer, epoch + 1)
         if self._kind != kind:
             self._begin(trainer, kind, label)
         if not progress:
@@ -231,7 +231,7 @@ def _print(line: str) -> None:
     print(line, file=sys.stdout if _in_notebook() else sys.stderr, flush=True)
 
 
-def _place_of(trainer: Trainer, epoch: int) -> str:
+def _position_in_run(trainer: Trainer, epoch: int) -> str:
     """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
     has_end = trainer.num_epochs is not None and trainer.num_epochs < _WITHOUT_END
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"

@@ -24,7 +24,7 @@ class Communication:
         """Return the mean of each tensor over the workers."""
         return list(tensors)
 
-    def completed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def fill_missing(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Replace missing gradients with zeros if other workers have gradients of the variables.
 
         Batches of one step may take different branches. Every worker must call this.
@@ -39,7 +39,7 @@ class Communication:
         """Return the minimum of each element over the workers. Every worker must call this."""
         return list(values)
 
-    def share(self, make: Callable[[], Any], leader: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], leader: int) -> Any:
         """Call `make` on the leader, and return its result on every worker."""
         return make()
 
@@ -75,7 +75,7 @@ class GlooWorkers(Communication):
         dist.all_reduce(minima, op=dist.ReduceOp.MIN)
         return [int(number) for number in minima]
 
-    def share(self, make: Callable[[], Any], leader: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], leader: int) -> Any:
         import torch.distributed as dist
 
         box = [make() if self.rank == leader else None]
@@ -105,7 +105,7 @@ class HorovodGroup(Communication):
         of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()
         return [int(number) for number in of_all.min(axis=0)]
 
-    def share(self, make: Callable[[], Any], leader: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], leader: int) -> Any:
         from horovod.tensorflow.functions import broadcast_object
 
         return broadcast_object(make() if self.rank == leader else None, root_rank=leader)

@@ -110,7 +110,7 @@ class KerasOptimization(StepFeature):
         if not tx.is_last:
             return
         if self._state.agree(variables, lacks_gradient=any(g is None for g in gradients)):
-            gradients = communication.completed(gradients, variables)
+            gradients = communication.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = communication.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]

@@ -93,7 +93,7 @@ def _own_objects(model: Any) -> dict[str, Any]:
     return objects
 
 
-def assembled(portable_model: Mapping[str, Any]) -> Any:
+def from_portable(portable_model: Mapping[str, Any]) -> Any:
     architecture = portable_model["architecture"]
     with keras.saving.custom_object_scope(portable_model["objects"]):
         model = keras.saving.deserialize_keras_object(architecture, safe_mode=False)

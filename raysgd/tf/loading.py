@@ -196,7 +196,9 @@ class DatasetSource(PartitionedSource):
         return super().steps_left(0)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
+        return self._own_batches(
+            self._iterate(self._num_begun + 1, epoch=-1), 0
+        )  # not in any epoch
 
     def batching(self) -> None:  # type: ignore[override]
         return None
@@ -227,13 +229,13 @@ class DatasetSource(PartitionedSource):
             _check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
         stop = None if num_steps is None else offset + num_steps * self._partition.stride
-        return self._shared(iteration, offset, stop, may_split)
+        return self._own_batches(iteration, offset, stop, may_split)
 
     def _next_order(self, epoch: int, offset: int) -> int:
         """Return the index of the first iteration that can read `epoch` from `offset`."""
         # Each validation pass is epoch 0 and starts a new iteration.
-        iteration, may_go_on = self._iteration, self._training or offset > 0
-        if iteration is not None and may_go_on and iteration.can_go_on(epoch, offset):
+        iteration, may_continue = self._iteration, self._training or offset > 0
+        if iteration is not None and may_continue and iteration.can_continue(epoch, offset):
             return self._num_begun
         return max(self._num_begun, epoch) + 1
 
@@ -244,20 +246,20 @@ class DatasetSource(PartitionedSource):
         assert self._iteration is not None
         return self._iteration
 
-    def _shared(
+    def _own_batches(
         self, iteration: _Iteration, offset: int, stop: int | None = None, may_split: bool = False
     ) -> Iterator[Any]:
-        deals_out = not self._training and not self._splits
+        gives_whole_batches = not self._training and not self._splits
         partition = self._partition
-        size = partition.world_size if deals_out else partition.stride
+        size = partition.world_size if gives_whole_batches else partition.stride
         while stop is None or offset < stop:
-            group = iteration.take(offset, size if stop is None else min(size, stop - offset))
+            group = iteration.read(offset, size if stop is None else min(size, stop - offset))
             if not group:
                 return
             offset += len(group)
             if self._training:
                 yield from self._parts(group, may_split)
-            elif deals_out:
+            elif gives_whole_batches:
                 yield from group[partition.rank : partition.rank + 1]
             elif (own := self._own_part(group)) is not None:
                 yield own
@@ -318,10 +320,10 @@ class _Iteration:
         self._first = 0  # offset of the first such batch
         self._read_digest = self.digest = 0  # of all samples, and of those up to the newest step
 
-    def can_go_on(self, epoch: int, offset: int) -> bool:
+    def can_continue(self, epoch: int, offset: int) -> bool:
         return self._epoch == epoch and self._first <= offset
 
-    def take(self, offset: int, size: int) -> list[Any]:
+    def read(self, offset: int, size: int) -> list[Any]:
         """Return up to `size` batches from `offset`, and discard all earlier batches."""
         epoch, self._epoch = self._epoch, None  # if this fails, the position is unknown
         kept = self._kept

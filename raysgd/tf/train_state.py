@@ -140,7 +140,7 @@ class KerasTrainState(TrainState):
         return self.communication.lowest(values)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
-        return self.communication.share(make, rank)
+        return self.communication.broadcast(make, rank)
 
     def agree(self, variables: Sequence[Any] = (), lacks_gradient: bool = False) -> bool:
         """Return whether any worker lacks a gradient. Every worker must call this.
@@ -150,7 +150,7 @@ class KerasTrainState(TrainState):
         """
         if self.communication.size == 1:
             return False
-        numbers = self.engine.once(lambda: self._numbers_of(variables), *variables)
+        numbers = self.engine.cached(lambda: self._numbers_of(variables), *variables)
         contents = {
             "the samples that they have read": self.data.current.digest,
             "what they train": numbers,

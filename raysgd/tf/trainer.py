@@ -168,9 +168,9 @@ class TFTrainer(OperatorTrainer):
         `to_cpu` is ignored. Raise TypeError if Keras cannot serialize the model (``get_config``).
         """
         del to_cpu
-        from raysgd.tf.keras import assembled
+        from raysgd.tf.keras import from_portable
 
-        models = [assembled(each) for each in self._state.models()]
+        models = [from_portable(each) for each in self._state.models()]
         return models[0] if len(models) == 1 else models
 
     # ---- older names

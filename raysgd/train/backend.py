@@ -90,19 +90,19 @@ class _Run:
     def begin(self) -> None:
         """Start the function on all workers."""
         try:
-            self.share_data()
+            self.send_shards()
         except WorkerLostError as error:
             # If only the connection is lost, kill the process. The next call restarts it.
             self.controller.members[error.rank].kill_process()
         self.send(BeginRequest(plan=self.plan))
 
-    def share_data(self) -> None:
+    def send_shards(self) -> None:
         """Send each worker its shards of the data."""
         members: list[Any] = self.controller.members
-        shares = self.datasets.split([member.actor for member in members])
+        shards = self.datasets.split([member.actor for member in members])
         references = [
-            member.execute(receive_shards, share)
-            for member, share in zip(members, shares, strict=True)
+            member.execute(receive_shards, shard)
+            for member, shard in zip(members, shards, strict=True)
         ]
         functions.results(members, references)
 
@@ -184,7 +184,7 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
-            self._run.share_data()
+            self._run.send_shards()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
         """Stop the workers. You can call `start` again afterwards.
@@ -306,7 +306,7 @@ class BackendExecutor:
                         f"The workers are out of step: {'; '.join(each)}. Every worker must call "
                         "report() and save_checkpoint() equally often and in the same order."
                     )
-                self._keep_checkpoint(run, turns)
+                self._save_checkpoint(run, turns)
                 _grow(run, turns[0])
                 if turns[0].kind == "end":
                     run.values = [turn.value for turn in turns]
@@ -394,7 +394,7 @@ class BackendExecutor:
         """The checkpoints of the newest run that has saved one."""
         return self.checkpoints if self.checkpoints.has_saved else self._earlier
 
-    def _keep_checkpoint(self, run: _Run, turns: list[Turn]) -> None:
+    def _save_checkpoint(self, run: _Run, turns: list[Turn]) -> None:
         rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
         if rank is None:
             return
@@ -404,7 +404,7 @@ class BackendExecutor:
                 f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
                 "checkpoint of worker 0: report a checkpoint there."
             )
-        self.checkpoints.keep(turn, turn.checkpoint, len(turns))
+        self.checkpoints.save(turn, turn.checkpoint, len(turns))
         run.plan = dataclasses.replace(
             run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration
         )

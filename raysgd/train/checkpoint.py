@@ -89,7 +89,7 @@ class Checkpoint:
         return cls(path=path)
 
     @classmethod
-    def taken_from(cls, checkpoint: Any) -> Checkpoint:
+    def converted(cls, checkpoint: Any) -> Checkpoint:
         """Convert a Ray checkpoint (a folder) to a raysgd checkpoint."""
         if isinstance(checkpoint, Checkpoint):
             return checkpoint

@@ -29,7 +29,7 @@ def newest_checkpoint_path(name: str) -> str | None:
     return str(path)
 
 
-def check_place(rank: int, size: int, advice: str) -> None:
+def check_rank(rank: int, size: int, advice: str) -> None:
     """Check the rank and the world size that another library has found."""
     if here.context is not None and (rank, size) != (world_rank(), world_size()):
         raise RuntimeError(

@@ -17,7 +17,7 @@ import torch
 
 from raysgd._internal.imports import import_extra
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.external import check_place, newest_checkpoint_path
+from raysgd.train.external import check_rank, newest_checkpoint_path
 from raysgd.train.session import get_context, local_rank, report, world_rank, world_size
 from raysgd.train.torch.accelerator import get_device
 
@@ -97,7 +97,7 @@ def get_checkpoint_path() -> str | None:
 
 def prepare_trainer(trainer: Trainer) -> Trainer:
     """Check that the trainer has the rank and the world size of this worker, and return it."""
-    check_place(
+    check_rank(
         trainer.global_rank,
         trainer.world_size,
         "Leave devices, num_nodes, accelerator, and strategy out of Trainer(...), or pass "

@@ -110,7 +110,7 @@ class ReportQueue:
 
     # ---- used by the driver
 
-    def take(self) -> Turn:
+    def get(self) -> Turn:
         """Mark the previous turn as handled. Then wait for the next turn and return it.
 
         Raise the exception of the function if it has failed.

@@ -63,7 +63,7 @@ class RunCheckpoints(CheckpointFolder):
         (self.number,), self.has_saved = position_of(newest), True
         return manifest
 
-    def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
+    def save(self, turn: Turn, blob: bytes, world_size: int) -> None:
         """Store a checkpoint, on disk too if the strategy keeps it. Return when it is stored.
 
         Raise ValueError afterwards if it lacks the number that rates it.
@@ -132,7 +132,7 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = Checkpoint(path=checkpoint)
     if hasattr(checkpoint, "to_directory"):
-        checkpoint = Checkpoint.taken_from(checkpoint).to_dict()
+        checkpoint = Checkpoint.converted(checkpoint).to_dict()
     if not isinstance(checkpoint, Mapping):
         raise TypeError(
             f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a checkpoint."

@@ -94,7 +94,7 @@ class FunctionRunner(Runner):
                     self._plan, self._session = plan, None
                 self._started()
             case NextRequest():
-                return self._started().report_queue.take()
+                return self._started().report_queue.get()
             case EndRunRequest():
                 self.request_stop(True)
                 if self._session is not None:

@@ -100,17 +100,17 @@ class Session:
         content = _reported(encoded)
         self._reported_at = now
         if checkpoint is None:
-            self._hand_over("report", content)
+            self._send("report", content)
         else:
-            state = Checkpoint.taken_from(checkpoint).to_dict()
+            state = Checkpoint.converted(checkpoint).to_dict()
             # A number in the checkpoint rates it, even if the report has another of that name.
             own = {name: v for name, v in state.items() if not isinstance(v, Mapping)}
-            self._hand_over("report", content, numbers_in(metrics) | numbers_in(own), state)
+            self._send("report", content, numbers_in(metrics) | numbers_in(own), state)
 
     def save(self, state: Mapping[str, Any]) -> None:
         self._check_process()
         stamped = {**state, constants.TIMESTAMP: int(time.time())}
-        self._hand_over("checkpoint", None, numbers_in(state), stamped)
+        self._send("checkpoint", None, numbers_in(state), stamped)
 
     def load(self) -> Checkpoint | None:
         return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
@@ -122,7 +122,7 @@ class Session:
                 "driver. Send the values to the process of the worker, and report there."
             )
 
-    def _hand_over(
+    def _send(
         self,
         kind: TurnKind,
         content: Parcel | None,

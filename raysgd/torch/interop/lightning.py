@@ -198,7 +198,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
             if self._epoch_is_over():
                 module.on_train_epoch_end()
-            result.update(computed_values(surroundings.take_logged()))
+            result.update(computed_values(surroundings.pop_logged()))
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         if self.optimizer_step(self.optimizer):
             module.on_before_zero_grad(self.optimizer)
         module.on_train_batch_end(outputs, batch, index)
-        logged = self._surroundings.take_logged()
+        logged = self._surroundings.pop_logged()
         return {"train_loss": self._mean_of(loss, count), **logged, NUM_SAMPLES: num_samples}
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
@@ -275,7 +275,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             result: dict[str, Any] = super().validate(val_iterator, info)
             module.on_validation_epoch_end()
             module.on_validation_end()
-            result.update(computed_values(surroundings.take_logged()))
+            result.update(computed_values(surroundings.pop_logged()))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         metrics = {}
         if isinstance(loss, torch.Tensor):
             metrics["val_loss"] = self._mean_of(loss, self._count_loss(batch, num_samples))
-        return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
+        return {**metrics, **self._surroundings.pop_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         batch = self._move_to_device(batch)
@@ -408,7 +408,7 @@ class _Surroundings:
         for name, value in dictionary.items():
             self.log(name, value, *arguments, **keywords)
 
-    def take_logged(self) -> dict[str, Any]:
+    def pop_logged(self) -> dict[str, Any]:
         logged, self._logged, self.batch_size = self._logged, {}, None
         return logged
 

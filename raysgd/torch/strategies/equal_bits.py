@@ -167,7 +167,7 @@ class EqualBitsGradients(GradientExchange):
         if not self._stepped_before:
             self._agree(0, [])
         if self._state.meters is not None:
-            self._state.meters.share(self._of_all_workers)
+            self._state.meters.exchange_held(self._of_all_workers)
 
     def commit(self, tx: UpdateTransaction) -> None:
         if not self._stepped_before:

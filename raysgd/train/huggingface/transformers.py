@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd._internal.imports import import_extra
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.external import check_place, newest_checkpoint_path
+from raysgd.train.external import check_rank, newest_checkpoint_path
 from raysgd.train.session import report, world_rank
 
 for _module in ("transformers", "accelerate"):
@@ -77,7 +77,7 @@ def prepare_trainer(trainer: Any) -> Any:
     Its ``train_dataset`` and ``eval_dataset`` may be the result of
     ``get_dataset_shard().iter_torch_batches()``, which sets the batch size.
     """
-    check_place(
+    check_rank(
         trainer.args.process_index,
         trainer.args.world_size,
         "Create TrainingArguments in the training function, and leave TorchConfig(init_method="

@@ -47,10 +47,10 @@ def test_a_function_is_at_most_one_report_ahead(report_queue):
     thread, _ = in_thread(function)
     wait_until(lambda: report_queue.blocked_on_driver)
     assert put == [0]
-    assert report_queue.take().metrics == {"n": 0}
+    assert report_queue.get().metrics == {"n": 0}
     wait_until(lambda: put == [0, 1] and report_queue.blocked_on_driver)
     for n in (1, 2, 3):
-        assert report_queue.take().metrics == {"n": n}
+        assert report_queue.get().metrics == {"n": n}
     thread.join(5)
     assert put == [0, 1, 2, 3]
 
@@ -68,12 +68,12 @@ def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_
         report_queue.put(turn(3))
 
     in_thread(function)
-    assert report_queue.take().checkpoint == b"x"
+    assert report_queue.get().checkpoint == b"x"
     assert not saved.wait(0.2)
-    assert report_queue.take().metrics == {"n": 1}
+    assert report_queue.get().metrics == {"n": 1}
     assert saved.is_set()
     assert not reported.wait(0.2)
-    assert report_queue.take().metrics == {"n": 2}
+    assert report_queue.get().metrics == {"n": 2}
     assert reported.is_set()
     wait_until(lambda: report_queue._turn is not None)  # other reports do not wait
 
@@ -102,9 +102,9 @@ def test_a_stop_ends_the_wait_of_a_function(report_queue, has_returned):
 def test_the_error_of_the_function_comes_after_its_reports(report_queue, raised, expected):
     report_queue.put(turn(0))
     in_thread(lambda: report_queue.end(Turn("end", error=raised)))
-    assert report_queue.take().metrics == {"n": 0}
+    assert report_queue.get().metrics == {"n": 0}
     with pytest.raises(expected):
-        report_queue.take()
+        report_queue.get()
 
 
 def test_unreadable_values_are_an_error_in_a_report_and_a_warning_at_the_end(caplog):

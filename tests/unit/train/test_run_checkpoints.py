@@ -19,7 +19,7 @@ from tests.unit.checkpoint.states import flip
 def keep(checkpoints, *states):
     for state in states:
         turn = Turn("checkpoint", numbers={"_timestamp": 1.0, **state})
-        checkpoints.keep(turn, cloudpickle.dumps(state), world_size=2)
+        checkpoints.save(turn, cloudpickle.dumps(state), world_size=2)
 
 
 def numbers_in(folder):
