@@ -262,9 +262,9 @@ class Loop:
             after_commit.append(self.snapshots.maybe_take)
         if self._until_nan:
             after_commit.append(self._end_at_bad_loss)
-        rest = self._draw(source, train_state.epoch, train_state.offset)
+        read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state, source, rest, limit, left, go_on, self.signal, after_commit
+            train_state, source, read, limit, left, go_on, self.signal, after_commit
         )
 
     def _end_at_bad_loss(self) -> None:
@@ -276,16 +276,15 @@ class Loop:
         if is_bad:
             self.call_progress.state.ended, self.signal.callback_pause = True, 0
 
-    def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
-        """Yield the rest of an iteration over a loader."""
-        may_split = self.train_state.segment.may_split
-        if self._batches is None or (
-            source.is_partitioned and may_split != self._batches_may_split
-        ):
+    def _read_rest(
+        self, source: BatchSource, epoch: int, offset: int, may_split: bool
+    ) -> Iterator[Any]:
+        """Return the rest of an iteration over a loader."""
+        differs = source.is_partitioned and may_split != self._batches_may_split
+        if self._batches is None or differs:
             self._batches = source.batches(epoch, offset, may_split=may_split)
             self._batches_may_split = may_split
-        for batch in self._batches:  # noqa: UP028  "yield from" would close it
-            yield batch
+        return self._batches
 
     def _least(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""
@@ -353,7 +352,7 @@ class Loop:
         ):
             tx.is_warm_up = True
             train_state.segment = StepIterator(
-                train_state, source, batches, 1, 1, None, self.signal
+                train_state, source, lambda _: batches, 1, 1, None, self.signal
             )
             with contextlib.suppress(WarmedUp):
                 operator.train_epoch(train_state.segment, *positional, **named)

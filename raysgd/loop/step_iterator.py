@@ -29,7 +29,8 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `go_on` returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
+    `read` returns the iterator over the source, given whether large batches may be split. `go_on`
+    returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
     `after_commit` run after each commit, unless the loop has raised.
     """
 
@@ -37,7 +38,7 @@ class StepIterator:
         self,
         train_state: TrainState,
         source: BatchSource,
-        batches: Iterator[Any],
+        read: Callable[[bool], Iterator[Any]],
         limit: int | None,
         steps_left: int | None,
         go_on: Callable[[int], int] | None,
@@ -46,7 +47,7 @@ class StepIterator:
     ) -> None:
         self._train_state = train_state
         self._source = source
-        self._batches = batches
+        self._read = read
         self._steps_left = steps_left
         self._is_limited = limit is not None
         # Number of batches in this segment, or None if unknown.
@@ -124,7 +125,7 @@ class StepIterator:
         if self._parts:
             return self._next_part()
         if not self._ahead and (self._tx.is_open or not self._is_at_end()):
-            self._read()
+            self._read_ahead()
         if not self._ahead:
             self._ended = True
             raise StopIteration
@@ -162,7 +163,7 @@ class StepIterator:
             )
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
-            self._signal.read(self._batches, None)
+            self._signal.read(self._read(self.may_split), None)
 
     def end_after_error(self) -> list[Any]:
         """Undo the update in progress, unless it counts. Return the batches to train again."""
@@ -194,16 +195,16 @@ class StepIterator:
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:
             # The loader may end before its claimed length.
-            self._read()
+            self._read_ahead()
             self._batch_is_last = not self._ahead
         return planned[index]
 
-    def _read(self) -> None:
+    def _read_ahead(self) -> None:
         """Read a batch ahead, unless any rank has no more batches."""
         timing = self._train_state.timing
         timing.enter(DATA)
         try:
-            batch = self._signal.read(self._batches, _NOTHING)
+            batch = self._signal.read(self._read(self.may_split), _NOTHING)
         except BaseException:
             self.loader_failed = True
             raise
