@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysgd.data.partition import EpochPartition, MicroBatch, UpdatePlan
-from raysgd.data.step_layout import BY_WORKERS, StepLayout
+from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLayout, UpdatePlan
 from raysgd.errors import CheckpointError
 
 

@@ -26,7 +26,7 @@ from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.comm.horovod import check_horovod
-from raysgd.data.step_layout import StepLayout
+from raysgd.data.partition import StepLayout
 from raysgd.elastic.config import checked_elastic
 
 logger = logging.getLogger(__name__)

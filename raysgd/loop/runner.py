@@ -206,7 +206,7 @@ class OperatorRunner(Runner, ABC):
                         feature.before_export()
                     return self.generators.state()
                 case requests.ModelsRequest():
-                    return self.models()
+                    return self._train_state.whole_models()
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():
@@ -236,9 +236,6 @@ class OperatorRunner(Runner, ABC):
     @abstractmethod
     def update_schedulers(self, call: int, metric: float) -> None:
         """Step every scheduler with a metric, only once for a repeated `call`."""
-
-    @abstractmethod
-    def models(self) -> Any: ...
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""

@@ -149,6 +149,10 @@ class TrainState(ABC):
         The copy may share memory with the leaf if it `may_alias`.
         """
 
+    @abstractmethod
+    def whole_models(self) -> list[Any]:
+        """Return copies of the models on rank 0. All ranks with shards must call it."""
+
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
         """Return a state without the frozen parameters that ``setup`` makes again.
 

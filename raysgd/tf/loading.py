@@ -19,9 +19,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data.partition import EpochPartition, UpdatePlan, part_of
+from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
-from raysgd.data.step_layout import BY_WORKERS, StepLayout
 from raysgd.loop.sources import DataSources
 from raysgd.tf.options import TFSettings
 

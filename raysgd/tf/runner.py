@@ -74,12 +74,6 @@ class TFRunner(OperatorRunner):
             "trainer.apply_all_operators(fn)."
         )
 
-    def models(self) -> Any:
-        from raysgd.tf.keras import portable
-
-        with self._train_state.evaluating():
-            return [portable(model) for model in self._train_state.models]
-
 
 def build_operator(
     operator_cls: type[Any],

@@ -22,6 +22,7 @@ from raysgd.tf.features import Averages, KerasOptimization, ReplicaSync
 from raysgd.tf.keras import (
     named_arrays,
     overrides,
+    portable,
     set_arrays,
     set_trainable,
     trainable_parts,
@@ -211,6 +212,10 @@ class KerasTrainState(TrainState):
         if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
             return np.array(leaf)
         return deep_copied(leaf)
+
+    def whole_models(self) -> list[Any]:
+        with self.evaluating():
+            return [portable(model) for model in self.models]
 
     def user_settings(self) -> Any:
         return self.trainable(), [str(optimizer.get_config()) for optimizer in self.optimizers]

@@ -14,7 +14,7 @@ import torch
 from raysgd._internal.arguments import check_choice, check_int, check_number, set_fields
 from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
-from raysgd.data.step_layout import StepLayout
+from raysgd.data.partition import StepLayout
 from raysgd.loop.options import Options
 from raysgd.torch import conflicts
 from raysgd.torch.precision import PRECISIONS

@@ -110,10 +110,6 @@ class TorchRunner(OperatorRunner):
         loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take()
 
-    def models(self) -> Any:
-        self._train_state.transaction.check_whole(self._train_state.global_step)
-        return self._train_state.whole_models()
-
     @property
     def _train_state(self) -> TorchTrainState:
         train_state: TorchTrainState = self.operator._train_state

@@ -27,9 +27,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
-from raysgd.data.partition import EpochPartition
+from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
 from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_split
-from raysgd.data.step_layout import BY_WORKERS, StepLayout
 from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.orders import (

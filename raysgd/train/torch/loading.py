@@ -17,8 +17,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from raysgd.data.partition import StepLayout
 from raysgd.data.source import once, own_split
-from raysgd.data.step_layout import StepLayout
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loading import makes_own_batches, why_whole, wrap_loader

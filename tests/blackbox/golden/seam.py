@@ -6,7 +6,7 @@ change, adapt this file and keep the recorded orders.
 
 import itertools
 
-from raysgd.data.step_layout import StepLayout
+from raysgd.data.partition import StepLayout
 from raysgd.torch.input.loading import wrap_loader
 from raysgd.train.torch.loading import PreparedLoader
 

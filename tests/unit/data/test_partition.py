@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raysgd.data.partition import EpochPartition, part_of
-from raysgd.data.step_layout import StepLayout
+from raysgd.data.partition import EpochPartition, StepLayout, part_of
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)

@@ -26,8 +26,8 @@ from torch.utils.data import (
 )
 
 from raysgd.data import Dataset as ItemDataset
+from raysgd.data.partition import StepLayout
 from raysgd.data.source import BatchSource
-from raysgd.data.step_layout import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.torch.input import orders
 from raysgd.torch.input.loading import wrap_loader

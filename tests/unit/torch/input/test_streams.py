@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from raysgd._internal.versions import is_at_least
 from raysgd.data import Stream, jsonl, mix, parquet, text
-from raysgd.data.step_layout import StepLayout
+from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.evaluation import check_samples
 from raysgd.loop.sources import GeneratorFunction
