@@ -45,7 +45,9 @@ def enter_generation(
     train_state.begin_generation(context, config_batch)
     state = _state_of(loop, leader) if context.distributed else None
     train_state.is_new = False
-    loop.keep_iteration(moved=train_state.position() != position)
+    has_moved = train_state.position() != position
+    if has_moved or loop.source is None or loop.source.is_partitioned:
+        loop.forget_iteration()  # otherwise, the loop continues to read the same batches
     if not train_state.holdings.complete:
         loop.snapshots.clear()
     loop.operator.on_world_change()

@@ -99,11 +99,6 @@ class Loop:
         """Start a new iteration over the loader in the next segment."""
         self.train_state.segment = self._batches = None
 
-    def keep_iteration(self, moved: bool) -> None:
-        """After a rejoin, keep reading an unpartitioned loader, unless the position `moved`."""
-        if moved or self.source is None or self.source.is_partitioned:
-            self.forget_iteration()
-
     # ---- train
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:

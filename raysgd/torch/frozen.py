@@ -41,10 +41,9 @@ class FrozenParameters(StepFeature):
         """Compute digests again, because writes to ``parameter.data`` do not count as versions."""
         self._known.clear()
 
-    def begin_call(self, logs_steps: bool) -> None:
-        self.forget()
+    after_apply = forget
 
-    def after_apply(self) -> None:
+    def begin_call(self, logs_steps: bool) -> None:
         self.forget()
 
     def _digests_of(self, model: torch.nn.Module) -> dict[str, int]:

@@ -216,9 +216,8 @@ class TorchTrainState(RegisteredState):
 
     def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
         own = self.training_state()
-        adopted: dict[str, Any]
-        adopted = reuse_memory(state, {key: own[key] for key in ("optimizers", "models")}, incoming)
-        return adopted
+        tensors = {key: own[key] for key in ("optimizers", "models")}
+        return dict(reuse_memory(state, tensors, incoming))
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         self._load(self.replication.shared_state(state))

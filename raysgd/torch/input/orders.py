@@ -23,9 +23,8 @@ class HugeOrder:
     """A shuffled order of many samples that needs no memory and no time for the whole epoch.
 
     A Feistel network permutes the numbers of an even number of bits. Numbers that are too large are
-    permuted again until they fit (cycle walking). Places after the size have further
-    orders. See Black and Rogaway, "Ciphers with Arbitrary
-    Finite Domains", 2002.
+    permuted again until they fit (cycle walking). Places after the size have further orders. See
+    Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
     """
 
     def __init__(self, size: int, replaces: bool) -> None:
