@@ -38,6 +38,10 @@ figure { margin: 0; } svg { width: 100%; height: auto; font-size: 12px; }
 figcaption { display: flex; flex-wrap: wrap; gap: .2rem 1rem; font-size: .85rem; }
 figcaption span::before { content: "\\25cf  "; color: var(--color); }
 .log button { font-weight: bold; }
+@media (max-width: 40rem) {
+  th, td { min-width: 0; padding-right: .5rem; font-size: .8rem; }
+  td:last-child { overflow-wrap: anywhere; }
+}
 """
 
 
