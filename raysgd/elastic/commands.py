@@ -46,10 +46,10 @@ class Attempt:
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
         self._clock = clock
-        self.pending = dict(futures)
+        self.pending: dict[WorkerHandle, Future[Outcome]] = {}
         self._done = clock.queue()
-        for future in futures.values():
-            future.add_done_callback(self._done.put)
+        for member, future in futures.items():
+            self.add(member, future)
         self.outcomes: dict[WorkerHandle, Outcome] = {}
         self.lost: dict[WorkerHandle, BaseException] = {}
         self.first_error: tuple[WorkerHandle, Outcome] | None = None
@@ -57,6 +57,10 @@ class Attempt:
         """Whether the driver interrupted the workers though none had failed."""
         self.unanswered: BaseException | None = None
         """The error of a worker that may live, but whose outcome will never come."""
+
+    def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
+        self.pending[member] = future
+        future.add_done_callback(self._done.put)
 
     @property
     def under_way(self) -> bool:

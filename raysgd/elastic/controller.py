@@ -124,9 +124,9 @@ class Controller:
             yield
         except BaseException as error:
             if not self._is_shut_down:
-                sent = self._supervision.sent
-                self._react(machine.Aborted(reached_workers=sent is not None))
-                if sent is not None and isinstance(error, KeyboardInterrupt):
+                has_reached = self._supervision.attempt is not None
+                self._react(machine.Aborted(reached_workers=has_reached))
+                if has_reached and isinstance(error, KeyboardInterrupt):
                     self.journal.interruption = "interrupted by Ctrl-C"
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
@@ -189,7 +189,7 @@ class Controller:
             case Do.RESCUE_STATE:
                 return self._rescue_state()
             case Do.SAVE_STATE:
-                self._supervision.sent = None  # of an earlier attempt
+                self._supervision.attempt = None  # of an earlier attempt
                 context.preemption.must_save = False
                 context.call.save_soon = True
                 return self._rescue_state()

@@ -6,14 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
-from raysgd.cluster.worker import Outcome, Worker
+from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import Attempt
@@ -45,11 +44,10 @@ class Supervision:
         self._reached = replace(context.journal.progress, holdings=Holdings())
         self._has_warned = False
         self._replay: Call | None = None
-        self._attempt: Attempt | None = None
+        self.attempt: Attempt | None = None
+        """The newest attempt, or None before the first worker receives the call."""
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
-        self.sent: dict[WorkerHandle, Future[Outcome]] | None = None
-        """The call on each worker, or None before the first worker receives it."""
 
     def must_replay(self) -> bool:
         """Whether steps were lost with all workers and a call can repeat them."""
@@ -70,7 +68,7 @@ class Supervision:
 
     def run(self, action: RunCall) -> GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        self.sent = self._attempt = None
+        self.attempt = None
         self._commands.cancel_pause()
         call = self._call
         if action.is_replay:
@@ -93,10 +91,9 @@ class Supervision:
                 packed = stack.enter_context(offered(packed, hosts))
             if inline and (call.on_wait is not None or call.points.show is not None):
                 stack.enter_context(self._showing_progress(call))
-            self.sent = {}
+            self.attempt = attempt = Attempt({}, self._clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
-                self.sent[member] = member.work(Worker.call, packed, inbox and inbox.address())
-            self._attempt = attempt = Attempt(self.sent, self._clock)
+                attempt.add(member, member.work(Worker.call, packed, inbox and inbox.address()))
             polled = self._watch(call, attempt)
             if attempt.failed:
                 self._commands.stop(attempt)
@@ -220,8 +217,7 @@ class Supervision:
 
     def abandon(self) -> Progress | None:
         """Stop the work after Ctrl-C, and return the progress of the workers."""
-        pending = self.sent or {} if self._attempt is None else self._attempt.pending
-        self._commands.busy |= pending
+        self._commands.busy |= self.attempt.pending if self.attempt else {}
         self._commands.interrupt()
         reached = list(self._commands.ask_progress().values())
         return furthest(reached) if reached else None
