@@ -15,7 +15,7 @@ from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import PHASES, SAVE, Totals
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.speed import Cause, SpeedReport, WorkerSpeed, find_cause
+from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
 
 _WINDOW_S = 1.0
 _LEAST_S, _LEAST_STEPS = 3.0, 10
@@ -40,7 +40,7 @@ class SpeedMonitor:
     _window: dict[WorkerHandle, Rows] = field(default_factory=dict)  # its begin, by rank
     _causes: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
     """Numbers of windows by their phase and rank, or None for a window that is not slow."""
-    _links: dict[WorkerHandle, Mapping[str, float]] = field(default_factory=dict)
+    _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
     _laps: dict[str, dict[WorkerHandle, Rows]] = field(default_factory=dict)
     _step: int = 0  # the newest that workers have reported
     _saved_s: float = 0.0
@@ -63,9 +63,11 @@ class SpeedMonitor:
         if not members or len(timings) < len(members):
             return
         self._step = max(each.global_step for each in progress.values())
-        self._links |= {m: p.links for m, p in progress.items() if p.links}
+        for member, each in progress.items():
+            self._links |= {(member.info.node_ip, host): rate for host, rate in each.links.items()}
         if members != list(self._began):
-            self._links, new = {}, self._row(Totals())
+            self._links.clear()
+            new = self._row(Totals())
             self._began = self._window = {m: self._newest.get(m, new) for m in members}
             self._causes.clear()
         self._timing = timings
@@ -84,16 +86,8 @@ class SpeedMonitor:
         return np.array([_difference(self._newest[member], row) for member, row in began.items()])
 
     def _cause(self, rows: Rows) -> tuple[str, int | None] | None:
-        cause = self._find_cause(self._speeds(rows), 0)
+        cause = find_cause(self._speeds(rows), 0, self._links)
         return None if cause is None else cause[:2]
-
-    def _find_cause(self, workers: Sequence[WorkerSpeed], since_step: int) -> Cause | None:
-        links = {
-            (member.info.node_ip, host): rate
-            for member, rates in self._links.items()
-            for host, rate in rates.items()
-        }
-        return find_cause(workers, since_step, links)
 
     def _speeds(self, rows: Rows) -> list[WorkerSpeed]:
         return [
@@ -122,7 +116,7 @@ class SpeedMonitor:
         return SpeedReport(workers=workers, since_step=since, sentence=sentence)
 
     def _sentence(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
-        cause = self._find_cause(workers, since_step)
+        cause = find_cause(workers, since_step, self._links)
         if cause is None or any(each.num_steps < _LEAST_STEPS for each in workers):
             return ""
         causes, rows = self._causes.copy(), self._since(self._window)

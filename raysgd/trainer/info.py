@@ -97,7 +97,7 @@ class TrainerInfo:
     def speed(self) -> SpeedReport:
         """Return where the time of training goes: a table, and a sentence if something is slow.
 
-        The measurement begins again when the group of workers or its speed changes.
+        The measurement begins again when the group of workers changes.
         """
         return self._controller.speed.report()
 
