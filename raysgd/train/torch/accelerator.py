@@ -10,7 +10,8 @@ import functools
 import os
 import random
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from types import MethodType
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class _Accelerator:
         self.amp = amp
         self.precision = PRECISIONS[amp](get_device(), None)
         self.optimizers: list[Optimizer] = []
+        self.stepping: Optimizer | None = None
         self.share = 1.0
         """Weight of the current batch's loss in the mean over the workers."""
 
@@ -187,17 +189,31 @@ def prepare_data_loader(
 
 
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer that steps in the precision of the run.
-
-    Use the returned optimizer everywhere, including in schedulers.
-    """
-    accelerator = _accelerator()
+    """Make an optimizer step in the precision of the run, and return it."""
+    accelerator, step = _accelerator(), optimizer.step
     if not accelerator.amp:
         return optimizer
     accelerator.optimizers.append(optimizer)
     accelerator.precision.prepare([], accelerator.optimizers, None)
-    amp_optimizer: Any = _AmpOptimizer(optimizer, accelerator.precision)
-    return cast(Optimizer, amp_optimizer)
+
+    @functools.wraps(step)
+    def amp_step(optimizer: Optimizer, closure: Any = None) -> None:
+        if accelerator.stepping is optimizer:  # the precision steps the optimizer
+            step()
+            return
+        if closure is not None:
+            raise RuntimeError(
+                "In mixed precision, step() takes no closure. Compute the loss, call "
+                "raysgd.train.torch.backward(loss), and then step()."
+            )
+        accelerator.stepping = optimizer
+        try:
+            accelerator.precision.step(optimizer)
+        finally:
+            accelerator.stepping = None
+
+    optimizer.step = MethodType(amp_step, optimizer)  # type: ignore[method-assign]
+    return optimizer
 
 
 def backward(tensor: torch.Tensor) -> None:
@@ -238,31 +254,6 @@ def _in_autocast(
 def _float32(value: Any) -> Any:
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_half else value
-
-
-class _AmpOptimizer:
-    """Steps an optimizer in mixed precision, and delegates everything else to the optimizer."""
-
-    def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
-        self.optimizer = optimizer
-        self._precision = precision
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:  # schedulers require an instance of Optimizer
-        return type(self.optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("optimizer", "_precision"):  # the attribute is not set yet
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def step(self, closure: Any = None) -> None:
-        if closure is not None:
-            raise RuntimeError(
-                "In mixed precision, step() takes no closure. Compute the loss, call "
-                "raysgd.train.torch.backward(loss), and then step()."
-            )
-        self._precision.step(self.optimizer)
 
 
 class TorchAccelerator:

@@ -63,21 +63,23 @@ def test_in_mixed_precision_a_model_computes_in_bfloat16_and_returns_float32():
     assert found["y"].dtype == found["pair"][0].dtype == torch.float32
 
 
-def test_a_scheduler_and_a_state_dict_see_through_a_prepared_optimizer():
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_scheduler_and_a_prepared_optimizer_work_together(is_first):
     train.torch.accelerate(amp=True)
     model = train.torch.prepare_model(torch.nn.Linear(2, 1))
-    plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    optimizer = train.torch.prepare_optimizer(plain)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    if is_first:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    assert train.torch.prepare_optimizer(optimizer) is optimizer
+    if not is_first:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
     before = model.weight.detach().clone()
     optimizer.zero_grad()
     train.torch.backward(model(torch.ones(4, 2)).sum())
     optimizer.step()
     scheduler.step()
     assert not torch.equal(model.weight, before)
-    assert plain.param_groups[0]["lr"] == pytest.approx(0.05)
-    assert optimizer.state_dict() == plain.state_dict()
-    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: 1)
 
