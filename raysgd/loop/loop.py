@@ -88,7 +88,6 @@ class Loop:
         self._batches: Iterator[Any] | None = None
         self._batches_may_split = False
         self.source: BatchSource | None = None
-        self._until_nan = False
         self._shortest: int | None = None  # rank of the worker with the fewest batches
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
@@ -116,7 +115,6 @@ class Loop:
             self.call_progress.begin(request.call)
         if request.split:
             train_state.micro_batching.raise_split(request.split)
-        self._until_nan = request.until_nan
         train_state.timers.enabled = request.profile
         trained_on = train_state.data.trains_on
         source = train_state.data.training_source(request.dataset)
@@ -196,7 +194,7 @@ class Loop:
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
-        segment = train_state.segment = self._new_segment(source, limit)
+        segment = train_state.segment = self._new_segment(source, limit, request)
         if segment.total_batches == 0 and segment.start_offset == 0:
             raise no_batch("train", source, self._shortest)
         train_state.meters = None
@@ -236,7 +234,9 @@ class Loop:
             for feature in train_state.features:
                 feature.end_epoch(train_state.epoch)
 
-    def _new_segment(self, source: BatchSource, limit: int | None) -> StepIterator:
+    def _new_segment(
+        self, source: BatchSource, limit: int | None, request: TrainRequest
+    ) -> StepIterator:
         train_state = self.train_state
         source.current_epoch = train_state.epoch
         left = source.steps_left(train_state.offset)
@@ -255,7 +255,7 @@ class Loop:
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.each_step:
             after_commit.append(self.snapshots.maybe_take)
-        if self._until_nan:
+        if request.until_nan:
             after_commit.append(self._end_at_bad_loss)
         read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(

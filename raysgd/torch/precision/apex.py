@@ -33,7 +33,6 @@ class ApexAmp(Precision):
                 "Build a version with apex.amp from https://github.com/NVIDIA/apex, or pass "
                 "use_fp16=True for the mixed precision of PyTorch."
             ) from error
-        self._optimizers: list[torch.optim.Optimizer] = []
 
     def prepare(
         self,

@@ -33,6 +33,7 @@ class Precision(StepFeature):
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
+        self._optimizers: list[torch.optim.Optimizer] = []
 
     def prepare(
         self,
@@ -41,6 +42,7 @@ class Precision(StepFeature):
         arguments: Mapping[str, Any] | None,
     ) -> list[torch.nn.Module]:
         """Return the models to wrap and use. The optimizers must stay the same objects."""
+        self._optimizers = optimizers
         return models
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:

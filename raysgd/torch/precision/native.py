@@ -34,21 +34,11 @@ class NativeAmp(Precision):
         # bfloat16 has the range of float32, and needs no scaler.
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
         self.scales = self.scaler is not None
-        self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
         self._is_checked = False
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type)
-
-    def prepare(
-        self,
-        models: list[torch.nn.Module],
-        optimizers: list[torch.optim.Optimizer],
-        arguments: Mapping[str, Any] | None,
-    ) -> list[torch.nn.Module]:
-        self._optimizers = optimizers
-        return super().prepare(models, optimizers, arguments)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.amp.autocast(self.device.type, dtype=self.dtype)
