@@ -163,7 +163,11 @@ class StepIterator:
             )
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
-            self._signal.read(self._read(self.may_split), None)
+            rest = self._signal.read(self._read(self.may_split), _NOTHING)
+            state, source = self._train_state, self._source
+            if rest is not _NOTHING and source.steps_left(state.offset) == 0:
+                text = "Epochs end after len(loader) batches and leave out the rest of %s."
+                state.settings.warn_once("length", text, source.describe())
 
     def end_after_error(self) -> list[Any]:
         """Undo the update in progress, unless it counts. Return the batches to train again."""

@@ -100,6 +100,19 @@ def test_loader_begins_and_ends_once_in_an_epoch(start, wrap, partitions):
         assert (loader.began, loader.ended) == (2, 2)
 
 
+@pytest.mark.parametrize("partitions", [True, False])
+def test_a_loader_that_is_longer_than_its_length_is_named(start, partitions, caplog):
+    class Longer(Epochs):
+        def __len__(self):
+            return len(self.batches) - 1
+
+    trainer, operator = start(Streaming, {"wrap": Longer}, add_dist_sampler=partitions)
+    trainer.train()
+    trainer.train()
+    assert operator.trained == 2 * EPOCH[:-1]
+    assert caplog.text.count("leave out the rest of") == 1
+
+
 def test_sampler_that_counts_its_epochs_after_its_end_gives_each_its_order(start):
     class Turning(Recorder):
         def make_loaders(self, config):
