@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.arguments import naming_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
-from raysgd.loop.operator_base import OperatorBase
+from raysgd.loop.operator_base import OperatorBase, listed
 from raysgd.loop.step_iterator import allow_split
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection
 
@@ -235,8 +235,7 @@ class TrainingOperator(OperatorBase):
         """
         train_state = self._train_state
         optimizer = self._the_only("optimizer") if optimizer is None else optimizer
-        models = [self._the_only("model")] if model is None else model
-        models = models if isinstance(models, list | tuple) else [models]
+        models = listed(self._the_only("model") if model is None else model)
         variables = [variable for each in models for variable in each.trainable_variables]
         with train_state.timing.within(BACKWARD):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
