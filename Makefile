@@ -8,7 +8,7 @@ VENV := $(VENV)-$(VERSIONS)
 CONSTRAINTS = $(VENV)/constraints.txt
 # The tests that depend most on PyTorch and Ray.
 SELECTED = $(addprefix tests/unit/,_internal cluster comm torch train) \
-	$(patsubst %,tests/distributed/test_%.py,elastic exactness failures state tensorflow tune)
+	$(patsubst %,tests/distributed/test_%.py,elastic failures shares state tensorflow tune)
 endif
 
 .DEFAULT_GOAL := help

@@ -70,16 +70,15 @@ class Slow(Trains):
         return super().train_batch(batch, batch_info)
 
 
-def make_trainer(case, num_workers):
+def make_trainer(case, num_workers, operator_cls=Slow, config=(), **settings):
     return TorchTrainer(
-        training_operator_cls=Slow,
-        config=replace(case, num_samples=24 * 20).config(),
+        training_operator_cls=operator_cls,
+        config={**case.config(), **dict(config)},
         num_workers=num_workers,
         use_gpu=False,
-        exact=EqualBits(NUM_SHARDS),
-        scheduler_step_freq="batch",
+        exact=EqualBits(case.num_shards),
         elastic=ElasticConfig(resize_cooldown_s=0.0, initial_s=0.1),
-        **case.settings,
+        **{"scheduler_step_freq": "batch", **case.settings, **settings},
     )
 
 
@@ -153,8 +152,9 @@ def main():
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     for name in args.killed if args.seeds else ():
         for seed in range(args.seeds):
-            expected = undisturbed(MODELS[name], seed)
-            found, num_killed, sizes = disturbed(MODELS[name], seed)
+            case = replace(MODELS[name], num_samples=24 * 20, num_shards=NUM_SHARDS)
+            expected = undisturbed(case, seed)
+            found, num_killed, sizes = disturbed(case, seed)
             failed |= found != expected
             outcome = "equal" if found == expected else f"differs: {found}"
             print(

@@ -1,8 +1,8 @@
 """Scripts for `ray.train` of Ray 1.13, with only the imports changed.
 
 A training function is followed by a test, which does what the script did with its trainer. All
-tests but the last share one trainer. The test that kills a worker comes after those that may leave
-something in the processes. The test that ends the workers is the last on this trainer.
+tests share one trainer. The test that kills a worker comes after those that may leave something in
+the processes. The test that ends the workers is the last.
 
 Workers import this module, so it imports slow packages only in functions.
 """
@@ -294,7 +294,3 @@ def test_busy_workers_are_killed_after_patience_s(trainer, tmp_path):
     workers.shutdown(patience_s=0.1)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(calls[1])
-    trainer.start()  # for the other tests
-
-
-# ---- Ray Tune

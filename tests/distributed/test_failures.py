@@ -168,9 +168,8 @@ def test_a_file_can_be_loaded_after_the_snapshot_of_lost_workers_is_damaged(
         monkeypatch.undo()
         with open(tmp_path / "damaged.pt", "r+b") as file:
             file.write(bytes(1 << 10))
-        for call in (trainer.train, trainer.state_dict):
-            with pytest.raises(CheckpointError, match=r"damaged.*trainer\.load\(path\)"):
-                call()
+        with pytest.raises(CheckpointError, match=r"damaged.*trainer\.load\(path\)"):
+            trainer.train()
         trainer.load(path)
         trainer.train()
         assert torch.equal(ledger_of(trainer), torch.ones(80))

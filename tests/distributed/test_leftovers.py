@@ -20,22 +20,18 @@ from tests.conftest import needs_full_sharding, needs_tensorflow, wait_until
 from tests.faulty import interrupted_when
 from tests.operators import Classifier
 
-ENDS = ("shutdown", "error", "interrupt", "garbage")
-
-
-def act(end, mark):
-    """Do in the middle of a training what leads to this end."""
-    if end == "error":
-        raise KeyError("a mistake of the user")
-    if end == "interrupt":
-        Path(mark).touch()
-        time.sleep(0.5)
+ERROR, INTERRUPT, ALL = ("error",), ("interrupt",), ("error", "interrupt")
 
 
 class Acting:
+    """Fails in the fourth step as its config says, one fault after the other."""
+
     def train_batch(self, batch, batch_info):
-        if self.global_step == 3:
-            act(self.config["end"], self.config["mark"])
+        if self.global_step == 3 and self.config["faults"]:
+            if self.config["faults"].pop(0) == "error":
+                raise KeyError("a mistake of the user")
+            Path(self.config["mark"]).touch()
+            time.sleep(0.5)
         return super().train_batch(batch, batch_info)
 
 
@@ -59,10 +55,11 @@ class Sharded(Small):
 
 
 def of_operators(operator_cls=Small, trainer_cls=TorchTrainer, **settings):
-    def make(end, mark, tmp_path):
+    def make(faults, mark, tmp_path):
         # Forks of a driver that uses Ray can crash, because threads of Ray hold locks.
         loader_workers = 0 if settings.get("use_local") and settings.get("num_workers") else 1
-        config = {"end": end, "mark": mark, "num_samples": 320, "loader_workers": loader_workers}
+        config = {"faults": [*faults], "mark": mark}
+        config |= {"num_samples": 320, "loader_workers": loader_workers}
         folder = tempfile.mkdtemp(dir=tmp_path)
         trainer = trainer_cls(
             training_operator_cls=operator_cls,
@@ -80,22 +77,20 @@ def of_operators(operator_cls=Small, trainer_cls=TorchTrainer, **settings):
     return make
 
 
-def of_keras(end, mark, tmp_path):
+def of_keras(faults, mark, tmp_path):
     from tests.tf_operators import Digits
 
     class Acted(Acting, Digits):
         pass
 
-    return of_operators(Acted, TFTrainer, use_local=True)(end, mark, tmp_path)
+    return of_operators(Acted, TFTrainer, use_local=True)(faults, mark, tmp_path)
 
 
-def of_functions(end, mark, tmp_path):
+def of_functions(faults, mark, tmp_path):
     def function():
         for epoch in range(3):
             train.report(epoch=epoch)
             train.save_checkpoint(epoch=epoch, large=torch.zeros(2**23))
-            if epoch == 1:
-                act(end, mark)
 
     trainer = Trainer("torch", logdir=tempfile.mkdtemp(dir=tmp_path))
     trainer.start()
@@ -103,13 +98,13 @@ def of_functions(end, mark, tmp_path):
 
 
 KINDS = {
-    "local": (of_operators(use_local=True), ENDS),
-    "workers": (of_operators(Large, num_workers=2), ("error", "interrupt", "garbage")),
-    "sharded": (of_operators(Sharded, num_workers=2, use_local=True), ("error", "interrupt")),
-    "keras": (of_keras, ("error", "garbage")),
-    "functions": (of_functions, ("garbage",)),
+    "local": (of_operators(use_local=True), [(), ERROR, INTERRUPT, ALL]),
+    "workers": (of_operators(Large, num_workers=2), [ALL, ()]),
+    "sharded": (of_operators(Sharded, num_workers=2, use_local=True), [ERROR, INTERRUPT]),
+    "keras": (of_keras, [ERROR, ()]),
+    "functions": (of_functions, [()]),
 }
-"""What makes trainers, and how these end. Each start of a worker costs seconds."""
+"""What makes trainers, and the faults of each. Each start of a worker costs seconds."""
 MARKS = {"sharded": needs_full_sharding, "keras": needs_tensorflow}
 
 
@@ -125,18 +120,17 @@ def held():
     )
 
 
-def run(make, end, tmp_path):
-    """Train until this end. Return a trainer that was shut down, because a program may keep it."""
+def run(make, faults, tmp_path, is_garbage):
+    """Train with faults. Return a trainer that was shut down, because a program may keep it."""
     mark = str(tmp_path / f"mark-{time.monotonic()}")
-    trainer, call = make(end, mark, tmp_path)
-    ending = contextlib.nullcontext()
-    if end == "error":
-        ending = pytest.raises(Exception, match="a mistake of the user")
-    elif end == "interrupt":
-        ending = pytest.raises(KeyboardInterrupt)
-    with ending, interrupted_when(lambda: os.path.exists(mark)):
+    trainer, call = make(faults, mark, tmp_path)
+    for fault in faults:
+        ending = pytest.raises(KeyError if fault == "error" else KeyboardInterrupt)
+        with ending, interrupted_when(lambda: os.path.exists(mark)):
+            call()
+    if not faults:
         call()
-    if end != "garbage":
+    if not is_garbage:
         trainer.shutdown()
         return trainer
 
@@ -146,11 +140,11 @@ def run(make, end, tmp_path):
 def test_trainers_leave_nothing(ray_cluster, tmp_path, monkeypatch, kind):
     (folder := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    make, ends = KINDS[kind]
-    run(make, "shutdown", tmp_path)  # libraries keep some things from their first use
+    make, runs = KINDS[kind]
+    run(make, (), tmp_path, is_garbage=False)  # libraries keep some things from their first use
     gc.collect()
     before = held()
-    kept = [run(make, end, tmp_path) for end in ends]
+    kept = [run(make, faults, tmp_path, is_garbage=not faults) for faults in runs]
     gc.collect()
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not held() - before)

@@ -1,12 +1,16 @@
-"""Saving, loading, and exporting the state of a trainer."""
+"""Saving, loading, and exporting the state of a trainer, whose ports a stranger attacks."""
 
+import contextlib
 import datetime
 import os
 import random
 import resource
 import signal
+import socket
+import threading
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -69,10 +73,61 @@ SETTINGS = {
 }
 
 
+class Stranger(threading.Thread):
+    """Attacks each port on which this process and its workers listen, as any host could.
+
+    It opens silent connections, and sends garbage and the start of a message of raysgd.
+    """
+
+    said = (b"", b"\xff" * 200, b"GET / HTTP/1.1\r\n\r\n", b"sgd2" + bytes(200), b"[" * 2**20)
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.attacked, self.connections = {}, contextlib.ExitStack()
+        self.over = threading.Event()
+        self.spared = {*self.ports()}
+
+    def __enter__(self):
+        self.start()
+        return self.attacked
+
+    def __exit__(self, *error):
+        self.over.set()
+        self.join()
+        self.connections.close()
+
+    def ports(self):
+        """Return the process IDs by port."""
+        found = {}
+        driver = psutil.Process()
+        for process in (driver, *driver.children(recursive=True)):
+            with contextlib.suppress(psutil.Error, IndexError):  # it has ended
+                if process == driver or process.cmdline()[0].startswith("ray::"):
+                    open_ports = process.net_connections("tcp")
+                    found |= {c.laddr.port: process.pid for c in open_ports if c.status == "LISTEN"}
+        return found
+
+    def run(self):
+        while not self.over.wait(0.1):
+            for port, pid in self.ports().items():
+                if port not in self.spared and port not in self.attacked:
+                    self.attacked[port] = pid
+                    for _ in range(100):
+                        with contextlib.suppress(OSError):
+                            connection = socket.create_connection(("127.0.0.1", port), 1)
+                            self.connections.enter_context(connection)
+                            connection.setblocking(False)
+                            connection.send(random.choice(self.said))
+
+
 @pytest.fixture(scope="module")
 def two_workers(module_cluster):
-    with TorchTrainer(**SETTINGS) as trainer:
+    """Two workers that start and train while a stranger attacks their ports."""
+    with Stranger() as attacked, TorchTrainer(**SETTINGS, timeout_s=120) as trainer:
+        pids = pids_of(trainer)
         yield Shared(trainer)
+    assert os.getpid() in attacked.values()
+    assert sum(pid in pids for pid in attacked.values()) > len(pids)  # Ray owns one port per worker
 
 
 @pytest.fixture

@@ -221,19 +221,16 @@ def trains_on_numbers(config):
             break
 
 
-@pytest.mark.slow("five workers start")
-def test_each_sample_counts_once_after_a_kill_and_on_other_numbers_of_workers(
-    module_cluster, tmp_path
-):
-    newest = None
-    for size, num_steps in ((2, 3), (1, 5), (2, None)):
-        own = Trainer("torch", size, logdir=tmp_path)
-        own.start()
-        try:
+@pytest.mark.slow("three workers start")
+def test_each_sample_counts_once_after_a_kill_and_on_another_number_of_workers(trainer, tmp_path):
+    alone, newest = Trainer("torch", 1, logdir=tmp_path), None
+    alone.start()
+    try:
+        for own, num_steps in ((trainer, 3), (alone, 5), (trainer, None)):
             own.run(trains_on_numbers, {"num_steps": num_steps}, checkpoint=newest)
             newest = own.latest_checkpoint
-        finally:
-            own.shutdown()
+    finally:
+        alone.shutdown()
     assert newest["starts"] == 4
     assert len(newest["used"]) - len(set(newest["used"])) < 3  # a last step can repeat samples
     assert set(newest["used"]) == set(range(61))

@@ -62,10 +62,6 @@ class Driver:
         members = self.trainer._controller.members
         return {member.info.node_ip: member.info.pid for member in members}
 
-    def pids(self):
-        """Return the process IDs of all workers."""
-        return [member.info.pid for member in self.trainer._controller.members]
-
     def train(self):
         """Train until a file ``enough`` exists and no worker is missing. Check the ledger.
 

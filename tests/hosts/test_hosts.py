@@ -93,13 +93,6 @@ class Run:
         if self._is_training:
             self.end()
 
-    def await_nobody_else(self):
-        """Wait until no host has a worker process outside the group."""
-        ours, every = set(self.call("pids")), range(len(self.hosts.cpus))
-        wait_until(
-            lambda: {p.pid for h in every for p in self.hosts.processes(h, "ray::Worker")} == ours
-        )
-
     def alone(self):
         """Return the workers that are alone on their host, by host."""
         others = range(1, len(self.hosts.cpus))
