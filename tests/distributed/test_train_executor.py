@@ -7,9 +7,12 @@ import functools
 import os
 import signal
 
+import cloudpickle
 import pytest
+import ray
 
 from raysgd import train
+from raysgd.train import worker_group
 from raysgd.train.backend import (
     BackendConfig,
     BackendExecutor,
@@ -18,6 +21,7 @@ from raysgd.train.backend import (
     TrainingWorkerError,
     WorkerGroup,
 )
+from raysgd.train.worker_group import TrainWorkerGroup
 from tests.conftest import wait_until
 
 
@@ -93,6 +97,28 @@ def test_an_error_is_raised_while_other_workers_are_busy(executor, tmp_path):
         done.unlink()
 
 
+class Counter:
+    def __init__(self, start, by=1):
+        self.value, self.by = start, by
+
+    def add(self, times=1):
+        self.value += times * self.by
+        return self.value
+
+    def _value(self):
+        return self.value
+
+
+def test_methods_of_classes_on_the_workers_are_those_of_actors(executor):
+    first, second = (TrainWorkerGroup(executor, Counter, (n,), {"by": 2}) for n in (5, 100))
+    sent = cloudpickle.loads(cloudpickle.dumps(first[0]))  # as in a task
+    calls = [second[0].add.remote(), first[0].add.remote(times=2), sent._value.remote()]
+    assert ray.get(calls) == [102, 9, 9]
+    executor.run(lambda: worker_group._HOSTED.clear())  # as a restart does
+    with pytest.raises(RuntimeError, match=r"add\(\): .* Call to_worker_group\(\) again"):
+        ray.get(first[1].add.remote())
+
+
 class KillsAsItIsShared:
     """Kills a worker when its shards are first sent."""
 
@@ -137,8 +163,16 @@ def test_workers_can_be_added_and_removed(module_cluster):
         (first,) = group.execute(os.getpid)
         with pytest.raises(ZeroDivisionError):
             group.execute(lambda: 1 / 0)
+        with pytest.raises(RuntimeError, match="already started"):
+            group.start()
         group.add_workers(1)
         assert len(group) == 2
+        for index in (-1, 2):
+            for call in (group.execute_single, group.execute_single_async):
+                with pytest.raises(ValueError, match=rf"worker_index={index}: .*0 and 1"):
+                    call(index, print)
+            with pytest.raises(ValueError, match=rf"worker_index={index}: .*0 and 1"):
+                group.remove_workers([0, index])
         assert group.execute(lambda a, b=0: a + b, 1, b=2) == [3, 3]
         assert module_cluster.get(group.execute_async(os.getpid)) == group.execute(os.getpid)
         assert group.execute_single(1, lambda: 5) == 5
@@ -148,5 +182,6 @@ def test_workers_can_be_added_and_removed(module_cluster):
         assert group.execute(os.getpid) == [second] != [first]
     finally:
         group.shutdown(patience_s=1)
-    with pytest.raises(RuntimeError, match="no workers"):
-        group.execute(os.getpid)
+    for call in (group.execute, group.execute_async):
+        with pytest.raises(RuntimeError, match=r"no workers.*Call start\(\) first"):
+            call(os.getpid)

@@ -31,6 +31,43 @@ def test_a_wrong_number_of_workers_is_refused(size):
     assert str(caught.value).startswith(f"num_workers={size!r}: must be")
 
 
+@pytest.mark.parametrize(
+    ("amounts", "bundle"),
+    [
+        ((1, 0, None), {"CPU": 1}),
+        ((0.5, 2, {"a": 1.5, "b": 0}), {"CPU": 0.5, "GPU": 2, "a": 1.5}),
+        ((0, 0, {"a": 1}), {"a": 1}),
+    ],
+)
+def test_a_worker_reserves_its_amounts(amounts, bundle):
+    assert group_options(1, *amounts).bundle == bundle
+
+
+@pytest.mark.parametrize(
+    ("amounts", "match"),
+    [
+        ((-1, 0, None), r"CPU=-1\): must be at least 0"),
+        ((1, float("nan"), None), r"GPU=nan\): must be at least 0"),
+        ((1, 0, {"license": "1"}), r"license='1'\): must be a number"),
+        ((1, 0, {"license": True}), r"license=True\): must be a number"),
+        ((0, 0, {"a": 0}), "must reserve a CPU"),
+    ],
+)
+def test_wrong_amounts_are_refused(amounts, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        group_options(1, *amounts)
+
+
+def test_workers_are_packed_unless_arguments_or_the_environment_say_otherwise(monkeypatch):
+    monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
+    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "7")
+    options = group_options(2)
+    assert (options.strategy, options.start_timeout_s) == ("PACK", 7)
+    assert group_options(2, strategy="STRICT_PACK").strategy == "STRICT_PACK"
+    monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", "1")
+    assert group_options(2, strategy="PACK").strategy == "SPREAD"
+
+
 def executor(use_gpu, resources):
     return executor_for(BackendConfig(), ScalingConfig(1, use_gpu, resources), FailureConfig())
 

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
+from raysgd.train.torch import TorchAccelerator
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,11 @@ def test_a_frozen_model_is_not_wrapped(monkeypatch):
 
 @pytest.mark.parametrize(
     "prepare",
-    [train.torch.accelerate, lambda: train.torch.prepare_model(torch.nn.Linear(1, 1))],
+    [
+        train.torch.accelerate,
+        lambda: train.torch.prepare_model(torch.nn.Linear(1, 1)),
+        lambda: TorchAccelerator(amp=True).get_device(),
+    ],
 )
 def test_accelerate_is_called_once_and_first(prepare):
     prepare()
