@@ -210,8 +210,6 @@ def test_remote_files_are_read_again_after_errors(tmp_path, flaky, monkeypatch):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No file matches '.*none-\*.txt'"):
         text(str(tmp_path / "none-*.txt"))
-    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
-        text(str(tmp_path / "none.txt"))
     with pytest.raises(FileNotFoundError, match=r"text\(\[\]\): needs at least one path"):
         text([])
 
@@ -388,8 +386,6 @@ def test_mix_is_of_streams_whose_length_is_known(make):
     for other in (Stream(records, group=2), Stream(records, skip_broken=True), range(3)):
         with pytest.raises(TypeError, match=r"must be a Stream without group and skip_broken"):
             mix([Stream(records), other], [1, 1])
-    with pytest.raises(ValueError, match="needs at least one stream"):
-        mix([], [])
 
 
 def test_order_of_a_mix_depends_on_seed_and_epoch(tmp_path):

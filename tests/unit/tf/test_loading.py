@@ -92,13 +92,6 @@ def test_steps_of_uneven_sparse_batches_are_divided(training, kind, splits):
     assert {tuple(row) for row in found} == set(map(tuple, dense.tolist()))
 
 
-def test_steps_of_validation_go_on_where_the_last_ended():
-    left, right = sources(2, training=False)
-    assert [drawn(left, 0, 0, 2), drawn(right, 0, 0, 2)] == [drawn(left)[:2], drawn(right)[:2]]
-    assert (len(drawn(left, 0, 4, 1)), len(drawn(right, 0, 4, 1))) == (1, 0)
-    assert left.offset_after(4, 1) == 5
-
-
 def begun(group, epoch, offset):
     """Return the batches of each rank from `offset`, after all ranks have agreed on an order."""
     told, met = [], threading.Barrier(len(group), timeout=30)
@@ -180,54 +173,9 @@ def source(arrays, **arguments):
     return ArraySource(arrays, **{**given, "seed": 5, **arguments})
 
 
-@given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 9), st.booleans())
-def test_arrays_are_shared_out_sample_by_sample(workers, samples, size, training):
-    arrays = (np.arange(samples), {"twice": 2 * np.arange(samples)})
-    rows = [
-        batch
-        for rank in range(workers)
-        for batch in ArraySource(
-            arrays,
-            training=training,
-            world_size=workers,
-            rank=rank,
-            batch_size=size,
-            shuffle=True,
-            seed=5,
-        ).batches(1, 0)
-    ]
-    everything = [x for batch in rows for x in batch[0].numpy().tolist()]
-    assert all((batch[1]["twice"].numpy() == 2 * batch[0].numpy()).all() for batch in rows)
-    assert set(everything) == set(range(samples))
-    assert training or len(everything) == samples
-
-
 def test_arrays_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match=r"must have the same length, but they have \[3, 4\]"):
         source((np.ones(3), {"x": np.ones(4)}))
-
-
-@given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 3), st.data())
-def test_an_epoch_goes_on_after_any_step_in_its_order(samples, size, epoch, data):
-    def shuffled():
-        return source(np.arange(samples), batch_size=size, shuffle=True)
-
-    whole = drawn(shuffled(), epoch)
-    assert sorted(x for batch in whole for x in batch) == list(range(samples))
-    steps = data.draw(st.integers(0, len(whole)))
-    again = shuffled()
-    offset = again.offset_after(0, steps)
-    assert again.steps_left(offset) == len(whole) - steps
-    assert drawn(again, epoch, 0, steps) + drawn(again, epoch, offset) == whole
-
-
-def test_each_epoch_and_each_seed_has_an_order_of_its_own():
-    shuffled = source(np.arange(40), shuffle=True)
-    first, second = drawn(shuffled, 0), drawn(shuffled, 1)
-    shuffled.reseed(6)
-    assert len({str(order) for order in (first, second, drawn(shuffled, 0))}) == 3
-    kept = source(np.arange(40), shuffle=True, training=False)
-    assert drawn(kept, 3) == [[n, n + 1] for n in range(0, 40, 2)], "validation is not shuffled"
 
 
 def test_a_worker_s_share_follows_the_number_of_workers():
@@ -237,6 +185,15 @@ def test_a_worker_s_share_follows_the_number_of_workers():
         resized.repartition(2, 1, config_batch=4)
         assert list(map(len, drawn(resized))) == sizes
         assert f"batch size {sizes[0]} on each of 2 workers" in resized.describe()
+
+
+def test_each_epoch_and_each_seed_has_an_order_of_its_own():
+    shuffled = source(np.arange(40), shuffle=True)
+    first, second = drawn(shuffled, 0), drawn(shuffled, 1)
+    shuffled.reseed(6)
+    assert len({str(order) for order in (first, second, drawn(shuffled, 0))}) == 3
+    kept = source(np.arange(40), shuffle=True, training=False)
+    assert drawn(kept, 3) == [[n, n + 1] for n in range(0, 40, 2)], "validation is not shuffled"
 
 
 def test_different_data_have_different_fingerprints():

@@ -11,6 +11,7 @@ from raysgd._internal import step_timing
 from raysgd.callbacks import EMA
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.tf import TrainingOperator
+from raysgd.tf.creators import fit_plan
 from tests.tf_operators import Digits, digits, make_model
 
 tf = pytest.importorskip("tensorflow")
@@ -134,6 +135,24 @@ def test_fit_refuses_to_count_epochs_of_endless_data_of_creator_functions():
         pytest.raises(ValueError, match=r"repeats without end.* fit\(max_steps="),
     ):
         trainer.fit(1, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"fit_config": 3}, TypeError, r"config\(fit_config=3\): must be a dict"),
+        ({"fit_config": {"epochs": 0}}, ValueError, r"fit_config\(epochs=0\): must be at least 1"),
+        ({"fit_config": {"batch_size": 3}}, ValueError, r"'batch_size'\. It can have 'epochs'"),
+        (
+            {"fit_config": {"callbacks": []}},
+            ValueError,
+            "TFTrainer.callbacks=",
+        ),
+    ],
+)
+def test_wrong_fit_configs_are_errors(config, error, text):
+    with pytest.raises(error, match=text):
+        fit_plan(config)
 
 
 def make_trainable(value):

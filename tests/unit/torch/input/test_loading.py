@@ -212,18 +212,6 @@ def test_ranks_follow_one_order_that_a_shuffle_changes_each_epoch(name, make_dat
     assert len(set(epochs)) == (1 if name in ORDERS else 3)
 
 
-def test_order_follows_from_the_seed_or_the_generator():
-    def order(seed, generator=None):
-        source = wrap(DataLoader(tensors(), 3, shuffle=True, generator=generator), seed=seed)
-        return source, indices(source.batches(0, 0))
-
-    source, first = order(1)
-    assert first == order(1)[1] != order(2)[1]
-    source.reseed(2)
-    assert indices(source.batches(0, 0)) == order(2)[1]
-    assert order(1, seeded(1))[1] == order(2, seeded(1))[1] != order(1, seeded(2))[1]
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_drawing_an_order_restores_the_random_generators(name):
     loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
@@ -362,19 +350,6 @@ def test_digest_is_that_of_the_order_that_was_drawn():
 
 
 # ---- partitions
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("make_data", [tensors, Numbers])
-@pytest.mark.parametrize("sampler", [None, range(20)])
-def test_validation_keeps_the_order_and_repeats_no_sample(make_data, world_size, sampler):
-    loader = DataLoader(make_data(23), batch_size=3, sampler=sampler)
-    ranks = group_batches(loader, world_size, training=False)
-    assert sorted(i for batches in ranks for i in indices(batches)) == list(sampler or range(23))
-    assert all(indices(batches) == sorted(indices(batches)) for batches in ranks)
-    single = [indices([batch]) for batch in loader]
-    for rank, batches in enumerate(ranks):
-        assert [indices([batch]) for batch in batches] == single[rank::world_size]
 
 
 def test_loader_with_the_batch_share_follows_it():
@@ -751,14 +726,6 @@ def test_data_set_that_raises_stop_iteration_is_an_error(data, batch_size, world
     assert next(batches).tolist() == [*range(batch_size)]
     with pytest.raises(RuntimeError, match=rf"The loader ended after 1 of {total} batches"):
         list(batches)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_drop_last_is_kept(training):
-    loader = DataLoader(tensors(23), batch_size=3, drop_last=True)
-    ranks = group_batches(loader, 2, training=training)
-    assert all(len(batch[0]) == 3 for batches in ranks for batch in batches)
-    assert sum(map(len, ranks)) == (6 if training else 7)
 
 
 # ---- the position of a checkpoint

@@ -34,38 +34,14 @@ def rows(loader):
     return [row for (batch,) in loader for row in batch.tolist()]
 
 
-def parts_of(make, passes=1, size=2):
-    """Return the rows of each worker in the last of several passes; `make` makes its loader."""
+def parts_of(make, size=2):
+    """Return the rows of each worker; `make` makes its loader."""
     parts = []
     for rank in range(size):
         random.seed(rank)  # workers differ in their own random numbers
         torch.manual_seed(rank)
-        worker = prepared(make(), rank, size)
-        parts.append([rows(worker) for _ in range(passes)][-1])
+        parts.append(rows(prepared(make(), rank, size)))
     return parts
-
-
-def test_each_worker_gets_its_part_in_order():
-    parts = parts_of(loader)
-    assert sorted(parts[0] + parts[1]) == list(range(20))
-    assert parts[0] == sorted(parts[0])
-    assert len(prepared(loader())) == 3
-
-
-@pytest.mark.parametrize(
-    ("make", "items"),
-    [
-        (lambda: loader(shuffle=True), range(20)),
-        (lambda: loader(sampler=SubsetRandomSampler(range(6, 16))), range(6, 16)),
-    ],
-)
-def test_workers_share_a_new_order_in_each_pass(make, items):
-    first, second = parts_of(make), parts_of(make, passes=2)
-    for parts in (first, second):
-        assert [len(part) for part in parts] == [len(items) // 2] * 2
-        assert sorted(parts[0] + parts[1]) == list(items)
-    assert first != second
-    assert first[0] != sorted(first[0])
 
 
 @pytest.mark.parametrize("shuffled", [True, False])
