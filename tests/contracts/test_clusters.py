@@ -274,12 +274,15 @@ def test_a_spot_notice_drains_the_node(slurm_job, metadata_url):
     assert 90 < event["seconds"] <= 110
 
 
-@pytest.mark.skipif(not IN_SOAK, reason="24 s for a script that rarely changes")
-@pytest.mark.slow("waits until Ray has drained both nodes")
-@pytest.mark.skipif(
+needs_drain = pytest.mark.skipif(
     not hasattr(ray_constants, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"),
     reason="this version of Ray does not drain a node on SIGTERM",
 )
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="24 s for a script that rarely changes")
+@pytest.mark.slow("waits until Ray has drained both nodes")
+@needs_drain
 def test_the_slurm_script_drains_and_requeues_before_its_time_limit(slurm_job):
     job, folder = slurm_job
     wait_until(lambda: num_epochs(folder) > 1, timeout_s=240)
@@ -292,10 +295,7 @@ def test_the_slurm_script_drains_and_requeues_before_its_time_limit(slurm_job):
 
 @pytest.mark.skipif(not IN_SOAK, reason="a minute for scripts that rarely change")
 @pytest.mark.slow("starts three Ray nodes")
-@pytest.mark.skipif(
-    not hasattr(ray_constants, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"),
-    reason="this version of Ray does not drain a node on SIGTERM",
-)
+@needs_drain
 def test_slurm_jobs_join_the_ray_of_a_head_job_and_leave_it(tmp_path):
     def wait_for(num_workers):
         wait_until(

@@ -118,16 +118,6 @@ TRAINER_ARGUMENTS = {
     "logdir": None,
 }
 
-ELASTIC_FIELDS = {
-    "max_attempts": 10,
-    "initial_s": 1.0,
-    "max_s": 60.0,
-    "resize_cooldown_s": 10.0,
-    "grow": True,
-    "snapshot_every": "auto",
-}
-
-
 NEEDED = {
     "raysgd.tf": ("tensorflow",),
     "raysgd.train.huggingface.transformers": ("accelerate", "transformers"),
@@ -197,13 +187,6 @@ def test_the_trainer_takes_these_arguments_with_these_defaults():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         if name != "training_operator_cls":
             assert parameters[name].default == default, name
-
-
-def test_the_elastic_config_takes_these_values_with_these_defaults():
-    parameters = inspect.signature(raysgd.ElasticConfig).parameters
-    for name, default in ELASTIC_FIELDS.items():
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[name].default == default, name
 
 
 METHODS = {

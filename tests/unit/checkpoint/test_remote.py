@@ -177,17 +177,6 @@ def test_an_error_of_a_server_shows_no_signature(failing):
     assert "secret" not in "".join(traceback.format_exception(caught.value, chain=True))
 
 
-def test_damage_is_not_reported_as_a_network_error():
-    write_file(STATE, URL)
-    file = MemoryFileSystem.store["/run/state.pt"]
-    file.seek(-40, 2)
-    file.write(b"!")
-    for read in (read_file, read_manifest):
-        with pytest.raises(CheckpointError, match="damaged") as caught:
-            read(URL)
-        assert not isinstance(caught.value, UnreachableError)
-
-
 def test_a_state_that_cannot_be_pickled_reaches_no_server(failing):
     failing("put_file", raising(AssertionError("uploaded")))
     with pytest.raises(CheckpointError, match="Cannot save to"):

@@ -10,7 +10,7 @@ from raysgd.cluster.worker import Worker
 from raysgd.elastic.machine import Broken
 from raysgd.elastic.supervision import Supervision
 from raysgd.errors import CheckpointError, WorkerLostError
-from tests.blackbox.simulation.seam import BadBatchError, LostError
+from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import World
 from tests.unit.cluster.calls import request_of, run
 
@@ -84,28 +84,6 @@ def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
 
 
 # ---- lost workers are replaced
-
-
-def test_live_worker_is_asked_again_if_its_answer_is_lost(world, monkeypatch):
-    """A temporary network failure can break Ray's connection to a live worker."""
-    controller = world.drive(3).controller
-    (survivor, gone, _), lost = controller.members, []
-    control = survivor.control
-
-    def lose_one(method, *arguments):
-        if method is not Worker.progress or lost or not gone.dead:
-            return control(method, *arguments)
-        lost.append(Future())
-        lost[0].set_exception(LostError("its connection"))
-        return lost[0]
-
-    monkeypatch.setattr(survivor, "control", lose_one)
-    monkeypatch.setattr(survivor, "may_live", lambda error: not survivor.dead)
-    world.at_step(20, lambda: world.lose(1))
-    run_until(controller, 100, max_losses=1)
-    assert kinds(controller) == ["started", "lost", "resumed", "grown"]
-    assert lost
-    assert survivor in controller.members
 
 
 def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
@@ -555,33 +533,6 @@ def test_without_snapshots_lost_shards_end_the_call(world):
         run_until(controller, 60, max_losses=1)
 
 
-def raise_in_update(members):
-    for member in members:
-        member.condition = "damaged"
-        member.error = ValueError("within the step of an optimizer")
-
-
-def test_another_worker_replaces_a_partial_state(world):
-    controller = world.drive(3).controller
-    before = list(controller.members)
-    world.at_step(25, lambda: raise_in_update(before[:1]))
-    with pytest.raises(ValueError, match="within the step"):
-        run_until(controller, 60)
-    run_until(controller, 60)
-    assert controller.members == before
-    assert before[0].condition == "good"
-
-
-def test_all_workers_restart_from_the_snapshot_if_every_state_is_partial(world):
-    controller = world.drive(3).controller
-    before = list(controller.members)
-    world.at_step(25, lambda: raise_in_update(before))
-    with pytest.raises(ValueError, match="within the step"):
-        run_until(controller, 60)
-    assert steps_of(run_until(controller, 60)) == [60] * 3
-    assert not set(before) & set(controller.members)
-
-
 def test_a_restart_waits_for_room_longer_each_time(world):
     controller = world.drive(3, min_workers=2, initial_s=1.0).controller
     began = []
@@ -632,17 +583,6 @@ def test_error_in_setup_during_a_restart_reaches_the_caller(world):
     world.on_new_worker.clear()
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
     assert all(member.is_set_up for member in controller.members)
-
-
-def test_workers_that_others_cannot_join_restart_from_the_snapshot(world):
-    controller = world.drive(3, can_join=False).controller
-    before = list(controller.members)
-    world.at_step(25, lambda: world.lose(1))
-    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
-    assert not set(before) & set(controller.members)
-    assert all(member.dead for member in before)
-    assert kinds(controller) == ["started", "lost", "restarted"]
-    assert run.call.num_losses == 1
 
 
 # ---- too few workers are left

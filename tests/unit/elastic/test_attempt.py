@@ -11,8 +11,6 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.elastic import commands
 from raysgd.elastic.commands import Attempt, Commands
-from raysgd.errors import CollectiveError
-from tests.blackbox.simulation.seam import LostError
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +24,19 @@ def outcome(kind, payload=None):
 
 
 class Named(str):
-    """A worker that may be alive if Ray reports it as unavailable."""
+    """A worker that may be alive if Ray reports it as unavailable, as it does `num_lost` times."""
+
+    num_lost = 2
 
     def may_live(self, error):
         return isinstance(error, ray.exceptions.ActorUnavailableError)
 
     def control(self, method):
-        answer = Future()
-        answer.set_exception(ray.exceptions.ActorUnavailableError("no connection", b"0" * 16))
+        answer, self.num_lost = Future(), self.num_lost - 1
+        if self.num_lost < 0:
+            answer.set_result(Progress())
+        else:
+            answer.set_exception(ray.exceptions.ActorUnavailableError("no connection", b"0" * 16))
         return answer
 
 
@@ -42,10 +45,11 @@ def attempt_of(*names):
     return Attempt(futures, Clock()), futures
 
 
-def test_a_worker_whose_answer_is_lost_lives_if_the_wait_ends_early():
+def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again_until_the_wait_ends():
     group = SimpleNamespace(clock=Clock(), is_cut_off=lambda: False)
     requests = Commands(group, None, lambda: None, timeout_s=1)
     assert requests.reach([Named("a")], is_over=lambda: True) == ({}, {})
+    assert requests.reach([Named("a")]) == ({"a": Progress()}, {})
 
 
 def test_the_first_failure_in_time_is_the_one_to_raise():
@@ -68,31 +72,3 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
     attempt.find_cause(lambda: futures["b"].set_result(outcome("stopped", RuntimeError())))
     assert not attempt.lost
     assert not attempt.pending
-
-
-def test_a_failed_collective_waits_for_its_reason():
-    attempt, futures = attempt_of("a", "b", "c")
-    futures["a"].set_result(outcome("communication", ConnectionError("peer")))
-    attempt.collect(0)
-    interrupted = []
-
-    def interrupt():
-        interrupted.append(1)
-        futures["b"].set_exception(LostError("dead"))
-        futures["c"].set_result(outcome("stopped", RuntimeError()))
-
-    attempt.find_cause(interrupt)
-    assert interrupted
-    assert list(attempt.lost) == ["b"]
-    assert not attempt.pending
-
-
-def test_a_failed_collective_without_reason_is_an_error_of_communication():
-    attempt, futures = attempt_of("a", "b")
-    futures["a"].set_result(outcome("communication", ConnectionError("closed by peer")))
-    futures["b"].set_result(outcome("stopped", RuntimeError("stopped")))
-    attempt.collect(0)
-    attempt.find_cause(lambda: None)
-    error = attempt.error()
-    assert isinstance(error, CollectiveError)
-    assert error.__cause__ is not None

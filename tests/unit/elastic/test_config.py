@@ -25,6 +25,8 @@ def test_the_defaults_are_as_promised():
     assert dataclasses.asdict(config) == DEFAULTS
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.grow = False
+    with pytest.raises(TypeError, match="positional"):
+        ElasticConfig("even")
 
 
 @pytest.mark.parametrize(

@@ -155,20 +155,6 @@ def test_a_restart_tears_down_the_worker_in_the_drivers_process(world, monkeypat
 # ---- calls and interruptions
 
 
-def test_a_second_call_at_the_same_time_is_an_error(world):
-    controller = world.drive(3).controller
-    errors = []
-
-    def call():
-        with pytest.raises(RuntimeError, match="Another thread is calling") as caught:
-            controller.run(run.call)
-        errors.append(caught.value)
-
-    world.at_step(20, call)
-    assert train(controller) == [40] * 3
-    assert len(errors) == 1
-
-
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_the_next_call_works_after_ctrl_c(world, is_deaf):
     controller = world.drive(3).controller

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.context import Holdings, Progress
+from raysgd._internal.context import Progress
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
@@ -12,7 +12,6 @@ from raysgd.elastic.policies import (
     backoff_s,
     choose_leader,
     choose_members,
-    furthest,
     pause_step,
 )
 
@@ -70,18 +69,6 @@ def test_no_committed_step_is_discarded(progress, leaving):
 def test_the_leader_is_the_lowest_rank_with_most_steps(steps):
     leader = choose_leader([Progress(global_step=step) for step in steps])
     assert leader == steps.index(max(steps))
-
-
-def test_a_damaged_state_leads_only_if_all_are_damaged():
-    damaged = Progress(global_step=5, holdings=Holdings(condition="damaged"))
-    assert choose_leader([damaged, Progress(global_step=4)]) == 1
-    assert choose_leader([damaged, damaged]) == 0
-
-
-@given(st.lists(st.integers(0, 5), min_size=1))
-def test_the_group_is_as_far_as_its_leader(steps):
-    progress = [Progress(global_step=step) for step in steps]
-    assert furthest(progress).global_step == max(steps)
 
 
 # ---- waiting

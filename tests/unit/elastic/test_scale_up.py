@@ -260,19 +260,6 @@ def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(
     assert scale_up.are_enough(2)
 
 
-def test_no_replacement_starts_after_max_attempts(make, clock):
-    scale_up, _ = make(max_attempts=3)
-    scale_up.tick()
-    for _ in range(3):
-        replacements()[-1].error = ValueError("setup")
-        scale_up.tick()
-        waits_until_the_next(scale_up, clock)
-    assert len(replacements()) == 3
-    clock.now += 1e6
-    scale_up.tick()
-    assert len(replacements()) == 3
-
-
 def test_replacements_start_again_after_a_new_loss(make, clock):
     """Otherwise, waiting for min_workers would be useless."""
     scale_up, group = make(num_workers=3, present=2, max_attempts=1)

@@ -1,4 +1,4 @@
-"""The seal of a checkpoint file, which detects damage to any byte."""
+"""The seal of a checkpoint file, which detects damage to any byte, and its manifest."""
 
 import hashlib
 import io
