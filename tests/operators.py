@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TrainingOperator
+from raysgd import TorchTrainer, TrainingOperator
 
 NUM_SAMPLES = 1003
 
@@ -68,6 +68,12 @@ class Classifier(TrainingOperator):
             train_loader=DataLoader(data, shuffle=config.get("shuffle", True), **settings),
             validation_loader=DataLoader(data, **settings),
         )
+
+
+def local(operator_cls=Classifier, config=None, **arguments):
+    """Return a trainer whose only worker is this process, on CPU by default."""
+    given = {"use_local": True, "use_gpu": False, **arguments}
+    return TorchTrainer(training_operator_cls=operator_cls, config=config or {}, **given)
 
 
 class Adversaries(TrainingOperator):

@@ -29,7 +29,7 @@ from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
 from tests.hosts.network import Hosts
 from tests.ledger import Ledger, Weights
-from tests.operators import plain, replica_hash
+from tests.operators import local, plain, replica_hash
 from tests.soak import RECOVERIES
 
 NUM_RECOVERIES = 10
@@ -123,12 +123,8 @@ class Round:
             "ballast": 10**6 if kind == "saves" else 0,
         }
         (nothing := folder / "undisturbed").mkdir(exist_ok=True)
-        self.undisturbed = TorchTrainer(
-            training_operator_cls=Recovering,
-            config={**config, "folder": str(nothing), "until_size": 1},
-            use_local=True,
-            use_gpu=False,
-        )
+        alone = {"folder": str(nothing), "until_size": 1}
+        self.undisturbed = local(Recovering, {**config, **alone})
         num_workers, callbacks = 3 if kind in IN_ONE_PROCESS else 2, []
         if kind == "drivers":
             callbacks.append(CheckpointCallback(folder / "checkpoints", every=SAVE_EVERY))

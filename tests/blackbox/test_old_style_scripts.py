@@ -70,9 +70,6 @@ def all_equal(values):
     return all(value == values[0] for value in values)
 
 
-# ---- creator functions, with a loss class, a scheduler and two loaders
-
-
 # ---- custom loops with the older signatures, and DistributedDataParallel in the user's code
 
 

@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.files import lock_of_node
 from raysgd.callbacks.callback_list import checked_logdir
-from raysgd.callbacks.report import make_report
 from raysgd.cli.fit import read_settings
 from raysgd.data import Dataset, Stream, jsonl, mix, parquet, text
-from raysgd.data.formats import RecordError
 from raysgd.errors import CheckpointError, RemoteError
 from raysgd.torch import CreatorOperator
 from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
@@ -121,6 +119,9 @@ def needs(resources):
 WRONG_ARGUMENTS = [
     (of(Classifier({})), TypeError, "training_operator_cls", "not an instance", "Classifier"),
     ({"num_workers": 2}, TypeError, "training_operator_cls"),
+    (of(3), TypeError, "training_operator_cls=...) must be a subclass of", "but it is 3"),
+    (of(dict), TypeError, "training_operator_cls", "must be a subclass of"),
+    (of(with_setup(TrainingOperator.setup)), NotImplementedError, "must override setup(self, con"),
     (of(CreatorOperator), (TypeError, NotImplementedError), "CreatorOperator", "from_creators"),
     ({**OPERATOR, "num_worker": 2}, TypeError, "'num_worker'", "'num_workers'"),
     ({**TWO, "backend": "nccl"}, ValueError, "nccl", "use_gpu=True", "gloo"),
@@ -236,7 +237,10 @@ WRONG_SETUPS = [
     (with_scheduler_of_another, ValueError, "schedulers", "StepLR", "not registered"),
     (with_loaders(train_loader=Stream), TypeError, "train_loader", "iterable", "Stream"),
     (with_loaders(train_loader=TWO_LOADERS), TypeError, "one loader", "dict of 2", "ConcatDataset"),
+    (with_loaders(train_loader=len), TypeError, "iterable", "but it is <built-in function len>"),
+    (with_loaders(train_loader=generating()), TypeError, "a generator can be read only once"),
     (with_loaders(validation_loader=3), TypeError, "validation_loader", "iterable", "3"),
+    (lambda op, config: None, RuntimeError, "Operator.setup did not register anything"),
     (with_loaders(train_loader=torch.ones(3, 8)), TypeError, "Tensor", "samples", "DataLoader"),
 ]
 
@@ -248,9 +252,6 @@ def test_wrong_registration_is_refused(setup, error, words):
     if setup is with_scheduler_of_another:
         arguments["scheduler_step_freq"] = "epoch"
     check(lambda: TorchTrainer(**arguments), error, words)
-
-
-# ---- errors that the first step detects
 
 
 # ---- calls on a trainer, which still works after each of them
@@ -303,6 +304,8 @@ WRONG_CALLS = [
     ("train", {"num_steps": 0.5}, TypeError, "num_steps", "int", "0.5"),
     ("validate", {"num_steps": "1"}, TypeError, "num_steps", "'1'"),
     ("train", {"max_retries": -1}, ValueError, "max_retries=-1", "0"),
+    ("fit", {"num_epochs": None}, TypeError, "num_epochs=None", "an int, unless max_steps"),
+    ("fit", {"num_epochs": 1, "max_steps": 0}, ValueError, "max_steps=0", "at least 1"),
     ("train", {"info": [1]}, TypeError, "info", "dict", "[1]"),
     ("validate", {"info": "exam"}, TypeError, "info", "dict", "'exam'"),
     ("train", {"dataset": [1, 2]}, TypeError, "dataset", "raysgd.data.Dataset", "[1, 2]"),
@@ -356,7 +359,6 @@ def test_new_parameters_without_an_optimizer_are_refused():
 
 @pytest.fixture
 def data(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("{}")
     (tmp_path / "file.zip").write_text("no archive")
     return tmp_path
 
@@ -365,18 +367,9 @@ WRONG_FILES = [
     (lambda data: jsonl(None), TypeError, "jsonl(None)", "path"),
     (lambda data: jsonl([3]), TypeError, "jsonl([3])", "path"),
     (lambda data: text(""), TypeError, "text('')", "path"),
-    (lambda data: text(data / "file.zip", cache_dir=data), RecordError, "file.zip", "zip file"),
-    (
-        lambda data: jsonl(data / "rows.jsonl", cache_dir=data / "file.zip"),
-        RuntimeError,
-        "cache_dir=",
-        "file.zip",
-        "folder",
-    ),
     (lambda data: parquet("x", columns="ab"), TypeError, "columns='ab'", "list"),
     (lambda data: mix([], []), ValueError, "mix([])", "at least one"),
     (lambda data: checked_logdir(data / "file.zip" / "run"), ValueError, "run'", "file.zip is a"),
-    (lambda data: make_report(data), ValueError, "raysgd did not write", "logdir"),
     *(
         (lambda data, text=text: settings_of(data, text), ValueError, "run.yaml", word)
         for text, word in (
@@ -396,7 +389,6 @@ def settings_of(folder, text):
 
 @pytest.mark.parametrize(("call", "error", "words"), rows(WRONG_FILES, 2))
 def test_wrong_file_or_folder_is_named(data, call, error, words):
-    (data / "metrics.jsonl").write_text('{"a": 1}\n')
     check(lambda: call(data), error, words)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from raysgd import TorchTrainer
 from raysgd.errors import ReplicasDifferError
-from tests.operators import Classifier, replica_hash
+from tests.operators import Classifier, local, replica_hash
 
 
 def adds_noise(operator, ranks):
@@ -30,9 +30,7 @@ class Clipping(Classifier):
 
 def test_gradients_changed_by_one_worker_are_an_error_that_names_it(ray_cluster):
     """The other worker is in the next step, or has ended the call."""
-    with TorchTrainer(
-        training_operator_cls=Clipping, num_workers=2, use_local=True, use_gpu=False
-    ) as trainer:
+    with local(Clipping, num_workers=2) as trainer:
         start = trainer.state_dict()
         for clips_at in (1, 3):
             trainer.load_state_dict(start)

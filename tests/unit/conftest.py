@@ -2,8 +2,7 @@
 
 import pytest
 
-from raysgd import TorchTrainer
-from tests.operators import Classifier
+from tests.operators import Classifier, local
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 """Config for epochs of five batches."""
@@ -15,15 +14,8 @@ def make_trainer():
     made = []
 
     def make(operator_cls=Classifier, config=None, **arguments):
-        trainer = TorchTrainer(
-            training_operator_cls=operator_cls,
-            config={**SMALL, **(config or {})},
-            num_workers=1,
-            use_local=True,
-            **{"use_gpu": False, **arguments},
-        )
-        made.append(trainer)
-        return trainer
+        made.append(local(operator_cls, {**SMALL, **(config or {})}, num_workers=1, **arguments))
+        return made[-1]
 
     yield make
     for trainer in made:

@@ -1,9 +1,16 @@
 """Operators that record their samples, and fail if a test asks for it."""
 
+import contextlib
+
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TrainingOperator
+from raysgd import ElasticConfig, TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.errors import RemoteError
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
 
 
 class Recorder(TrainingOperator):
@@ -24,7 +31,7 @@ class Recorder(TrainingOperator):
         )
         self.register_data(**self.make_loaders(config))
         self.trained, self.validated, self.infos = [], [], []
-        self.fail = lambda batch_info, when: None
+        self.fail = idle
 
     def make_loaders(self, config):
         numbers = torch.arange(float(config["num_samples"])).reshape(-1, 1)
@@ -54,6 +61,25 @@ class Recorder(TrainingOperator):
         return super().validate_batch(batch, batch_info)
 
 
+def idle(batch_info, when):
+    """Break nothing."""
+
+
+@contextlib.contextmanager
+def failure(operator, step=None, when="before", error=ValueError):
+    """Make a `Recorder` raise at a step (None: at any). Check that the block raises this error."""
+
+    def fail(batch_info, now):
+        if now == when and step in (None, batch_info["global_step"]):
+            raise error("bad batch")
+
+    operator.fail = fail
+    raised = RemoteError if error is SystemExit else error
+    with pytest.raises(raised, match="bad batch") as caught:
+        yield caught
+    operator.fail = idle
+
+
 class Unsized:
     """An iterable of batches that has no length."""
 
@@ -79,3 +105,20 @@ class Streaming(Recorder):
         wrap = config.get("wrap", Unsized)
         batches = batches_of(config["num_samples"], config["batch_size"])
         return {"train_loader": wrap(batches), "validation_loader": wrap(batches)}
+
+
+def make_runner(operator_cls=Recorder, config=None, context=None, **options):
+    """Return a runner in this process whose epochs have five batches of eight samples."""
+    config = {"num_samples": 40, "batch_size": 8, **(config or {})}
+    runner = TorchRunner(TorchOptions(training_operator_cls=operator_cls, config=config, **options))
+    context = context or WorkerContext(in_driver=True)
+    runner.prepare(context)
+    runner.setup(context)
+    return runner
+
+
+def runner_with_snapshots(every, config=None, **options):
+    """Return a runner that takes snapshots, as only those in other processes do."""
+    runner = make_runner(config=config, elastic=ElasticConfig(snapshot_every=every), **options)
+    runner.operator._train_state.settings.context = WorkerContext()
+    return runner

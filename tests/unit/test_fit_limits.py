@@ -2,8 +2,6 @@
 
 import logging
 
-import pytest
-
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder
 
@@ -23,15 +21,3 @@ def test_fit_continues_within_an_epoch_after_max_steps(make_trainer, caplog):
     assert trainer.get_local_operator().trained == [*range(40), *range(40)]
     assert len(trainer.fit(max_steps=20)) == 2
     assert trainer.epoch == 4
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "text"),
-    [
-        ({}, TypeError, "num_epochs=None.*must be an int, unless max_steps"),
-        ({"max_steps": 0}, ValueError, r"max_steps=0\): must be at least 1"),
-    ],
-)
-def test_wrong_limits_are_errors(make_trainer, given, error, text):
-    with pytest.raises(error, match=text):
-        make_trainer(Recorder).fit(1 if given else None, **given)

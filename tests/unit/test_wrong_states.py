@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd import TFTrainer, TorchTrainer
+from raysgd import TFTrainer
 from raysgd.callbacks import EarlyStopping
 from raysgd.errors import CheckpointError
+from tests.operators import local
 from tests.unit.recorder import Recorder
 
 
@@ -31,14 +32,9 @@ class BestRecorder(Best, Recorder):
 
 def make_torch():
     config = {"num_samples": 40, "batch_size": 8, "batch_norm": True}
-    return TorchTrainer(
-        training_operator_cls=BestRecorder,
-        config={**config, "scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1)},
-        callbacks=[EarlyStopping()],
-        use_local=True,
-        use_gpu=False,
-        scheduler_step_freq="epoch",
-    )
+    config["scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given = {"callbacks": [EarlyStopping()], "scheduler_step_freq": "epoch"}
+    return local(BestRecorder, config, **given)
 
 
 def make_tf():

@@ -3,16 +3,6 @@
 from raysgd.callbacks import Callback
 
 
-def failing_at(step):
-    """Return a function for ``Recorder.fail`` that raises at a step."""
-
-    def fail(batch_info, when):
-        if batch_info["global_step"] == step:
-            raise ValueError("bad batch")
-
-    return fail
-
-
 class Scripted(Callback):
     """A callback that adds the metric ``score`` to validations, one value per epoch."""
 

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd import TorchTrainer
 from raysgd.callbacks import Callback
 from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError, CheckpointError
-from tests.operators import Classifier
-from tests.unit.callbacks.spy import Late, Spy, Unloadable, failing_at
-from tests.unit.recorder import Recorder, Streaming
+from tests.operators import Classifier, local
+from tests.unit.callbacks.spy import Late, Spy, Unloadable
+from tests.unit.recorder import Recorder, Streaming, failure
 
 # ---- plain calls
 
@@ -70,7 +69,6 @@ def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operat
     calls = []
     spies = [Spy("one", calls, pause_every=pause_every), Spy("two", calls)]
     trainer = make_trainer(Recorder, callbacks=spies)
-    operator = trainer.get_local_operator()
     expected = {"on_epoch_end": 0, "on_steps_end": 0, "on_validation_end": 0, "on_exception": 0}
     for operation in operations:
         done = trainer._controller.progress.epoch
@@ -89,10 +87,8 @@ def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operat
             expected["on_epoch_end"] += 1
             expected["on_validation_end"] += 1
         elif operation == "fail":
-            operator.fail = failing_at(trainer.global_step)
-            with pytest.raises(ValueError, match="bad batch"):
+            with failure(trainer.get_local_operator()):
                 trainer.train()
-            operator.fail = lambda *arguments: None
             expected["on_exception"] += 1
         else:
             trainer.state_dict()
@@ -168,17 +164,21 @@ def test_next_pause_must_be_above_the_current_step(make_trainer):
 def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
     spy = Spy()
     trainer = make_trainer(Recorder, callbacks=[spy])
-    trainer.get_local_operator().fail = failing_at(2)
-    with pytest.raises(ValueError, match="bad batch"):
+    with failure(trainer.get_local_operator(), 2):
         trainer.train()
+    assert (trainer.epoch, trainer.global_step) == (1, 2)
     assert spy.calls[1:] == [
         ("spy", "on_event", "started"),
         ("spy", "on_event", "user_error"),
         ("spy", "on_exception", "ValueError"),
     ]
-    trainer.get_local_operator().fail = lambda *arguments: None
     trainer.train()
     assert spy.calls[4:] == [("spy", "on_event", "resumed"), ("spy", "on_epoch_end", 1)]
+    started, error, resumed = trainer.events
+    assert (error.step, "bad batch" in error.cause) == (2, True)
+    assert resumed.generation > started.generation
+    trainer.events.clear()
+    assert trainer.events
 
 
 def test_events_between_two_runs_arrive_at_the_next_start(make_trainer, tmp_path):
@@ -270,11 +270,9 @@ def test_the_first_callback_error_is_raised_unless_training_fails(make_trainer, 
     with pytest.raises(CallbackError, match=r"on_epoch_end.*one fails"):
         trainer.train()
     assert "two fails" in caplog.text
-    trainer.get_local_operator().fail = failing_at(5)
-    with pytest.raises(ValueError, match="bad batch"):
+    with failure(trainer.get_local_operator(), 5):
         trainer.train()
     assert caplog.text.count("on_exception") == 3
-    trainer.get_local_operator().fail = failing_at(-1)
     spies[0].fail_in = spies[1].fail_in = ()
     assert trainer.train()["epoch"] == 2
 
@@ -325,7 +323,7 @@ def test_progress_of_a_local_worker_arrives_during_its_call():
             if any(each.num_batches == 1 for each in progress):
                 seen.set()
 
-    TorchTrainer(training_operator_cls=Slow, use_local=True, callbacks=[Watch()]).train(num_steps=2)
+    local(Slow, callbacks=[Watch()]).train(num_steps=2)
     names = {thread.name for thread in threading.enumerate()}
     assert "raysgd-progress" not in names
 
@@ -452,22 +450,14 @@ def test_states_continue_to_wait_if_one_cannot_load(make_trainer):
     assert (bad.loaded, other.loaded) == ([{"best": 1}], [{"best": 2}])
 
 
-def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
-    """A trainer stops its workers when it is garbage-collected."""
-    from raysgd import TorchTrainer
-
-    trainer = TorchTrainer(
-        training_operator_cls=Recorder,
-        config={"num_samples": 40, "batch_size": 8},
-        use_local=True,
-        use_gpu=False,
-        callbacks=[Spy()],
-    )
+def test_a_dropped_trainer_stops_its_workers_despite_callbacks():
+    trainer = local(Recorder, {"num_samples": 40, "batch_size": 8}, callbacks=[Spy()])
     trainer.train()
-    controller, ref = trainer._controller, weakref.ref(trainer)
+    controller, operator = trainer._controller, weakref.ref(trainer.get_local_operator())
+    ref = weakref.ref(trainer)
     del trainer
     gc.collect()
-    assert ref() is None
+    assert (ref(), operator()) == (None, None)
     assert isinstance(controller.state, Closed)
 
 

@@ -97,51 +97,6 @@ def test_it_watches_metrics_of_training_as_well(make_trainer):
     assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
 
 
-def test_it_watches_the_validation_metric_if_training_has_the_same_name(make_trainer, tmp_path):
-    """The training metric is much better and still improves."""
-
-    class Overfitting(Callback):
-        stage = -1
-
-        def on_epoch_end(self, trainer, metrics):
-            metrics["loss"] = 0.5 / metrics["epoch"]
-
-        def on_validation_end(self, trainer, metrics):
-            metrics["loss"] = [3, 2, 2.5, 2.5, 2.5, 2.5][trainer.epoch - 1]
-
-    trainer = make_trainer(callbacks=[Overfitting(), EarlyStopping("loss")])
-    assert len(trainer.fit(3)) == 3
-    stopping = EarlyStopping("loss")
-    other = make_trainer(callbacks=[Overfitting(), stopping])
-    other.load(trainer.save(tmp_path / "state.pt"))
-    assert [entry["epoch"] for entry in other.fit(6)] == [4, 5]
-    assert (stopping.best, stopping.num_waited) == (2, 3)
-
-
-def test_best_value_and_patience_survive_a_checkpoint(make_trainer, tmp_path):
-    values = [3, 2, 2.5, 2.5, 2.5, 1]
-    trainer = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])
-    trainer.fit(4)
-    path = trainer.save(tmp_path / "state.pt")
-    stopping = EarlyStopping("score")
-    other = make_trainer(callbacks=[Scripted(values), stopping])
-    other.load(path)
-    assert (stopping.best, stopping.num_waited) == (2, 2)
-    assert [entry["epoch"] for entry in other.fit(9)] == [5]
-    path = other.save(tmp_path / "stopped.pt")
-    third = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])
-    third.load(path)
-    history = third.fit(9)
-    assert history == []
-    assert "not improved for 3 values" in history.stop_reason
-
-
-def test_a_missing_metric_is_an_error_that_lists_the_existing_ones(make_trainer):
-    with pytest.raises(CallbackError, match="EarlyStopping") as caught:
-        make_trainer(callbacks=[EarlyStopping("los")]).fit(2)
-    assert "val_accuracy" in str(caught.value.__cause__)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -8,10 +8,8 @@ import subprocess
 
 import pytest
 
-from raysgd import TorchTrainer
 from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.report import RunLog, make_report
-from tests.operators import Classifier
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -165,7 +163,7 @@ def test_incomplete_lines_are_skipped(tmp_path, caplog):
 @pytest.mark.parametrize("line", ["[1]", '{"epoch": 1}', '{"kind": "train", "time": 1}'])
 def test_a_log_of_another_program_is_an_error(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line)
-    with pytest.raises(ValueError, match="has a log that raysgd did not write"):
+    with pytest.raises(ValueError, match=r"has a log that raysgd did not write.*logdir="):
         make_report(tmp_path)
 
 
@@ -240,18 +238,6 @@ def test_charts_share_steps_and_marks_and_have_gaps(tmp_path):
     assert drawn["Loss"]["lines"] == [["loss", [[5, 1.0], [10, 0.5], [15, 0.2]]]]
     workers = [[0, 2], [7, 1], [10, 2], [15, 2]]
     assert drawn["Workers"]["lines"] == [["workers", workers]]
-
-
-def test_a_run_with_a_logdir_ends_with_a_report(tmp_path):
-    with TorchTrainer(
-        training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=tmp_path
-    ) as trainer:
-        trainer.train()
-        metrics = trainer.validate()
-    assert (
-        figure((tmp_path / "report.html").read_text(), "last val_loss")
-        == f"{metrics['val_loss']:.4g}"
-    )
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")

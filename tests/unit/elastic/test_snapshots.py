@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd._internal.context import Holdings, Progress, WorkerContext
+from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.comm.connection import Address
 from raysgd.elastic.commands import Commands
-from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
 from tests.conftest import wait_until
-from tests.unit.recorder import Recorder
+from tests.unit.recorder import runner_with_snapshots
 
 
 class FakeMember:
@@ -259,25 +256,12 @@ class RunnerMember(FakeMember):
         return self.late[-1][0]
 
 
-def make_runner(every):
-    options = TorchOptions(
-        training_operator_cls=Recorder,
-        config={"num_samples": 40, "batch_size": 8},
-        elastic=ElasticConfig(snapshot_every=every),
-    )
-    runner = TorchRunner(options)
-    runner.prepare(WorkerContext(in_driver=True))
-    runner.setup(WorkerContext(in_driver=True))
-    runner.operator._train_state.settings.context = WorkerContext()  # takes snapshots
-    return runner
-
-
 def set_lr(operator):
     operator.optimizer.param_groups[0]["lr"] = 0.125
 
 
 def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(keeper, monkeypatch):
-    runner = make_runner("epoch")
+    runner = runner_with_snapshots("epoch")
     member = RunnerMember(runner)
     runner.handle(TrainRequest(call=0, until_step=2))
     with monkeypatch.context() as patch:
@@ -291,7 +275,7 @@ def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(k
 @pytest.mark.parametrize("every", ["epoch", 2])
 @pytest.mark.parametrize("train_after", [0, 1])
 def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, every, train_after):
-    runner = make_runner(every)
+    runner = runner_with_snapshots(every)
     member = RunnerMember(runner)
     loaded = runner.state_dict()
     runner.handle(TrainRequest(call=0, until_step=8))

@@ -10,7 +10,7 @@ import pytest
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.transaction import UpdateTransaction
-from tests.unit.recorder import Recorder, Streaming
+from tests.unit.recorder import Recorder, Streaming, failure
 
 
 class Spy(StepFeature):
@@ -107,13 +107,7 @@ def test_hooks_of_an_evaluation(spied):
 def test_hooks_of_a_failed_step(spied, operator_cls, when):
     """An error after the update does not undo the step."""
     trainer, called = spied(operator_cls)
-
-    def fail(batch_info, now):
-        if now == when:
-            raise ValueError("bad batch")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(ValueError, match="bad batch"):
+    with failure(trainer.get_local_operator(), when=when):
         trainer.train()
     if when == "before":
         assert called == [*CALL, *STEP[:2], "roll_back 0"]

@@ -21,12 +21,11 @@ from raysgd import ElasticConfig
 from raysgd._internal import step_timing
 from raysgd._internal.context import PausedError
 from raysgd.data import Dataset
-from raysgd.errors import RemoteError
 from raysgd.loop.requests import TrainRequest
 from raysgd.testing import run_operator
 from raysgd.torch import constants
 from raysgd.torch.features.schedules import Schedules
-from tests.unit.recorder import Recorder, Streaming, Unsized
+from tests.unit.recorder import Recorder, Streaming, Unsized, failure, idle
 
 EPOCH = list(range(40))
 KINDS = pytest.mark.parametrize(
@@ -185,20 +184,22 @@ def test_info_reaches_every_batch(start):
     assert operator.infos[-1]["info"] == {}
 
 
-@pytest.mark.parametrize("config", [{"num_samples": 0}, {"num_samples": 0, "wrap": list}])
+LOADERS = pytest.mark.parametrize(
+    ("method", "name"), [("train", "train"), ("validate", "validation")]
+)
+EMPTY = pytest.mark.parametrize(
+    "wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"]
+)
+
+
+@LOADERS
+@EMPTY
 @pytest.mark.parametrize("num_steps", [None, 3])
-def test_an_empty_train_loader_is_an_error(start, config, num_steps):
-    trainer, _ = start(Streaming if "wrap" in config else Recorder, config)
-    with pytest.raises(RuntimeError, match="train loader has no batches"):
-        trainer.train(num_steps=num_steps)
-
-
-@pytest.mark.parametrize("num_steps", [None, 2])
-@pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
-def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
-    trainer, _ = start(Streaming, {"num_samples": 0, "wrap": wrap})
-    with pytest.raises(RuntimeError, match="validation loader"):
-        trainer.validate(num_steps=num_steps)
+def test_an_empty_loader_is_an_error(start, method, name, wrap, num_steps):
+    for operator_cls in (Recorder, Streaming):
+        trainer, _ = start(operator_cls, {"num_samples": 0, "wrap": wrap})
+        with pytest.raises(RuntimeError, match=f"{name} loader"):
+            getattr(trainer, method)(num_steps=num_steps)
 
 
 def test_empty_validation_loader_is_an_error_even_if_the_loop_does_not_read_it(start):
@@ -211,8 +212,8 @@ def test_empty_validation_loader_is_an_error_even_if_the_loop_does_not_read_it(s
         trainer.validate()
 
 
-@pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
-@pytest.mark.parametrize(("method", "name"), [("train", "train"), ("validate", "validation")])
+@LOADERS
+@EMPTY
 def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
     config = {"num_samples": 0, "wrap": wrap}
     trainer, operator = start(Streaming, config, add_dist_sampler=False)
@@ -235,26 +236,6 @@ def test_other_workers_name_the_worker_with_an_empty_loader(start):
 
 
 # ---- custom loops
-
-
-def test_a_loop_with_the_oldest_signature_works(start):
-    class Old(Recorder):
-        def train_epoch(self, iterator, info):
-            for index, batch in enumerate(iterator):
-                self.train_batch(batch, {"batch_idx": index, "info": info})
-            return {"mine": 7.0, "note": "x"}
-
-        def validate(self, val_iterator, info):
-            return {"seen": float(sum(len(batch[0]) for batch in val_iterator))}
-
-    trainer, operator = start(Old)
-    assert trainer.train(num_steps=7, info={"a": 1})["mine"] == 7.0
-    result = trainer.train()
-    assert (result["note"], result["epoch"]) == ("x", 2)
-    assert operator.trained == EPOCH * 2
-    assert trainer.global_step == 10
-    assert operator.infos[0]["info"]["a"] == 1
-    assert trainer.validate()["seen"] == 40
 
 
 def test_a_loop_gets_the_arguments_of_its_signature(start):
@@ -385,7 +366,7 @@ def test_a_failed_validation_is_repeated_from_its_start(start, operator_cls, con
     operator.fail = fail
     with pytest.raises(ValueError, match="bad batch"):
         trainer.validate()
-    operator.fail = lambda *arguments: None
+    operator.fail = idle
     operator.validated.clear()
     assert trainer.validate()["num_samples"] == 32
     assert operator.validated == EPOCH[8:]
@@ -562,14 +543,6 @@ def test_only_schedulers_that_take_a_metric_get_it():
 # ---- failures of user code
 
 
-def failing_at(step, when="before", error=ValueError):
-    def fail(batch_info, now):
-        if batch_info["global_step"] == step and now == when:
-            raise error("bad batch")
-
-    return fail
-
-
 @KINDS
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_after_an_error_training_goes_on_with_the_batch_that_failed(
@@ -578,12 +551,10 @@ def test_after_an_error_training_goes_on_with_the_batch_that_failed(
     expected, its_operator = start(operator_cls, {**config, "batch_norm": True})
     expected.train()
     trainer, operator = start(operator_cls, {**config, "batch_norm": True})
-    operator.fail = failing_at(2, error=error)
-    with pytest.raises(RemoteError if error is SystemExit else error, match="bad batch"):
+    with failure(operator, 2, error=error):
         trainer.train()
     assert trainer.state_dict()["global_step"] == trainer.global_step == 2
     assert trainer.epoch == 1
-    operator.fail = lambda *arguments: None
     result = trainer.train()
     assert (result["epoch"], result["num_samples"]) == (1, 24)
     assert operator.trained == EPOCH
@@ -727,7 +698,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     assert len(operator.trained) == 8 * pause
     if operator_cls is not Streaming or config:  # the length of an epoch is known
         assert operator._train_state.epoch == pause // 5
-    operator.fail = lambda *arguments: None
+    operator.fail = idle
     # while the request holds, a repeated call trains nothing
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
@@ -771,16 +742,6 @@ def test_an_empty_rest_of_an_epoch_counts_if_the_goal_needs_it(loop_of):
     train(loop, until_step=5)
     train(loop, call=1, until_epoch=2, start_step=5)
     assert (operator.global_step, operator._train_state.epoch) == (10, 2)
-
-
-@pytest.mark.parametrize("pause", [0, 2, 3])
-def test_a_call_that_begins_at_or_after_its_pause_does_no_step(loop_of, pause):
-    loop, operator = loop_of()
-    train(loop, until_step=3)
-    loop.signal.driver_pause = pause
-    with pytest.raises(PausedError):
-        train(loop, call=1, until_step=6)
-    assert operator.global_step == 3
 
 
 @pytest.mark.parametrize("goal", [{"until_step": 4}, {"until_epoch": 1}])
@@ -832,10 +793,9 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     operator.fail = pausing(loop, 6, at=4)
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
-    loop.signal.driver_pause, operator.fail = None, failing_at(8)
-    with pytest.raises(ValueError, match="bad batch"):
+    loop.signal.driver_pause = None
+    with failure(operator, 8):
         train(loop, 1, until_step=12, start_step=3)
-    operator.fail = lambda *arguments: None
     train(loop, 1, until_step=12, start_step=3)
     indices = [info["batch_idx"] for info in operator.infos]
     assert indices == [0, 1, 2, *range(6), *range(5, 9)]
@@ -861,20 +821,6 @@ def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
     train(loop, until_epoch=1)
     train(loop, 1, until_step=6, start_step=5)
     assert operator.infos == [True, True, False, True, True, True]
-
-
-def test_a_pause_does_not_step_schedulers_of_epochs(start):
-    trainer, operator = start(config={"scheduler": halving}, scheduler_step_freq="epoch")
-    loop = trainer._controller.members[0].worker.runner._loop
-    operator.fail = pausing(loop, 3, at=1)
-    before = rate(operator)
-    with pytest.raises(PausedError):
-        train(loop, until_epoch=1)
-    assert rate(operator) == before
-    operator.fail = lambda *arguments: None
-    loop.signal.driver_pause = None
-    train(loop, until_epoch=1)
-    assert rate(operator) == before / 2
 
 
 # ---- one order for all ranks

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TrainingOperator
 from raysgd.loop.operator_base import shaped_like
-from raysgd.testing import run_operator
 from tests.operators import Adversaries, Classifier
 from tests.unit.recorder import Recorder, Streaming
 
@@ -44,29 +43,6 @@ def test_training_continues_after_a_metric_without_a_mean(make_trainer):
 def test_train_batch_may_return_any_number_of_samples(make_trainer, num_samples):
     trainer = make_trainer(Returning, {"returned": {"num_samples": num_samples}})
     assert trainer.train()["num_samples"] == 5 * num_samples
-
-
-class Empty(TrainingOperator):
-    pass
-
-
-class RegistersNothing(TrainingOperator):
-    def setup(self, config):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("operator_cls", "error", "message"),
-    [
-        (3, TypeError, r"training_operator_cls=\.\.\.\) must be a subclass of .* but it is 3"),
-        (dict, TypeError, "must be a subclass of"),
-        (Empty, NotImplementedError, r"Empty must override setup\(self, config\)"),
-        (RegistersNothing, RuntimeError, "RegistersNothing.setup did not register anything"),
-    ],
-)
-def test_class_that_is_no_operator(operator_cls, error, message):
-    with pytest.raises(error, match=message):
-        TorchTrainer(training_operator_cls=operator_cls, use_local=True, use_gpu=False)
 
 
 class Default(Adversaries):
@@ -121,23 +97,6 @@ def test_registered_objects_come_back_in_the_shape_in_which_they_were_given():
 class Loading(Recorder):
     def make_loaders(self, config):
         return config["loaders"]
-
-
-def generator():
-    yield from ()
-
-
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (3, r"register_data\(train_loader=\.\.\.\) must be iterable, but it is 3"),
-        (generator(), r"train_loader=\.\.\.\): a generator can be read only once"),
-        (len, "must be iterable, but it is <built-in function len>"),
-    ],
-)
-def test_loader_that_cannot_be_read_in_each_epoch(loader, message):
-    with pytest.raises(TypeError, match=message):
-        run_operator(Loading, {"loaders": {"train_loader": loader, "validation_loader": None}})
 
 
 def test_function_is_called_in_each_epoch(make_trainer):

@@ -21,16 +21,14 @@ from raysgd.loop.requests import (
 )
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from tests.unit import recorder
 from tests.unit.recorder import Recorder, Streaming
 
 EPOCH = list(range(40))
 
 
-def make_runner(operator_cls=Recorder, config=None, **options):
-    config = {"num_samples": 40, "batch_size": 8, "batch_norm": True, **(config or {})}
-    runner = TorchRunner(TorchOptions(training_operator_cls=operator_cls, config=config, **options))
-    runner.setup(WorkerContext(in_driver=True))
-    return runner
+def make_runner(operator_cls=Recorder, **options):
+    return recorder.make_runner(operator_cls, {"batch_norm": True}, **options)
 
 
 # ---- warm-ups of a worker that joins

@@ -14,30 +14,11 @@ from raysgd.loop.replication import Replication
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import check_state
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
 from raysgd.torch.tensors import copy_leaf
 from tests.operators import on_gpu
-from tests.unit.recorder import Recorder
+from tests.unit.recorder import Recorder, make_runner, runner_with_snapshots
 
 EPOCH = list(range(40))
-
-
-def make_runner(every, config=None, context=None, operator_cls=Recorder, **options):
-    """Return a runner whose epochs have five batches of eight samples."""
-    config = {"num_samples": 40, "batch_size": 8, **(config or {})}
-    runner = TorchRunner(
-        TorchOptions(
-            training_operator_cls=operator_cls,
-            config=config,
-            elastic=ElasticConfig(snapshot_every=every),
-            **options,
-        )
-    )
-    runner.setup(context or WorkerContext(in_driver=True))
-    if context is None:  # a worker in the driver's process takes no snapshots
-        runner.operator._train_state.settings.context = WorkerContext()
-    return runner
 
 
 def taken(runner, until_step):
@@ -66,19 +47,19 @@ def taken(runner, until_step):
     ],
 )
 def test_a_snapshot_is_taken_at_each_epoch_or_every_n_steps(every, expected):
-    assert taken(make_runner(every), 12) == expected
+    assert taken(runner_with_snapshots(every), 12) == expected
 
 
 @pytest.mark.parametrize("every", ["epoch", 1])
 def test_only_rank_0_takes_snapshots(every):
-    runner = make_runner(every)
+    runner = runner_with_snapshots(every)
     runner.operator._train_state.settings.context = WorkerContext(world_rank=1)
     assert taken(runner, 3) == [None] * 4
     assert runner.snapshot() is None
 
 
 def test_a_worker_that_becomes_rank_0_takes_a_snapshot():
-    runner = make_runner("epoch")
+    runner = runner_with_snapshots("epoch")
     train_state = runner.operator._train_state
     train_state.settings.context = WorkerContext(world_rank=1)
     assert taken(runner, 2)[-1] is None
@@ -87,7 +68,7 @@ def test_a_worker_that_becomes_rank_0_takes_a_snapshot():
 
 
 def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
-    runner, saved = (make_runner(every, {"batch_norm": True}) for every in (3, None))
+    runner, saved = (runner_with_snapshots(every, {"batch_norm": True}) for every in (3, None))
     runner.handle(TrainRequest(call=0, until_step=5))  # changes the weights once more
     saved.handle(TrainRequest(call=0, until_step=3))
     expected = saved.state_dict()
@@ -110,7 +91,7 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
         def state_dict(self):
             return {"seen": self.seen, "nested": [self.seen]}
 
-    runner = make_runner(3, operator_cls=Counting)
+    runner = runner_with_snapshots(3, operator_cls=Counting)
     runner.handle(TrainRequest(call=0, until_step=5))
     own = runner.snapshot()["operator"]
     assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
@@ -119,9 +100,9 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
 @pytest.mark.parametrize(("start_step", "num_batches"), [(5, 5), (4, 6)])
 def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
     """The end of the replay does not end an epoch either."""
-    first = make_runner(3)
+    first = runner_with_snapshots(3)
     first.handle(TrainRequest(call=0, until_step=start_step))
-    second = make_runner(3)
+    second = runner_with_snapshots(3)
     second.load_state_dict(first.snapshot())
     metrics = second.handle(TrainRequest(call=1, until_epoch=2, start_step=start_step))
     assert second.operator.trained == (EPOCH * 2)[24:]
@@ -130,10 +111,10 @@ def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
 
 def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
     """A snapshot may be taken after the last step, but before the epoch is counted."""
-    first = make_runner(5)
+    first = runner_with_snapshots(5)
     first.handle(TrainRequest(call=0, until_step=5))
     assert first.snapshot()["global_step"] == 5
-    second = make_runner(5)
+    second = runner_with_snapshots(5)
     second.load_state_dict(first.snapshot())
     # the interrupted call asked for one epoch
     second.handle(TrainRequest(call=0, until_epoch=1))
@@ -156,7 +137,7 @@ def freeze(operator):
 @pytest.mark.parametrize("change", [begin_averages, set_rate, freeze])
 @pytest.mark.parametrize("until_step", [None, 5, 7])
 def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
-    runner = make_runner("epoch")
+    runner = runner_with_snapshots("epoch")
     if until_step is not None:
         taken(runner, until_step)
     runner.handle(ApplyOperatorRequest(function=change))
@@ -167,7 +148,7 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
     if change is begin_averages:
         assert "averages" in state
     elif change is freeze:
-        restarted = make_runner("epoch")
+        restarted = runner_with_snapshots("epoch")
         restarted.load_state_dict(state)
         assert not any(p.requires_grad for p in restarted.operator.model.parameters())
     else:
@@ -178,18 +159,18 @@ def test_a_snapshot_has_batch_sizes_that_were_changed_between_calls():
     def halve(operator):
         operator.register_data(**operator.make_loaders({"num_samples": 40, "batch_size": 4}))
 
-    runner = make_runner("epoch")
+    runner = runner_with_snapshots("epoch")
     taken(runner, 6)
     runner.handle(ApplyOperatorRequest(function=halve))
     assert runner.progress().num_changes == 1
-    restarted = make_runner("epoch")
+    restarted = runner_with_snapshots("epoch")
     restarted.load_state_dict(runner.snapshot())
     taken(restarted, 7)
     assert restarted.operator.trained == list(range(8, 12))
 
 
 def test_a_snapshot_stays_if_a_function_changes_nothing():
-    runner = make_runner("epoch")
+    runner = runner_with_snapshots("epoch")
     taken(runner, 7)
     runner.handle(
         ApplyOperatorRequest(function=lambda operator: operator.optimizer.param_groups[0]["lr"])
@@ -217,7 +198,7 @@ def timed(monkeypatch):
     """
     monkeypatch.setattr("raysgd.loop.snapshots._SMALL_BYTES", 0)
     monkeypatch.setattr("raysgd.loop.snapshots._S_PER_BYTE", 0.01)
-    runner = make_runner("auto")
+    runner = runner_with_snapshots("auto")
     snapshots = runner._loop.snapshots
     clock = snapshots.clock = Clock()
     copy_leaf, taken = runner.operator._train_state.copy_leaf, []
@@ -295,13 +276,13 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
 
 
 def test_a_worker_that_ends_with_the_driver_takes_no_snapshot():
-    runner = make_runner("auto", context=WorkerContext(in_driver=True))
+    runner = make_runner(elastic=ElasticConfig(snapshot_every="auto"))
     assert taken(runner, 11) == [None] * 12
     assert runner.snapshot() is None
 
 
 def test_a_snapshot_that_was_sent_is_released():
-    runner = make_runner("epoch")
+    runner = runner_with_snapshots("epoch")
     taken(runner, 2)
     released = weakref.ref(runner.snapshot()["models"][0]["0.weight"])
     runner.snapshot_sent(runner.snapshot(), 0.0)
@@ -312,7 +293,7 @@ def test_a_snapshot_that_was_sent_is_released():
 
 def test_no_snapshot_is_taken_while_the_driver_fetches_one():
     """Otherwise the worker would hold two copies."""
-    runner = make_runner(1)
+    runner = runner_with_snapshots(1)
     taken(runner, 2)
     fetched = runner.snapshot()
     assert taken(runner, 4)[-1] == 2

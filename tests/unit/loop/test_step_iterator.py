@@ -119,19 +119,6 @@ def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
 # ---- pauses
 
 
-def drawn(steps, pause=None, after=None):
-    """Return the batches that a loop draws if a pause is requested after `after` batches."""
-    batches = []
-    if after == 0:
-        steps._signal.driver_pause = pause
-    for batch in steps:
-        batches.append(batch)
-        if len(batches) == after:
-            steps._signal.driver_pause = pause
-    steps.finish()
-    return batches
-
-
 def test_at_a_pause_the_ranks_are_not_asked_for_batches():
     """All ranks stop at the pause. A rank that asked the others would wait forever."""
     asked = []
@@ -140,8 +127,8 @@ def test_at_a_pause_the_ranks_are_not_asked_for_batches():
         asked.append(has_batch)
         return has_batch
 
-    _, steps = make_steps(range(5), steps_left=None, go_on=go_on)
-    assert drawn(steps, pause=2, after=1) == [0, 1]
+    train_state, steps = make_steps(range(5), steps_left=None, go_on=go_on)
+    assert groups_of(train_state, steps, pause=2, after=1) == [[0], [1]]
     assert asked == [True, True]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raysgd import TorchTrainer
+from tests.operators import local
 
 
 @pytest.fixture(autouse=True)
@@ -20,14 +20,7 @@ def trained():
     """Train an operator for some epochs; return the last training and validation metrics."""
 
     def train(operator_cls, config, num_epochs, **arguments):
-        with TorchTrainer(
-            training_operator_cls=operator_cls,
-            config={"seed": 0, **config},
-            num_workers=1,
-            use_local=True,
-            use_gpu=False,
-            **arguments,
-        ) as trainer:
+        with local(operator_cls, {"seed": 0, **config}, **arguments) as trainer:
             for _ in range(num_epochs):
                 metrics = trainer.train()
             return metrics, trainer.validate()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from raysgd import TorchTrainer, operators
+from raysgd import operators
 from raysgd.operators import (
     ConfiguredOperator,
     ImageClassifier,
@@ -18,6 +18,7 @@ from raysgd.operators import (
 )
 from raysgd.testing import run_operator
 from raysgd.utils import BATCH_SIZE
+from tests.operators import local
 
 DATA = (torch.arange(12.0).reshape(6, 2), torch.arange(6.0))
 
@@ -53,13 +54,8 @@ def test_a_scheduler_can_count_the_steps_of_an_epoch():
             return config["scheduler"](optimizer, self.steps_per_epoch)
 
     config = {"model": torch.nn.Linear(2, 1), "train_data": DATA, "batch_size": 2}
-    with TorchTrainer(
-        training_operator_cls=Scheduled,
-        config={**config, "scheduler": torch.optim.lr_scheduler.StepLR},
-        use_local=True,
-        use_gpu=False,
-        scheduler_step_freq="batch",
-    ) as trainer:
+    config["scheduler"] = torch.optim.lr_scheduler.StepLR
+    with local(Scheduled, config, scheduler_step_freq="batch") as trainer:
         trainer.train()
         (scheduler,) = trainer.get_local_operator()._train_state.schedulers
         assert scheduler.last_epoch == 3

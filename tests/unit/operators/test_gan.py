@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from raysgd import TorchTrainer
 from raysgd.operators import GAN
 from raysgd.testing import run_operator
+from tests.operators import local
 from tests.unit.operators.samples import digits
 
 
@@ -30,9 +30,7 @@ def flat_digits():
 def test_learns_to_make_digits():
     train, held_out = flat_digits()
     config = {**CONFIG, "train_data": train, "validation_data": held_out, "lr": 1e-3, "seed": 0}
-    with TorchTrainer(
-        training_operator_cls=GAN, config=config, use_local=True, use_gpu=False
-    ) as trainer:
+    with local(GAN, config) as trainer:
         for _ in range(15):
             metrics = trainer.train()
         after = trainer.validate()

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd import TorchTrainer
 from raysgd.metrics import Sums
 from raysgd.operators import LanguageModel
 from raysgd.operators.language_model import TokenWindows, _perplexity
 from raysgd.testing import run_operator
+from tests.operators import local
 
 SMALL = {"vocab_size": 128, "hidden_size": 32, "num_heads": 2, "sequence_length": 32}
 
@@ -40,9 +40,7 @@ def test_perplexity_is_that_of_all_tokens_whatever_the_batches():
 
 def test_weights_are_tied_and_stay_so(tmp_path):
     config = {**SMALL, "train_data": torch.arange(128)}
-    with TorchTrainer(
-        training_operator_cls=LanguageModel, config=config, use_local=True, use_gpu=False
-    ) as trainer:
+    with local(LanguageModel, config) as trainer:
         trainer.train()
         trainer.load(trainer.save(tmp_path / "state.pt"))
         trainer.train()
@@ -90,9 +88,7 @@ def test_generates_what_it_has_learned():
     text = torch.arange(400) % 9  # each token occurs at each position
     config = {**SMALL, "vocab_size": 10, "sequence_length": 8, "train_data": text, "lr": 0.01}
     config |= {"batch_size": 10, "seed": 0}
-    with TorchTrainer(
-        training_operator_cls=LanguageModel, config=config, use_local=True, use_gpu=False
-    ) as trainer:
+    with local(LanguageModel, config) as trainer:
         trainer.train(num_steps=60)
         (made,) = trainer.apply_all_operators(lambda op: op.generate([3], 12, temperature=0))
         assert made == [n % 9 for n in range(4, 16)]

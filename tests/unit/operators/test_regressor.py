@@ -6,9 +6,9 @@ import pytest
 import torch
 from sklearn.metrics import r2_score
 
-from raysgd import TorchTrainer
 from raysgd.operators import Regressor
 from raysgd.testing import run_operator
+from tests.operators import local
 
 
 def test_losses_and_metrics_are_as_defined():
@@ -38,9 +38,7 @@ def test_targets_keep_their_precision(loss, dtype):
     config = {"model": torch.nn.Linear(2, 1, bias=False), "loss": loss}
     config |= {"train_data": data, "validation_data": data}
     for amp in ({}, {"use_fp16": True, "amp_dtype": torch.float16}):
-        with TorchTrainer(
-            training_operator_cls=Regressor, config=config, use_local=True, use_gpu=False, **amp
-        ) as trainer:
+        with local(Regressor, config, **amp) as trainer:
             trainer.train()
             assert trainer.validate()["val_mae"] == pytest.approx(35501, rel=1e-7)
 

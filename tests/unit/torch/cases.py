@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import RANK, Script
@@ -56,9 +57,9 @@ class Case:
         size = self.num_workers
         return WorkerContext(world_rank=rank, world_size=size, distributed=size > 1)
 
-    def start(self, rank):
+    def start(self, rank, **settings):
         """Return the runner of a worker after its setup."""
-        runner, context = self.make_runner(), self.context(rank)
+        runner, context = self.make_runner(**settings), self.context(rank)
         runner.prepare(context)
         runner.setup(context)
         return runner
@@ -66,6 +67,17 @@ class Case:
     def run(self, rank):
         """Play a worker in a process group of `num_workers`, and return its result."""
         raise NotImplementedError
+
+
+def train_and_validate(runner, num_parts=1, shares=None):
+    """Train an epoch, with batches in parts, and validate. Return parameters and metrics."""
+    if num_parts > 1:
+        runner._train_state.micro_batching.raise_split(num_parts)
+    trained = runner.handle(TrainRequest(call=0, until_epoch=1, shares=shares))
+    validated = runner.handle(ValidateRequest(call=1))
+    parameters = parameters_of(runner)
+    runner.teardown()
+    return parameters, trained, validated
 
 
 def parameters_of(runner):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import BadSteps, TorchTrainer, TrainingOperator
+from raysgd import BadSteps, TrainingOperator
 from raysgd.callbacks import CheckpointCallback
 from raysgd.data import Stream, jsonl
 from raysgd.errors import BadStepsError
+from tests.operators import local
 
 BATCH, NUM_SAMPLES, BAD = 8, 80, 37
 SAMPLES = list(range(32, 40))
@@ -55,16 +56,9 @@ class Regression(TrainingOperator):
         )
 
 
-def trainer_of(config, bad_steps=None, **arguments):
-    return TorchTrainer(
-        training_operator_cls=arguments.pop("operator", Regression),
-        config=config,
-        use_local=True,
-        use_gpu=False,
-        scheduler_step_freq=arguments.pop("scheduler_step_freq", "batch"),
-        bad_steps=bad_steps or BadSteps(spike=8.0),
-        **arguments,
-    )
+def trainer_of(config, operator=Regression, **arguments):
+    usual = {"scheduler_step_freq": "batch", "bad_steps": BadSteps(spike=8.0)}
+    return local(operator, config, **{**usual, **arguments})
 
 
 def by_hand(kind, accumulation=1, normalizes=True):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer, TrainingOperator
-from tests.operators import make_data, parameters, register_all
+from raysgd import TrainingOperator
+from tests.operators import local, make_data, parameters, register_all
 
 GRAPHS = []
 
@@ -64,9 +64,7 @@ class Remembering(TrainingOperator):
 def test_warm_up_compiles_and_changes_nothing_else(compile):
     learnt = []
     for warms_up in (False, True):
-        with TorchTrainer(
-            training_operator_cls=Remembering, config={"compile": compile}, use_local=True
-        ) as trainer:
+        with local(Remembering, {"compile": compile}) as trainer:
             operator = trainer.get_local_operator()
             if warms_up:
                 trainer._controller.members[0].worker.runner.warm_up()

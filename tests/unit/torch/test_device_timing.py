@@ -66,28 +66,20 @@ def run(device, *, data_s=0.0, waits=False, saves_s=0.0):
     return {name: value / sum(seconds.values()) for name, value in seconds.items() if value}
 
 
-def test_work_that_hides_the_loader_is_no_wait_for_data(device):
-    assert run(device, data_s=0.09) == {"forward": pytest.approx(1.0, abs=0.01)}
-
-
-def test_a_device_that_runs_out_of_work_waits_for_data(device):
-    shares = run(device, data_s=0.4)
-    assert shares == {
-        "data": pytest.approx(0.75, abs=0.02),
-        "forward": pytest.approx(0.25, abs=0.02),
-    }
+@pytest.mark.parametrize(
+    ("given", "shares", "within"),
+    [
+        ({"data_s": 0.09}, {"forward": 1.0}, 0.01),  # work hides the loader
+        ({"data_s": 0.4}, {"data": 0.75, "forward": 0.25}, 0.02),
+        ({"saves_s": 0.4}, {"save": 0.995, "forward": 0.005}, 0.001),
+    ],
+)
+def test_a_device_without_work_waits_for_the_host(device, given, shares, within):
+    assert run(device, **given) == pytest.approx(shares, abs=within)
 
 
 def test_code_that_waits_for_the_device_is_other_code(device):
     assert run(device, waits=True)["other"] > 0.9
-
-
-def test_the_host_saves_while_the_device_has_no_work(device):
-    shares = run(device, saves_s=0.4)
-    assert shares == {
-        "save": pytest.approx(0.995, abs=0.001),
-        "forward": pytest.approx(0.005, abs=0.001),
-    }
 
 
 def test_an_error_of_the_device_stays_the_error(device):

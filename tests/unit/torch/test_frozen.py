@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TrainingOperator
 from raysgd.callbacks import EMA, CheckpointCallback
 from raysgd.errors import CheckpointError
+from tests.operators import local
 
 
 class Adapter(torch.nn.Module):
@@ -43,14 +44,8 @@ class Tuned(TrainingOperator):
         self.register_data(train_loader=loader, validation_loader=loader)
 
 
-def trainer_of(config=None, **arguments):
-    return TorchTrainer(
-        training_operator_cls=Tuned, config=config or {}, use_local=True, use_gpu=False, **arguments
-    )
-
-
 def test_small_file_loads_where_setup_makes_the_same(tmp_path):
-    with trainer_of() as trainer:
+    with local(Tuned) as trainer:
         trainer.train()
         expected = trainer.get_model().state_dict()
         for frozen in (True, False):
@@ -64,15 +59,15 @@ def test_small_file_loads_where_setup_makes_the_same(tmp_path):
         trainer.save(tmp_path / "again.pt", frozen=False)
         assert (tmp_path / "again.pt").stat().st_size < large / 5
     for name in ("False.pt", "again.pt"):
-        with trainer_of() as other:
+        with local(Tuned) as other:
             other.load(tmp_path / name)
             torch.testing.assert_close(other.get_model().state_dict(), expected, rtol=0, atol=0)
 
 
 def test_another_base_is_an_error_that_names_the_parameter(tmp_path):
-    with trainer_of() as trainer:
+    with local(Tuned) as trainer:
         trainer.save(tmp_path / "state.pt", frozen=False)
-    with trainer_of({"seed": 5}) as other:
+    with local(Tuned, {"seed": 5}) as other:
         before = other.get_model().state_dict()
         with pytest.raises(CheckpointError, match=r"'base.weight' of model 0 is not the one"):
             other.load(tmp_path / "state.pt")
@@ -85,7 +80,7 @@ def swap(operator):
 
 
 def test_layer_that_was_trained_before_it_was_frozen_stays(tmp_path, caplog):
-    with trainer_of() as trainer:
+    with local(Tuned) as trainer:
         trainer.train()
         trainer.apply_all_operators(swap)
         with caplog.at_level(logging.WARNING):
@@ -99,13 +94,13 @@ def write_data(operator):
 
 
 def test_layer_that_user_code_changed_stays(tmp_path):
-    with trainer_of() as trainer:
+    with local(Tuned) as trainer:
         trainer.train()
         trainer.state_dict(frozen=False)
         trainer.apply_all_operators(write_data)
         expected = trainer.get_model().state_dict()
         trainer.save(tmp_path / "state.pt", frozen=False)
-    with trainer_of() as other:
+    with local(Tuned) as other:
         other.load(tmp_path / "state.pt")
         torch.testing.assert_close(other.get_model().state_dict(), expected)
 
@@ -113,7 +108,7 @@ def test_layer_that_user_code_changed_stays(tmp_path):
 def test_checkpoints_and_weights_without_the_base(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     callback = CheckpointCallback(tmp_path / "checkpoints", frozen=False)
-    with trainer_of(callbacks=[callback, EMA()]) as trainer:
+    with local(Tuned, callbacks=[callback, EMA()]) as trainer:
         trainer.train()
         trainer.validate()  # with the averages, which are also of frozen parameters
         expected = trainer.get_model().state_dict()
@@ -122,7 +117,7 @@ def test_checkpoints_and_weights_without_the_base(tmp_path):
     assert {"head.weight", "head.bias", "norm.running_mean"} <= names
     assert not {"base.weight", "tied.weight", "base.bias", "norm.weight"} & names
     again = CheckpointCallback(tmp_path / "checkpoints", frozen=False)
-    with trainer_of(callbacks=[again]) as other:
+    with local(Tuned, callbacks=[again]) as other:
         other.train()  # resumes
         assert other.epoch == 2
         assert again.restored_from is not None

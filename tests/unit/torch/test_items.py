@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
-from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import Sums, merge_workers, ratio
 from tests.conftest import HAS_FULL_SHARDING, needs_full_sharding
 from tests.unit.torch import cases
@@ -176,18 +175,11 @@ class Case(cases.Case):
         """Train for an epoch and validate; return parameters and metrics."""
         elastic = ElasticConfig(shares={"node": 1.0} if self.shares else "even")
         precision = FLOAT16 if self.scaled else {}
-        runner = self.make_runner(num_workers=self.full_size, elastic=elastic, **precision)
-        runner.setup(self.context(rank))
-        if self.num_parts > 1:
-            runner._train_state.micro_batching.raise_split(self.num_parts)
+        runner = self.start(rank, num_workers=self.full_size, elastic=elastic, **precision)
         try:
-            trained = runner.handle(TrainRequest(call=0, until_epoch=1, shares=self.shares))
+            return cases.train_and_validate(runner, self.num_parts, self.shares)
         except RuntimeError as error:
             return str(error)
-        validated = runner.handle(ValidateRequest(call=1))
-        parameters = cases.parameters_of(runner)
-        runner.teardown()
-        return parameters, [trained, validated]
 
     def expected(self):
         """Return the parameters and losses of a plain PyTorch loop in one process."""
@@ -225,9 +217,10 @@ samples = st.one_of(st.just(NOTHING), st.lists(tokens, min_size=LENGTH, max_size
 def check(case, results):
     assert not any(isinstance(each, str) for each in results), "\n".join(map(str, results))
     parameters, train_loss, val_loss = case.expected()
-    for found, _ in results:
-        torch.testing.assert_close(found, parameters, atol=1e-10, rtol=0)
-    trained, validated = map(merge_workers, zip(*(found for _, found in results), strict=True))
+    found, *metrics = zip(*results, strict=True)
+    for each in found:
+        torch.testing.assert_close(each, parameters, atol=1e-10, rtol=0)
+    trained, validated = map(merge_workers, metrics)
     assert trained["num_samples"] == validated["num_samples"] == len(case.targets)
     assert trained["train_loss"] == pytest.approx(train_loss, abs=1e-10, nan_ok=True)
     assert validated["val_loss"] == pytest.approx(val_loss, abs=1e-10, nan_ok=True)
@@ -287,6 +280,8 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 @example(Case(SEVERAL * 2, num_workers=2, shares=(1.5, 0.5), sharding="optimizer"))
 @example(Case(SEVERAL * 2, num_workers=2, shares=(1.5, 0.5), sharding="full"))
 @example(Case(SEVERAL * 2, num_workers=2, accumulation=3, num_missing=2, kind="sum"))
+@example(Case(SEVERAL, num_workers=2, accumulation=2, kind="sum", sharding="full"))
+@example(Case(SEVERAL, num_workers=2, accumulation=2, kind="sum", sharding="optimizer"))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, kind="samples", by_hand=True))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, num_losses=2, by_hand=True, num_parts=2))
 def test_update_equals_that_of_one_process(workers, case):

@@ -20,9 +20,8 @@ from torch.utils.data import (
 
 from raysgd import TrainingOperator
 from raysgd.data import Dataset
-from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
-from tests.conftest import assert_names, needs_full_sharding
+from tests.conftest import assert_names
 from tests.unit.torch import cases
 
 NUM_SAMPLES = 23
@@ -61,8 +60,6 @@ class Case(cases.Case):
     criterion: Any
     loader: str = "samples"
     accumulation: int = 1
-    num_parts: int = 1
-    sharding: str | None = None
     ignored: int = -100
     data_set: str = "tensors"
     """Key of DATA_SETS."""
@@ -73,18 +70,12 @@ class Case(cases.Case):
 
     def run(self, rank):
         """Train an epoch, and validate. Return parameters, metrics, and warnings."""
-        runner = self.make_runner(add_dist_sampler=self.loader != "stream")
-        runner.setup(self.context(rank))
-        if self.num_parts > 1:
-            runner._train_state.micro_batching.raise_split(self.num_parts)
+        runner = self.start(rank, add_dist_sampler=self.loader != "stream")
         log = logging.handlers.MemoryHandler(1000, flushLevel=100)
         logging.getLogger("raysgd").addHandler(log)
-        trained = runner.handle(TrainRequest(call=0, until_epoch=1))
-        validated = runner.handle(ValidateRequest(call=1))
+        found = cases.train_and_validate(runner)
         logging.getLogger("raysgd").removeHandler(log)
-        found = cases.parameters_of(runner)
-        runner.teardown()
-        return found, trained, validated, [record.getMessage() for record in log.buffer]
+        return *found, [record.getMessage() for record in log.buffer]
 
     def data(self):
         generator = torch.Generator().manual_seed(2)
@@ -133,7 +124,6 @@ class Trained(TrainingOperator):
             optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
             criterion=case.criterion,
             gradient_accumulation_steps=case.accumulation,
-            sharding=case.sharding,
         )
         data = DATA_SETS[case.data_set](TensorDataset(*case.data()))
         loaders = {
@@ -197,24 +187,6 @@ def check(case, results):
     assert not any(warnings for *_, warnings in results)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("kind", CRITERIA)
-def test_losses_of_pytorch_count_what_they_weight_ignore_or_sum(workers, kind, accumulation):
-    case = Case(CRITERIA[kind], accumulation=accumulation)
-    check(case, workers(case))
-
-
-def test_ignored_index_may_be_a_class(workers):
-    case = Case(cross_entropy(ignore_index=2), ignored=2)
-    check(case, workers(case))
-
-
-@pytest.mark.parametrize("data_set", ["subset", "joined"])
-def test_ignored_targets_of_parts_of_tensors_count(workers, data_set):
-    case = Case(CRITERIA["ignores"], data_set=data_set)
-    check(case, workers(case))
-
-
 def test_uncounted_targets_are_a_warning(workers):
     results = workers(Case(CRITERIA["ignores"], data_set="list"))
     for *_, warnings in results:
@@ -222,24 +194,22 @@ def test_uncounted_targets_are_a_warning(workers):
         assert_names(warnings[0], ["-100", "num_items"])
 
 
+UNEQUAL = itertools.product(
+    [CRITERIA["sum"], torch.nn.MSELoss()],
+    ["batch sampler", "stream", "ready batches", "items"],
+    [1, 2],
+)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    "case",
     [
-        {"num_parts": 2},
-        {"num_parts": 2, "accumulation": 2, "num_workers": 1},
-        {"sharding": "optimizer", "accumulation": 2},
-        pytest.param({"sharding": "full", "accumulation": 2}, marks=needs_full_sharding),
+        *(Case(each, accumulation=number) for each in CRITERIA.values() for number in (1, 2)),
+        Case(cross_entropy(ignore_index=2), ignored=2),
+        Case(CRITERIA["ignores"], data_set="subset"),
+        Case(CRITERIA["ignores"], data_set="joined"),
+        *(Case(*each) for each in UNEQUAL),
     ],
 )
-def test_sums_add_up_over_micro_batches_and_shards(workers, settings):
-    case = Case(CRITERIA["sum"], **settings)
-    check(case, workers(case))
-
-
-@pytest.mark.parametrize("kind", ["sum", "ignores"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("loader", ["batch sampler", "stream", "ready batches", "items"])
-def test_unequal_batches_count_their_samples(workers, loader, accumulation, kind):
-    criterion = torch.nn.MSELoss() if kind == "ignores" else CRITERIA[kind]
-    case = Case(criterion, loader=loader, accumulation=accumulation)
+def test_losses_count_what_they_weight_ignore_or_sum_and_batches_their_samples(workers, case):
     check(case, workers(case))

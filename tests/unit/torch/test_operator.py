@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TrainingOperator
 from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
-from tests.operators import Classifier, make_model, register_all
+from tests.operators import Classifier, local, make_model, register_all
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
 
@@ -61,9 +61,7 @@ class Teaching(Small):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, caplog):
-    with TorchTrainer(
-        training_operator_cls=Teaching, config={"keeps": keeps}, use_local=True
-    ) as trainer:
+    with local(Teaching, {"keeps": keeps}) as trainer:
         for _ in range(2):
             trainer.train()
     warnings = [r.message for r in caplog.records if "train_batch changed" in r.message]

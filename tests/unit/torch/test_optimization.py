@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ElasticConfig, TorchTrainer
+from raysgd import ElasticConfig
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.testing import run_operator
-from tests.operators import Adversaries, Classifier, parameters
+from tests.operators import Adversaries, Classifier, local, parameters
 from tests.unit.recorder import Recorder
 
 PRECISIONS = [{}, {"use_fp16": True, "amp_dtype": torch.float16}, {"use_fp16": True}]
@@ -26,16 +26,6 @@ class Accumulating(Classifier):
             gradient_accumulation_steps=config.get("steps", 1),
             max_grad_norm=config.get("clip"),
         )
-
-
-def local(operator_cls, config, **arguments):
-    return TorchTrainer(
-        training_operator_cls=operator_cls,
-        config=config,
-        use_local=True,
-        use_gpu=False,
-        **arguments,
-    )
 
 
 def trained(config, calls=(None,), operator_cls=Accumulating, **arguments):

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.torch.features.micro_batching import batch_parts, num_rows, ran_out_of_memory
+from tests import operators
 from tests.fidelity import Exact, flat, make_data
 from tests.operators import Classifier, on_gpu
 
@@ -67,13 +68,8 @@ class Scarce(Exact):
 
 
 def local(operator_cls=Scarce, config=None, **arguments):
-    return TorchTrainer(
-        training_operator_cls=operator_cls,
-        config={**CONFIG, **(config or {})},
-        use_local=True,
-        scheduler_step_freq="batch",
-        **arguments,
-    )
+    config = {**CONFIG, **(config or {})}
+    return operators.local(operator_cls, config, scheduler_step_freq="batch", **arguments)
 
 
 def splits(trainer):
@@ -287,7 +283,7 @@ def test_batch_normalization_gets_two_samples_and_a_warning(caplog):
             return result
 
     config = {"batch_norm": True, "batch_size": 9, "num_samples": 29, "room": 3}
-    trainer = TorchTrainer(training_operator_cls=Normalized, config=config, use_local=True)
+    trainer = operators.local(Normalized, config)
     with trainer, caplog.at_level(logging.WARNING):
         trainer.train()
         trainer.get_local_operator()._config["room"] = 1
@@ -477,12 +473,7 @@ def fill_gpu():
 def test_full_gpu_splits_batches(compiled, fill_gpu):
     results = []
     for room in (None, 400 * 2**20):  # autotuning in Triton takes 60 MiB of them
-        with TorchTrainer(
-            training_operator_cls=Wide,
-            config={"compiled": compiled},
-            use_local=True,
-            use_gpu=True,
-        ) as trainer:
+        with operators.local(Wide, {"compiled": compiled}, use_gpu=True) as trainer:
             trainer.train(num_steps=1)
             if room is not None:
                 fill_gpu(room)

@@ -29,22 +29,10 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import run_ranks, wait_until
-from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
+from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of, make_runner
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 EPOCH = list(range(40))
-
-
-def make_runner(operator_cls=Recorder, config=None, context=None, **options):
-    runner = TorchRunner(
-        TorchOptions(
-            training_operator_cls=operator_cls, config={**SMALL, **(config or {})}, **options
-        )
-    )
-    context = context or WorkerContext(in_driver=True)
-    runner.prepare(context)
-    runner.setup(context)
-    return runner
 
 
 def same_parameters(left, right):

@@ -9,12 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
+from tests.operators import local
 
 NUM_STEPS = 6
 
@@ -138,9 +139,7 @@ def start():
 
 
 def make_trainer(**config):
-    return TorchTrainer(
-        training_operator_cls=Digits, config=config, scheduler_step_freq="batch", use_local=True
-    )
+    return local(Digits, config, scheduler_step_freq="batch")
 
 
 def fail(*_):

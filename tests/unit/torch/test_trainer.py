@@ -24,26 +24,6 @@ def test_an_old_pytorch_is_an_error(monkeypatch):
         make()
 
 
-def test_initialization_hook_runs_before_setup(make_trainer):
-    class Noting(Classifier):
-        def setup(self, config):
-            calls.append("setup")
-            raise OSError("no data here")
-
-    calls = []
-    with pytest.raises(OSError, match="no data here"):
-        make_trainer(Noting, initialization_hook=lambda: calls.append("hook"))
-    assert calls == ["hook", "setup"]
-
-
-def test_use_gpu_auto_asks_pytorch_without_a_cluster(make_trainer, monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1) or False)
-    trainer = make_trainer(use_gpu="auto")
-    assert asked
-    assert not trainer.get_local_operator().use_gpu
-
-
 @pytest.mark.parametrize("options_cls", [TorchOptions, TFOptions])
 def test_several_workers_with_use_local_train_on_cpus(options_cls, caplog, monkeypatch):
     monkeypatch.setattr("raysgd.loop.options._gpus_in_cluster", lambda: 2)

@@ -19,6 +19,7 @@ from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies import replica
+from tests.operators import local
 
 X = torch.randn(16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -57,9 +58,7 @@ class Plain(TrainingOperator):
 
 
 def train(cls, config=None, num_epochs=1, **arguments):
-    with TorchTrainer(
-        training_operator_cls=cls, config=config or {}, use_local=True, **arguments
-    ) as trainer:
+    with local(cls, config, **arguments) as trainer:
         for _ in range(num_epochs):
             trainer.train()
         return trainer.get_model(), trainer.state_dict()
@@ -315,7 +314,7 @@ class Wrapped(Plain):
 
 def test_wrapper_loads_its_state():
     _, state = train(Wrapped)
-    with TorchTrainer(training_operator_cls=Wrapped, config={}, use_local=True) as trainer:
+    with local(Wrapped) as trainer:
         trainer.load_state_dict(state)
         trainer.train()
         check_equal(trainer.get_model(), plain(2)[0])
@@ -399,14 +398,11 @@ def required(operator):
 
 
 def test_checkpoint_knows_which_parameters_were_trained(tmp_path):
-    def trainer():
-        return TorchTrainer(training_operator_cls=Frozen, config={}, use_local=True)
-
-    with trainer() as first:
+    with local(Frozen) as first:
         frozen = first.state_dict()
         first.apply_all_operators(thaw)
         path = first.save(tmp_path / "state.pt")
-    with trainer() as second:
+    with local(Frozen) as second:
         second.load(path)
         assert second.apply_all_operators(required) == [[True] * 4]
         second.load_state_dict(frozen)
@@ -423,7 +419,7 @@ def test_added_group_is_refused_with_the_way():
     _, state = train(Plain)
     state["optimizers"][0]["param_groups"].append({"params": [9], "lr": 0.1})
     with (
-        TorchTrainer(training_operator_cls=Plain, config={}, use_local=True) as trainer,
+        local(Plain) as trainer,
         pytest.raises(CheckpointError, match="Create all groups in setup"),
     ):
         trainer.load_state_dict(state)

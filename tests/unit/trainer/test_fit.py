@@ -27,7 +27,7 @@ from raysgd.errors import CallbackError
 from raysgd.metrics import AverageMeter, Sums
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
-from tests.unit.recorder import Recorder
+from tests.unit.recorder import Recorder, failure, idle
 
 
 class Stopping(Callback):
@@ -40,14 +40,6 @@ class Stopping(Callback):
         if metrics["epoch"] == self._epoch:
             trainer.request_stop("enough")
             trainer.request_stop("a second reason")
-
-
-def failing_at(step):
-    def fail(batch_info, when):
-        if batch_info["global_step"] == step:
-            raise ValueError("bad batch")
-
-    return fail
 
 
 class TrainOnly(Recorder):
@@ -117,13 +109,7 @@ def test_without_a_validation_loader_there_is_no_validation(make_trainer):
 
 def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
     trainer = make_trainer(Recorder)
-
-    def fail(batch_info, when):
-        if when == "validate":
-            raise ValueError("bad validation")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(ValueError, match="bad validation") as caught:
+    with failure(trainer.get_local_operator(), when="validate") as caught:
         trainer.fit(2)
     assert any("before any training" in n for n in caught.value.__notes__)
     assert trainer.global_step == 0
@@ -403,50 +389,6 @@ def test_callbacks_of_fit_are_called_in_that_fit_only(make_trainer):
     ]
 
 
-def test_fit_ends_callbacks_and_the_next_call_starts_them_again(make_trainer):
-    spy = Spy()
-    trainer = make_trainer(callbacks=[spy])
-    trainer.fit(1, validate_every=None)
-    trainer.train()
-    trainer.shutdown()
-    assert [hook for hook in spy.hooks if hook != "on_event"] == [
-        "on_train_start",
-        "on_epoch_end",
-        "on_train_end",
-        "on_train_start",
-        "on_epoch_end",
-        "on_train_end",
-    ]
-
-
-def test_callbacks_see_an_error_once_and_end(make_trainer):
-    spy, own = Spy(), Spy("own")
-    trainer = make_trainer(Recorder, callbacks=[spy])
-
-    def fail(batch_info, when):
-        if batch_info["global_step"] == 7:
-            raise ValueError("bad batch")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(ValueError, match="bad batch"):
-        trainer.fit(3, callbacks=[own])
-    for each in (spy, own):
-        assert each.hooks[-2:] == ["on_exception", "on_train_end"]
-        assert each.hooks.count("on_exception") == 1
-    trainer.get_local_operator().fail = lambda *arguments: None
-    assert [entry["epoch"] for entry in trainer.fit(3)] == [2, 3]
-    assert own.hooks[-1] == "on_train_end"
-
-
-def breaking(batch_info, when):
-    if when == "validate":
-        raise ZeroDivisionError
-
-
-def whole(batch_info, when):
-    """Break nothing."""
-
-
 @pytest.fixture(params=["a callback", "the validation"])
 def broken_off(request, make_trainer):
     """Return a trainer whose `fit` failed before the validation of epoch 2, and its spy."""
@@ -455,12 +397,13 @@ def broken_off(request, make_trainer):
     trainer.fit(1)
     if request.param == "a callback":
         spy.fail_in = ["on_epoch_end"]
+        with pytest.raises(CallbackError):
+            trainer.fit(3)
     else:
-        trainer.get_local_operator().fail = breaking
-    with pytest.raises((CallbackError, ZeroDivisionError)):
-        trainer.fit(3)
+        with failure(trainer.get_local_operator(), when="validate"):
+            trainer.fit(3)
     assert (trainer.epoch, spy.hooks.count("on_validation_end")) == (2, 1)
-    trainer.get_local_operator().fail, spy.fail_in = whole, ()
+    spy.fail_in = ()
     spy.calls.clear()
     return trainer, spy
 
@@ -516,10 +459,8 @@ def test_a_missing_validation_is_skipped_after_further_training(broken_off, num_
     states = []
     spy.pause_every, spy.on_pause = 1, lambda trainer: states.append(trainer.state_dict())
     if num_steps is None:
-        trainer.get_local_operator().fail = failing_at(trainer.global_step + 2)
-        with pytest.raises(ValueError, match="bad batch"):
+        with failure(trainer.get_local_operator(), trainer.global_step + 2):
             trainer.train()
-        trainer.get_local_operator().fail = whole
     else:
         trainer.train(num_steps=num_steps)
     states.append(trainer.state_dict())
@@ -535,45 +476,41 @@ def test_a_missing_validation_is_skipped_if_validate_every_excludes_it(broken_of
     assert told(spy) == ["on_epoch_end", "on_validation_end"]
 
 
-@pytest.mark.parametrize("where", ["training", "a callback"])
-def test_a_trainer_works_after_ctrl_c(make_trainer, where):
+@pytest.mark.parametrize(
+    ("error", "where", "step"),
+    [
+        (ValueError, "training", 7),
+        (KeyboardInterrupt, "training", 8),  # delivered when the step has ended
+        (KeyboardInterrupt, "a callback", 10),
+    ],
+)
+def test_a_trainer_works_after_an_error_that_callbacks_see_once(make_trainer, error, where, step):
     class Interrupting(Callback):
         def on_epoch_end(self, trainer, metrics):
             if where == "a callback" and trainer.epoch == 2:
                 signal.raise_signal(signal.SIGINT)
 
-    spy = Spy()
+    spy, own = Spy(), Spy("own")
     trainer = make_trainer(Recorder, callbacks=[Interrupting(), spy])
 
     def fail(batch_info, when):
-        if where == "training" and batch_info["global_step"] == 7 and when == "before":
+        if where == "training" and (batch_info["global_step"], when) == (7, "before"):
+            if error is ValueError:
+                raise ValueError
             signal.raise_signal(signal.SIGINT)
 
     trainer.get_local_operator().fail = fail
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(3)
-    assert [call[1:] for call in spy.calls[-2:]] == [
-        ("on_exception", "KeyboardInterrupt"),
-        ("on_train_end", 2),
-    ]
-    # Ctrl-C in a step is delivered when the step has ended
-    assert trainer.global_step == (8 if where == "training" else 10)
-    trainer.get_local_operator().fail = lambda *arguments: None
-    assert [entry["epoch"] for entry in trainer.fit(3)] == ([2, 3] if where == "training" else [3])
+    with pytest.raises(error):
+        trainer.fit(3, callbacks=[own])
+    for each in (spy, own):
+        ends = [("on_exception", error.__name__), ("on_train_end", 2)]
+        assert [call[1:] for call in each.calls[-2:]] == ends
+        assert each.hooks.count("on_exception") == 1
+    assert trainer.global_step == step
+    trainer.get_local_operator().fail = idle
+    assert [entry["epoch"] for entry in trainer.fit(3)] == ([2, 3] if step < 10 else [3])
+    assert own.hooks[-1] == "on_train_end"
     assert trainer.get_local_operator().trained == [*range(40)] * 3
-
-
-def test_ctrl_c_says_where_the_run_resumes(make_trainer, tmp_path):
-    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path)])
-
-    def fail(batch_info, when):
-        if batch_info["global_step"] == 7 and when == "before":
-            signal.raise_signal(signal.SIGINT)
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(KeyboardInterrupt) as caught:
-        trainer.fit(3)
-    assert caught.value.__notes__[-1].endswith("epoch-00002-step-00000008.ckpt.")
 
 
 def test_fit_validates_all_data_after_a_partial_validation(make_trainer):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
@@ -17,6 +17,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
 from tests.fidelity import flat
+from tests.operators import local
 from tests.unit.loop.test_fidelity import Workers
 
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
@@ -87,13 +88,8 @@ class Line(lightning.LightningModule):
 
 
 def start(module_cls=Line, config=None, frequency="epoch", **data):
-    return TorchTrainer(
-        training_operator_cls=TrainingOperator.from_ptl(module_cls, **data),
-        config={"lr": 0.1, **(config or {})},
-        use_local=True,
-        use_gpu=False,
-        scheduler_step_freq=frequency,
-    )
+    operator_cls = TrainingOperator.from_ptl(module_cls, **data)
+    return local(operator_cls, {"lr": 0.1, **(config or {})}, scheduler_step_freq=frequency)
 
 
 def trained_by_hand(num_epochs):
@@ -414,10 +410,9 @@ class Lazy:
 def test_fit_validates_and_resumes_a_module(tmp_path):
     operator_cls = TrainingOperator.from_ptl(Probing)
     for num_epochs in (1, 2):
-        trainer = TorchTrainer(
-            training_operator_cls=operator_cls,
-            config={"lr": 0.1},
-            use_local=True,
+        trainer = local(
+            operator_cls,
+            {"lr": 0.1},
             scheduler_step_freq="epoch",
             logdir=tmp_path,
             callbacks=[CheckpointCallback(monitor="val_loss")],
