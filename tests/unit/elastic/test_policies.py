@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.context import Progress
+from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
