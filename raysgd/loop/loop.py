@@ -107,7 +107,7 @@ class Loop:
         """
         train_state, self.step_s = self.train_state, 0.0
         callback_pause = self.signal.callback_pause = request.callback_pause
-        train_state.transaction.check_whole(train_state.global_step)
+        train_state.check_whole()
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=request.log_every is not None)
@@ -204,7 +204,7 @@ class Loop:
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
             self._end_failed_segment(segment, source)
-            train_state.transaction.check_whole(train_state.global_step)
+            train_state.check_whole()
             return
         except BaseException as error:
             batch, in_update = segment.batch, segment.in_update

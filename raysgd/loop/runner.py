@@ -259,7 +259,7 @@ class OperatorRunner(Runner, ABC):
 
     def state_dict(self, frozen: bool = True) -> dict[str, Any]:
         """Return the state, or this worker's shards of it, on the CPU."""
-        self._train_state.transaction.check_whole(self._train_state.global_step)
+        self._train_state.check_whole()
         if not self._train_state.replication.in_sync:
             self._train_state.settings.warn_once(
                 "ahead",

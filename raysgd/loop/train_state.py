@@ -187,6 +187,16 @@ class TrainState(ABC):
             if self.meters is not None:
                 self.meters.count_held()
 
+    def check_whole(self) -> None:
+        """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
+        if self.transaction.is_partial:
+            raise RuntimeError(
+                f"The step after step {self.global_step} failed after it had changed some "
+                "parameters: an optimizer raised within its step, or train_batch changed them "
+                "itself. They cannot be restored. Load a checkpoint to continue: "
+                "trainer.load(path)."
+            )
+
     def roll_back(self) -> None:
         for feature in self.features:
             feature.roll_back(self.transaction)

@@ -113,15 +113,6 @@ class UpdateTransaction:
             key = id(optimizer)
             self.optimizer_steps[key] = self.optimizer_steps.get(key, 0) + 1
 
-    def check_whole(self, global_step: int) -> None:
-        """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
-        if self.is_partial:
-            raise RuntimeError(
-                f"The step after step {global_step} failed after it had changed some parameters: "
-                "an optimizer raised within its step, or train_batch changed them itself. They "
-                "cannot be restored. Load a checkpoint to continue: trainer.load(path)."
-            )
-
     def counts(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if the loop now ends it.
 

@@ -115,7 +115,7 @@ class TorchTrainState(RegisteredState):
         return without(state, digests)
 
     def whole_models(self) -> list[torch.nn.Module]:
-        self.transaction.check_whole(self.global_step)
+        self.check_whole()
         if (copies := self.replication.export_models(len(self.given_models))) is not None:
             return copies
         if self.context.world_rank != 0:
