@@ -25,7 +25,7 @@ class Replication:
     in_sync = True
     """Whether all shards belong to the last committed step."""
 
-    def is_whole(self, each: Any) -> bool:
+    def is_unsharded(self, each: Any) -> bool:
         """Return whether every worker has all of a model, or of the state of an optimizer."""
         return True
 
@@ -38,10 +38,10 @@ class Replication:
 
     # ---- a worker leaves
 
-    def hand_over(self) -> Any:
+    def export_shards(self) -> Any:
         """Return the shards that the remaining workers need, before this worker leaves."""
 
-    def take_over(self, shards: Any) -> None:
+    def import_shards(self, shards: Any) -> None:
         """Store the shards of a worker that leaves until the next generation."""
 
     # ---- files, snapshots, and exports

@@ -214,9 +214,9 @@ class OperatorRunner(Runner, ABC):
                 case call.RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case call.ExportShardsRequest():
-                    return self._train_state.to_cpu(self._train_state.replication.hand_over())
+                    return self._train_state.to_cpu(self._train_state.replication.export_shards())
                 case call.ImportShardsRequest():
-                    return self._train_state.replication.take_over(request.shards)
+                    return self._train_state.replication.import_shards(request.shards)
         raise NotImplementedError(f"Operators do not support {request.name}.")
 
     def warm_up(self) -> None:

@@ -86,15 +86,15 @@ class RegisteredState(TrainState):
         with contextlib.ExitStack() as stack:
             stack.callback(self.roll_back)
             modules = itertools.chain(self.models, self.modules())  # models may be wrappers
-            for module in modules if self.has_whole_models else ():
+            for module in modules if self.has_unsharded_models else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                     stack.enter_context(unchanged(module))
             yield
 
     @property
-    def has_whole_models(self) -> bool:
+    def has_unsharded_models(self) -> bool:
         """Whether every worker has all parameters."""
-        return all(map(self.replication.is_whole, self.models))
+        return all(map(self.replication.is_unsharded, self.models))
 
     # ---- the other workers
 

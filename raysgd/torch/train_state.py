@@ -191,7 +191,7 @@ class TorchTrainState(RegisteredState):
 
     def _shared_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a model's state that every worker has."""
-        if self.replication.is_whole(model):
+        if self.replication.is_unsharded(model):
             return state
         sharded = dict(model.named_parameters(remove_duplicate=False))
         return {key: value for key, value in state.items() if key not in sharded}
@@ -239,7 +239,9 @@ class TorchTrainState(RegisteredState):
                     load, own = None, each.state_dict()
                     if kind == "optimizers" and keeps_dtypes:
                         load = functools.partial(load_optimizer, each)
-                    elif kind == "models" and (KEY in state or not self.replication.is_whole(each)):
+                    elif kind == "models" and (
+                        KEY in state or not self.replication.is_unsharded(each)
+                    ):
                         load = functools.partial(each.load_state_dict, strict=False)
                         own, saved = (self._shared_part(each, state) for state in (own, saved))
                     place = f"{kind}[{index}]"

@@ -52,7 +52,7 @@ class Averaging(StepFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if not self._state.has_whole_models:
+        if not self._state.has_unsharded_models:
             conflicts.refuse('register(sharding="full")', "averages of the weights")
         if self.averages is None or (self._decay is None) != (decay is None):
             self._count = 0

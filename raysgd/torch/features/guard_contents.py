@@ -140,7 +140,7 @@ class ReplicaContents:
     def items(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
         state = self._state
-        is_whole = state.replication.is_whole
+        is_unsharded = state.replication.is_unsharded
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
         compared = [self._wraps_all or ddp.is_ddp(model) for model in state.models]
         for index, model in enumerate(state.models):
@@ -153,7 +153,7 @@ class ReplicaContents:
                 flags = str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
                 yield "options", f"dtype, shape, and requires_grad of {place}", flags
                 is_ignored = name in ignored or parameter in self._renormalized
-                if is_whole(model) and not is_ignored:
+                if is_unsharded(model) and not is_ignored:
                     yield "tensors", place, parameter
             if in_step:
                 modes = [module.training for module in model.modules()]
@@ -163,7 +163,7 @@ class ReplicaContents:
                 yield "buffers", place, equal.get(place)
         for index, optimizer in enumerate(state.optimizers):
             if self._wraps_all or replicated.issuperset(self._stepped):
-                own = f"optimizers[{index}]", optimizer, replicated, is_whole(optimizer)
+                own = f"optimizers[{index}]", optimizer, replicated, is_unsharded(optimizer)
                 yield from _of_optimizer(*own)
         for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
             yield from _items(f"schedulers[{index}]", scheduler.state_dict())
@@ -180,7 +180,7 @@ def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _of_optimizer(
-    place: str, optimizer: Any, known: set[torch.Tensor], is_whole: bool
+    place: str, optimizer: Any, known: set[torch.Tensor], is_unsharded: bool
 ) -> Iterator[Content]:
     number = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
@@ -189,9 +189,9 @@ def _of_optimizer(
         yield from _items(of_group, {key: group[key] for key in group if key != "params"})
         for parameter in group["params"]:
             which = next(number)
-            if is_whole and parameter not in known:
+            if is_unsharded and parameter not in known:
                 yield "tensors", f"parameter {which} of {place}", parameter
-            if is_whole and (state := optimizer.state.get(parameter)):
+            if is_unsharded and (state := optimizer.state.get(parameter)):
                 yield from _items(f"{place}.state[{which}]", state)
 
 

@@ -72,7 +72,7 @@ class FullyShardedModel(ShardedOptimizer):
             collectives.broadcast_tensors([p.detach() for p in self.models.parameters], source=0)
         super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
 
-    def is_whole(self, each: Any) -> bool:
+    def is_unsharded(self, each: Any) -> bool:
         return False
 
     # ---- training step

@@ -96,7 +96,7 @@ class ShardedOptimizer(Replication, StepFeature):
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
 
-    def is_whole(self, each: Any) -> bool:
+    def is_unsharded(self, each: Any) -> bool:
         return each is not self.optimizer
 
     def wrap_steps(self) -> None:
@@ -281,11 +281,11 @@ class ShardedOptimizer(Replication, StepFeature):
             if piece.state
         ]
 
-    def hand_over(self) -> Any:
+    def export_shards(self) -> Any:
         messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]
         return self._token, self._version, messages
 
-    def take_over(self, shards: Any) -> None:
+    def import_shards(self, shards: Any) -> None:
         """Keep shards of the same step. Ignore shards of another step."""
         token, version, messages = shards
         if (token, version) == (self._token, self._version):
@@ -363,19 +363,19 @@ class ShardedOptimizers(Replication):
     def in_sync(self) -> bool:  # type: ignore[override]
         return all(each.in_sync for each in self.features)
 
-    def is_whole(self, each: Any) -> bool:
-        return all(feature.is_whole(each) for feature in self.features)
+    def is_unsharded(self, each: Any) -> bool:
+        return all(feature.is_unsharded(each) for feature in self.features)
 
     def wrap_steps(self) -> None:
         for feature in self.features:
             feature.wrap_steps()
 
-    def hand_over(self) -> Any:
-        return [feature.hand_over() for feature in self.features]
+    def export_shards(self) -> Any:
+        return [feature.export_shards() for feature in self.features]
 
-    def take_over(self, shards: Any) -> None:
+    def import_shards(self, shards: Any) -> None:
         for feature, own in zip(self.features, shards, strict=True):
-            feature.take_over(own)
+            feature.import_shards(own)
 
     def own_state(self) -> dict[str, Any]:
         shards = {id(each.optimizer): each.shards() for each in self.features}
