@@ -56,20 +56,6 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
     assert asked.count("progress") < 1.5 * 2000 * 0.05
 
 
-def test_no_other_thread_can_call_while_the_group_forms(world):
-    controller, errors = world.drive(3).controller, []
-
-    def call():
-        with pytest.raises(RuntimeError, match="Another thread is calling these workers"):
-            run(controller, "train", until_step=1)
-        errors.append(type(controller.state).__name__)
-
-    world.at_step(20, lambda: world.lose(2))
-    world.on_meeting.append(call)
-    assert steps_of(run_until(controller, 300, max_losses=1))[0] == 300
-    assert errors == ["Broken"]
-
-
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
     controller = world.drive(2).controller
     watch = Supervision._watch
