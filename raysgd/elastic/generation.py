@@ -17,13 +17,7 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRe
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.policies import (
-    assign_contexts,
-    backoff_s,
-    choose_members,
-    furthest,
-    must_hand_over,
-)
+from raysgd.elastic.policies import assign_contexts, backoff_s, choose_members, furthest
 from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -97,7 +91,7 @@ class GroupForming:
         began: float,
     ) -> machine.GroupEvent:
         departing = [member for member in self._group.members if member not in staying]
-        if must_hand_over(progress):
+        if not progress.holdings.complete:  # a worker that leaves may have a shard's only copy
             for outcome in self._commands.ask(departing, ExportShardsRequest()).values():
                 if (shards := value_of(outcome)) is not None:
                     self._commands.ask([staying[0]], ImportShardsRequest(shards=shards))

@@ -128,14 +128,9 @@ def members_to_ask(progress: Mapping[_Member, Progress]) -> list[list[_Member]]:
     >>> members_to_ask({"a": Progress(), "b": Progress()})
     [['a'], ['b']]
     """
-    if any(map(must_hand_over, progress.values())):
-        return [list(progress)]
-    return [[member] for member in progress]
-
-
-def must_hand_over(progress: Progress) -> bool:
-    """Return whether a worker that leaves may have the only copy of a shard."""
-    return not progress.holdings.complete
+    if all(each.holdings.complete for each in progress.values()):
+        return [[member] for member in progress]
+    return [list(progress)]
 
 
 def backoff_s(attempt: int, config: ElasticConfig) -> float:
