@@ -54,7 +54,7 @@ class ReplicaSync(StepFeature):
         self._num_unchecked += 1
 
     def end_epoch(self, epoch: int) -> None:
-        self._state.agree()  # workers with more batches raise an error, and do not wait
+        self._state.compare_update()  # workers with more batches raise an error, and do not wait
 
     def before_export(self) -> None:
         self._compare(after=1)
@@ -109,7 +109,7 @@ class KerasOptimization(StepFeature):
             self._accumulated[id(optimizer)] = gradients
         if not tx.is_last:
             return
-        if self._state.agree(variables, lacks_gradient=any(g is None for g in gradients)):
+        if self._state.compare_update(variables, lacks_gradient=any(g is None for g in gradients)):
             gradients = communication.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = communication.mean([gradient for gradient, _ in pairs])

@@ -31,7 +31,7 @@ def set_layer_states(model: Any, states: Mapping[str, Any]) -> None:
             layer.set_vocabulary(json.loads(state["vocabulary"]), state.get("idf_weights"))
 
 
-def misfit(model: Any, states: Mapping[str, Any]) -> str:
+def layers_problem(model: Any, states: Mapping[str, Any]) -> str:
     number, own = len(states), len(_special(model))
     return (
         "" if number == own else f"it has {number} layers that keep more than variables, not {own}"

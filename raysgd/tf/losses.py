@@ -39,7 +39,7 @@ def _compiled(model: Any, **arguments: Any) -> Any:
     return shell
 
 
-def without_means(criterion: Any) -> list[str]:
+def losses_without_means(criterion: Any) -> list[str]:
     """Return the losses that are not means over samples, as text."""
     losses = []
     for loss in tf.nest.flatten(criterion):

@@ -94,7 +94,7 @@ class TrainingOperator(OperatorBase):
         self._check_single()
         self._check_own_steps("train_batch")
         self._check_criterion()
-        parts = self._train_state.unpacked(batch, training=True)
+        parts = self._train_state.unpack(batch, training=True)
         loss, output, masks = self.minimize(self._forward, *parts, True)
         self._train_state.check_masks(masks)
         _, target, weights = parts
@@ -114,7 +114,7 @@ class TrainingOperator(OperatorBase):
         """
         self._check_own_steps("validate_batch")
         self._check_criterion()
-        parts = self._train_state.unpacked(batch, training=False)
+        parts = self._train_state.unpack(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *parts, False)
         batch_info["output"] = output = _masked(output, masks)
@@ -133,7 +133,7 @@ class TrainingOperator(OperatorBase):
         import keras
 
         self._check_own_steps("predict_batch")
-        parts = self._train_state.unpacked(batch, training=False)
+        parts = self._train_state.unpack(batch, training=False)
         output = keras.tree.lists_to_tuples(self.run(self._predicted, parts[0]))
         check_rows(output, _length(parts))
         return output

@@ -10,7 +10,7 @@ import tensorflow as tf
 from raysgd._internal.arguments import checked_dict
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.tf.keras import scaled_optimizer
-from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
+from raysgd.tf.losses import BatchMetrics, MeanLoss, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
 
 
@@ -56,7 +56,9 @@ def register(
     state.transaction.optimizers = state.optimizers
     if criterion is not None:
         state.criterion = MeanLoss(criterion, model)
-    for loss in without_means(getattr(model, "loss", None) if criterion is None else criterion):
+    for loss in losses_without_means(
+        getattr(model, "loss", None) if criterion is None else criterion
+    ):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
     state.class_weight = checked_dict("register", "class_weight", class_weight)
     state.metrics = BatchMetrics(model, metrics)
@@ -80,7 +82,7 @@ def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
     return scaled_optimizer(optimizer, state.settings.options.use_fp16)
 
 
-def complete(state: KerasTrainState) -> None:
+def build_registered(state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
     if len(state.models) == 1 and not state.models[0].built:
         sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))

@@ -86,7 +86,7 @@ def build_operator(
     import tensorflow as tf
 
     from raysgd.tf.keras import policy_name
-    from raysgd.tf.registration import complete
+    from raysgd.tf.registration import build_registered
     from raysgd.tf.train_state import KerasTrainState
 
     policy = policy_name(settings.options.use_fp16)
@@ -96,7 +96,7 @@ def build_operator(
     tf.random.set_seed(settings.options.seed % 2**31)
     train_state = KerasTrainState(settings, communication)
     operator = create_operator(operator_cls, config, train_state)
-    complete(train_state)
+    build_registered(train_state)
     return operator
 
 

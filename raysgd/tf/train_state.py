@@ -27,7 +27,7 @@ from raysgd.tf.keras import (
     set_trainable,
     trainable_parts,
 )
-from raysgd.tf.layer_state import layer_states, misfit, set_layer_states
+from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
 from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchMetrics, kept_metrics, mergeable
 from raysgd.tf.options import TFSettings
@@ -77,7 +77,7 @@ class KerasTrainState(TrainState):
             for optimizer, models in zip(self.optimizers, groups, strict=True)
         ]
 
-    def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+    def unpack(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
         """Return the features, target, and sample weights, with class weights in training."""
         for metric in kept_metrics(self.models[0]):
             metric.reset_state()
@@ -143,7 +143,7 @@ class KerasTrainState(TrainState):
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.broadcast(make, rank)
 
-    def agree(self, variables: Sequence[Any] = (), lacks_gradient: bool = False) -> bool:
+    def compare_update(self, variables: Sequence[Any] = (), lacks_gradient: bool = False) -> bool:
         """Return whether any worker lacks a gradient. Every worker must call this.
 
         Raise an error if others train other variables, have read other samples, or are at the end
@@ -233,12 +233,12 @@ class KerasTrainState(TrainState):
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         weights = [model.weights for model in self.models]
-        check_objects("models", weights, state.get("models"), _misfit)
-        check_objects("layers", self.models, state.get("layers"), misfit)
+        check_objects("models", weights, state.get("models"), _variables_problem)
+        check_objects("layers", self.models, state.get("layers"), layers_problem)
         trainable = self.trainable()
-        check_objects("trainable", trainable, state.get("trainable", trainable), _other_parts)
+        check_objects("trainable", trainable, state.get("trainable", trainable), _trainable_problem)
         variables = [optimizer.variables for optimizer in self.optimizers]
-        check_objects("optimizers", variables, state.get("optimizers"), _misfit)
+        check_objects("optimizers", variables, state.get("optimizers"), _variables_problem)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         if any(state["layers"]):
@@ -275,12 +275,12 @@ def _with_class_weight(class_weight: Mapping[Any, float], target: Any, sample_we
     return weights.reshape(sample_weight.shape) * sample_weight
 
 
-def _other_parts(own: Mapping[str, bool], saved: Mapping[str, bool]) -> str:
+def _trainable_problem(own: Mapping[str, bool], saved: Mapping[str, bool]) -> str:
     fits = len(own) == len(saved)
     return "" if fits else f"it has {len(saved)} layers and variables, not {len(own)}"
 
 
-def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
+def _variables_problem(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     if len(arrays) != len(variables):
         return f"it has {len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):
