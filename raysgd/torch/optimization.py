@@ -122,14 +122,6 @@ class Optimization(StepFeature):
             if not self._state.exchange.take_gradients(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
-        self._update(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        if tx.weights.has_earlier_losses:
-            self._accumulated.release(parameters_of(optimizer))
-        return True
-
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        tx = self._transaction
         tx.in_helper, before = True, tx.optimizer_steps.get(id(optimizer))
         try:
             self._state.exchange.average(optimizer)
@@ -143,6 +135,10 @@ class Optimization(StepFeature):
             tx.in_helper = False
         if tx.optimizer_steps.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._after_optimizer_step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        if tx.weights.has_earlier_losses:
+            self._accumulated.release(parameters_of(optimizer))
+        return True
 
     def _multiply_gradients(self, factor: float) -> None:
         parameters = [p for model in self._state.models for p in model.parameters()]
