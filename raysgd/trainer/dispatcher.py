@@ -6,7 +6,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -242,29 +242,14 @@ class Dispatcher:
     def _ends_at_nan(self) -> bool:
         return any(callback.stops_at_nan for callback in self.callback_list)
 
-    def validate(
-        self,
-        trainer: Trainer,
-        num_steps: int | None,
-        *,
-        profile: bool,
-        info: Mapping[str, Any] | None,
-        from_start: bool = False,
-    ) -> WorkerMetrics:
+    def validate(self, trainer: Trainer, request: ValidateRequest) -> WorkerMetrics:
         """Run a call of ``validate``.
 
-        After a failed call, the next call begins at the same batch. With `from_start`, begin with
-        the first batch.
+        After a failed call, the next call begins at the same batch, or from the start.
         """
-        number = None if from_start else self._failed_validation
-        self._failed_validation = number = next(self.numbers) if number is None else number
-        request = ValidateRequest(
-            call=number,
-            num_steps=num_steps,
-            from_start=from_start,
-            info=dict(info or {}),
-            profile=profile,
-        )
+        if self._failed_validation is not None and not request.from_start:
+            request = replace(request, call=self._failed_validation)
+        self._failed_validation = request.call
         call = Call(
             request=request,
             method="validate",
@@ -272,7 +257,7 @@ class Dispatcher:
             has_batches=True,
             on_wait=self.callback_list.watcher(trainer, "validate"),
         )
-        start = 0 if from_start else self.controller.progress.validation_offset
+        start = 0 if request.from_start else self.controller.progress.validation_offset
         started = time.perf_counter()
         results = self.make(call)
         seconds = time.perf_counter() - started

@@ -166,9 +166,14 @@ class FitLoop:
         """Run a validation of ``fit()``, or of ``validate()``."""
         self.dispatcher.check_open(moves=True)
         with self.dispatcher.callback_list.calling(trainer):
-            result = self.dispatcher.validate(
-                trainer, num_steps, profile=profile, info=info, from_start=from_start
+            request = ValidateRequest(
+                call=next(self.dispatcher.numbers),
+                num_steps=num_steps,
+                from_start=from_start,
+                info=dict(info or {}),
+                profile=profile,
             )
+            result = self.dispatcher.validate(trainer, request)
             self._has_validated = True
             self._owed_at, self._num_validated = None, self._num_completed
             if result.call.is_complete:  # otherwise the user looks at some batches
