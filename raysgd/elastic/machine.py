@@ -290,7 +290,7 @@ def _restart(state: State) -> Next:
 
 
 def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
-    if not (can_restart or state.budget.replaces_state):
+    if not can_restart:
         return _broken(state), (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
     return _restart(state)
 
