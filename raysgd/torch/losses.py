@@ -6,13 +6,17 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from raysgd.loop.loss_weights import LossCount
 from raysgd.torch.strategies.ddp import plain
+
+if TYPE_CHECKING:
+    from raysgd.torch.registered_state import RegisteredState
 
 IGNORED = -100
 """The default of ``ignore_index`` in PyTorch."""
@@ -29,11 +33,8 @@ _UNCOUNTED = (
 )
 
 
-Parts = tuple[Any, Callable[..., Any]]
-"""The function that computes a loss, and a function that returns its settings."""
-
-
-def parts_of(criterion: Any) -> Parts:
+def _function_of(criterion: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the function that computes a loss, and a function that returns its settings."""
     if isinstance(criterion, functools.partial):
         return criterion.func, criterion.keywords.get
     if isinstance(criterion, torch.nn.Module):
@@ -42,14 +43,8 @@ def parts_of(criterion: Any) -> Parts:
     return criterion, lambda name, default=None: default
 
 
-def is_sum(parts: Parts) -> bool:
-    """Return whether a loss of PyTorch is a sum over the batch."""
-    function, setting = parts
-    return setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
-
-
 def ignored_index(criterion: Any) -> int:
-    index = parts_of(criterion)[1]("ignore_index")
+    index = _function_of(criterion)[1]("ignore_index")
     return index if isinstance(index, int) else IGNORED
 
 
@@ -62,28 +57,35 @@ def has_ignored(data: Any) -> bool:
     return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
 
 
-def num_counted(
-    parts: Parts, target: Any, data: Any, step: int, warn_once: Callable[..., None]
+def count_of(criterion: Any, target: Any, num_samples: float, state: RegisteredState) -> LossCount:
+    """Return the count of a loss. Other losses than those of PyTorch are means over samples."""
+    function, setting = _function_of(criterion)
+    is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
+    return LossCount(_num_counted(function, setting, target, state), num_samples, is_sum)
+
+
+def _num_counted(
+    function: Any, setting: Callable[..., Any], target: Any, state: RegisteredState
 ) -> float | None:
     """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
 
     Cross entropies leave out targets, and count the others by the weights of their classes. To
     exchange counts costs time, so plain classes count as samples, unless a data set is known to
-    have targets to leave out (`data.ignores_targets`).
+    have targets to leave out.
     """
-    function, setting = parts
     if function not in _OF_CLASSES or setting("reduction", "mean") != "mean":
         return None
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None  # class probabilities
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
-    if is_plain and not data.ignores_targets:
+    if is_plain and not state.data.ignores_targets:
+        step = state.global_step
         is_checked = target.device.type == "cpu" or not step & (step - 1)  # a GPU would wait
         if not is_checked or not bool((target == index).any()):
             return None
         if torch.is_grad_enabled():
-            warn_once("ignored", _UNCOUNTED, index, anywhere=True)
+            state.settings.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
             return None
     counted = target[target != index]
     return float(counted.numel() if weight is None else weight[counted].sum())

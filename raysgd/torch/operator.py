@@ -41,7 +41,7 @@ from raysgd.torch.input.batches import (
     read_batch,
     scores_in,
 )
-from raysgd.torch.losses import as_count, ignored_index, is_sum, num_counted, parts_of
+from raysgd.torch.losses import as_count, count_of, ignored_index
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.strategies.ddp import plain
@@ -193,7 +193,7 @@ class TrainingOperator(OperatorBase):
         """Warn if a loss counts samples, although losses usually ignore some of the labels."""
         state = self._train_state
         is_weighted = state.accumulation_steps > 1 or self.world_size > 1
-        has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `num_counted` warns
+        has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `count_of` warns
         counts_items = has_own or state.optimization.counts_items
         if is_weighted and not counts_items and has_masked_labels(batch):
             state.settings.warn_once(
@@ -230,10 +230,7 @@ class TrainingOperator(OperatorBase):
             items = num_samples if items is None else items
             return LossCount(as_count(items, source), num_samples)
         criterion = None if target is None else getattr(self, "criterion", None)
-        state = self._train_state
-        parts, warn_once = parts_of(criterion), state.settings.warn_once
-        items = num_counted(parts, target, state.data, state.global_step, warn_once)
-        return LossCount(items, num_samples, is_sum(parts))
+        return count_of(criterion, target, num_samples, self._train_state)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, and store the output in ``batch_info["output"]``.
