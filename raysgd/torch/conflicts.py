@@ -10,9 +10,6 @@ import torch
 
 from raysgd.torch.strategies import ddp
 
-MODES_OF_SHARDING = {None: "replicated", "optimizer": "sharded optimizers", "full": "fully sharded"}
-"""Modes, which are keys of `STRATEGIES`, by the argument ``sharding`` of ``register``."""
-
 
 def check(
     mode: str,
@@ -32,8 +29,7 @@ def check(
         ddp_args: the argument of ``register``.
         scales: whether the precision scales gradients.
     """
-    exact, full = ("equal bits",), ("fully sharded",)
-    sharding = ("sharded optimizers", *full)
+    exact, full, sharding = ("equal bits",), ("full",), ("optimizer", "full")
     every = (*exact, *sharding)
     float16 = "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16"
     measured = 'ElasticConfig(shares="measured"), but with a mapping of shares'

@@ -14,12 +14,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
-from raysgd._internal.arguments import check_int, checked_dict
 from raysgd._internal.nested import is_of_user
 from raysgd.data.source import own_split
 from raysgd.loop.operator_base import listed
-from raysgd.torch import conflicts
-from raysgd.torch.options import TorchOptions
 from raysgd.torch.tensors import ELEMENTWISE, parameters_of
 
 logger = logging.getLogger(__name__)
@@ -130,58 +127,8 @@ def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:
 
 # ---- sharding
 
-_SHARDING_ARGS = {"optimizer": ("copies",), "full": ("copies", "wrap")}
 
-
-def checked_sharding_args(sharding: Any, arguments: Any) -> Mapping[str, Any]:
-    """Return ``sharding_args`` without the keys that are None."""
-    if sharding not in (None, *_SHARDING_ARGS):
-        raise ValueError(
-            f'register(sharding={sharding!r}): sharding must be "optimizer", "full", or None.'
-        )
-    sharding_args = checked_dict("register", "sharding_args", arguments)
-    if sharding is None:
-        if sharding_args:
-            raise ValueError(
-                f"register(sharding_args={sharding_args!r}) has no effect without sharding. Pass "
-                'sharding="optimizer" or "full" too.'
-            )
-        return {}
-    allowed = _SHARDING_ARGS[sharding]
-    if unknown := sorted(str(name) for name in sharding_args if name not in allowed):
-        raise ValueError(
-            f"register(sharding_args=...) has {unknown}. With sharding={sharding!r} it takes only "
-            f"{', '.join(map(repr, allowed))}."
-        )
-    sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
-    if "copies" in sharding_args:
-        check_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
-    return sharding_args
-
-
-def check_sharding(
-    sharding: str | None,
-    options: TorchOptions,
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    ddp_args: Mapping[str, Any],
-    scales: bool,
-) -> None:
-    """Raise an error if models or optimizers cannot be sharded, or another option prevents it."""
-    if sharding is None:
-        return
-    call = f'register(sharding="{sharding}")'
-    conflicts.check(conflicts.MODES_OF_SHARDING[sharding], call, options, models, ddp_args, scales)
-    if sharding == "full" and len(optimizers) != 1:
-        raise ValueError(
-            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
-        )
-    _check_shardable(call, models, optimizers)
-    for model in models if sharding == "full" else ():
-        _check_rows(call, model)
-
-
-def _check_shardable(
+def check_shardable(
     call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
     """Reject optimizers and parameters whose update cannot be sharded."""
@@ -214,8 +161,17 @@ def _check_shardable(
                 )
 
 
-def _check_rows(call: str, model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
+def check_fully_shardable(
+    call: str, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Reject what `check_shardable` rejects, several optimizers, and parameters without rows."""
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"{call} got {len(optimizers)} optimizers. Pass one, with parameter groups."
+        )
+    check_shardable(call, models, optimizers)
+    named = ((model, *each) for model in models for each in model.named_parameters())
+    for model, name, parameter in named:
         if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
             raise ValueError(
                 f"{call} divides parameters by rows. {type(model).__name__}.{name} has no "

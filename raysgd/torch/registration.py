@@ -16,14 +16,12 @@ from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.register_checks import (
     check_related,
-    check_sharding,
     check_step_freq,
     checked,
     checked_criteria,
-    checked_sharding_args,
     is_trained,
 )
-from raysgd.torch.strategies.table import choose_strategy
+from raysgd.torch.strategies.table import checked_sharding_args, choose_strategy
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -57,8 +55,7 @@ def register(
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
     modules += trained
-    sharding_args = checked_sharding_args(sharding, sharding_args)
-    check_sharding(sharding, options, modules, state.optimizers, ddp_args, precision.scales)
+    sharding_args = checked_sharding_args(state, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.replication import Replication
-from raysgd.torch.conflicts import MODES_OF_SHARDING
+from raysgd.torch import conflicts
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.register_checks import check_fully_shardable, check_shardable
 from raysgd.torch.strategies.equal_bits import EqualBitsGradients
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodGradients
@@ -24,6 +28,12 @@ class Strategy(NamedTuple):
     replication: Callable[[TorchTrainState, Mapping[str, Any]], Replication]
     """Gets ``sharding_args``."""
     exchange: Callable[[TorchTrainState], GradientExchange]
+    sharding_args: Sequence[str] | None = None
+    """Keys of ``sharding_args``, if the mode is a value of ``sharding``."""
+    check: Callable[[str, Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]], None] = (
+        lambda *_: None
+    )
+    """Raises ValueError if it cannot shard the models or optimizers of a call of ``register``."""
 
 
 def _replicated_everywhere(*_: Any) -> Replication:
@@ -48,9 +58,47 @@ STRATEGIES = {
     "Horovod": Strategy(_replicated_everywhere, HorovodGradients),
     "own models": Strategy(OwnModels, UserWrappers),
     "replicated": Strategy(_replicated_everywhere, ReplicatedGradients),
-    "sharded optimizers": Strategy(ShardedOptimizers, ReplicatedGradients),
-    "fully sharded": Strategy(_fully_sharded_model, _fully_sharded_gradients),
+    "optimizer": Strategy(ShardedOptimizers, ReplicatedGradients, ("copies",), check_shardable),
+    "full": Strategy(
+        _fully_sharded_model, _fully_sharded_gradients, ("copies", "wrap"), check_fully_shardable
+    ),
 }
+
+
+def checked_sharding_args(
+    state: TorchTrainState,
+    sharding: Any,
+    arguments: Any,
+    models: Sequence[torch.nn.Module],
+    ddp_args: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """Check the value of ``sharding``. Return ``sharding_args`` without the keys that are None."""
+    known = [mode for mode, each in STRATEGIES.items() if each.sharding_args is not None]
+    shown = ", ".join(f'"{each}"' for each in known)
+    if sharding not in (None, *known):
+        raise ValueError(f"register(sharding={sharding!r}): sharding must be {shown}, or None.")
+    sharding_args = checked_dict("register", "sharding_args", arguments)
+    if sharding is None:
+        if sharding_args:
+            raise ValueError(
+                f"register(sharding_args={sharding_args!r}) has no effect without sharding. Pass "
+                f"sharding too: {shown}."
+            )
+        return {}
+    strategy, options = STRATEGIES[sharding], state.settings.options
+    allowed = strategy.sharding_args or ()
+    if unknown := sorted(str(name) for name in sharding_args if name not in allowed):
+        raise ValueError(
+            f"register(sharding_args=...) has {unknown}. With sharding={sharding!r} it takes only "
+            f"{', '.join(map(repr, allowed))}."
+        )
+    sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
+    if "copies" in sharding_args:
+        check_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
+    call, scales = f'register(sharding="{sharding}")', state.optimization.precision.scales
+    conflicts.check(sharding, call, options, models, ddp_args, scales)
+    strategy.check(call, models, state.optimizers)
+    return sharding_args
 
 
 def choose_strategy(
@@ -72,4 +120,4 @@ def mode_of(options: TorchOptions, sharding: str | None, distributed: bool) -> s
         return "one worker"
     if options.use_horovod:
         return "Horovod"
-    return MODES_OF_SHARDING[sharding]
+    return sharding or "replicated"

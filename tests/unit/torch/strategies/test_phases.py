@@ -40,12 +40,12 @@ MODES = {
         {},
         "exchange: begin begin_micro_batch before_commit commit roll_back",
     ),
-    "sharded optimizers": (
+    "optimizer": (
         {},
         {"sharding": "optimizer"},
         "exchange: begin_micro_batch before_commit commit roll_back, replication: commit roll_back",
     ),
-    "fully sharded": (
+    "full": (
         {},
         {"sharding": "full"},
         "exchange: begin_micro_batch, replication: commit roll_back",
@@ -95,7 +95,7 @@ def calls_of(names, function):
 @pytest.mark.parametrize("mode", MODES)
 def test_phases_have_the_same_order_in_every_mode(process_group, mode):
     options, register, own = MODES[mode]
-    if mode == "fully sharded" and not hasattr(FSDPModule, "reset_iter_state"):
+    if mode == "full" and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("this PyTorch cannot shard models")
     runner = TorchRunner(TorchOptions(training_operator_cls=Small, config=register, **options))
     context = WorkerContext(distributed=mode != "one worker")
