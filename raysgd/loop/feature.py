@@ -25,7 +25,10 @@ class StepFeature:
         """Copy the registered objects of rank 0 to all ranks. Every rank must call this."""
 
     def begin_generation(self) -> None:
-        """Prepare for a new generation and its process group."""
+        """Prepare for a generation that follows ``setup``, and for its process group.
+
+        The first generation forms before ``setup``, and calls `start_together` instead.
+        """
 
     def receive(self, leader: int) -> Callable[[], None]:
         """Receive state of rank `leader` that the training state lacks. Every rank must call this.

@@ -20,7 +20,7 @@ class Replication:
     replicates = True
     """Whether the workers keep the models equal."""
     features: Sequence[StepFeature] = ()
-    """Features that shard models or the states of optimizers. Their `receive` comes last, because
+    """Features with the hooks of this mode, such as `self`. Their `receive` comes last, because
     shards are valid from then on."""
     in_sync = True
     """Whether all shards belong to the last committed step."""

@@ -1,0 +1,90 @@
+"""A mode is one file and one row: local SGD averages models every few updates, not gradients."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import Guard, TrainingOperator
+from raysgd.loop.feature import StepFeature
+from raysgd.loop.replication import Replication
+from raysgd.loop.requests import PrepareExportRequest, TrainRequest
+from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.replicated import copy_first
+from raysgd.torch.strategies.table import STRATEGIES, Strategy
+from tests.unit.torch import cases
+
+EVERY, NUM_STEPS = 3, 7
+
+
+class LocalModels(Replication, StepFeature):
+    """Each worker trains its own models. The workers average them every few updates."""
+
+    replicates = False
+
+    def __init__(self, state, sharding_args):
+        self._state, self._every, self.features = state, sharding_args["every"], (self,)
+
+    def start_together(self):
+        copy_first(self._state)
+
+    def commit(self, tx):
+        if self._state.global_step % self._every == 0:
+            self.before_export()
+
+    def before_export(self):
+        for parameter in (p for model in self._state.models for p in model.parameters()):
+            torch.distributed.all_reduce(parameter.detach().div_(self._state.context.world_size))
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, 5).double()
+    return model, torch.optim.Adafactor(model.parameters(), lr=0.1)
+
+
+class Local(TrainingOperator):
+    def setup(self, config):
+        self.model, self.optimizer = make(self.world_rank)
+        local = {"sharding": "local", "sharding_args": {"every": EVERY}}
+        self.register(models=self.model, optimizers=self.optimizer, **local)
+        x = torch.linspace(0, 99, 3 * (8 * NUM_STEPS - 1), dtype=torch.float64).sin()
+        self.register_data(train_loader=DataLoader(TensorDataset(x.view(-1, 3)), batch_size=4))
+
+    def train_batch(self, batch, batch_info):
+        (self.batch,) = batch  # the last one is smaller on one worker
+        self.backward(self.model(self.batch).square().mean())
+        self.optimizer_step(self.optimizer)
+        return {}
+
+
+class Case(cases.Case):
+    operator_cls = Local
+
+    def run(self, rank):
+        """Return the batch of each step, and the parameters after it."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(STRATEGIES, "local", Strategy(LocalModels, GradientExchange, ["every"]))
+            runner, found = self.start(rank), []
+        for step in range(1, NUM_STEPS + 1):
+            runner.handle(TrainRequest(call=step, until_step=step))
+            if step == NUM_STEPS:
+                runner.handle(PrepareExportRequest())
+            found.append((runner.operator.batch, cases.parameters_of(runner)))
+        return found
+
+
+def test_local_sgd_averages_models_every_few_updates_and_in_exports(workers):
+    results = workers(Case(settings={"guard": Guard(every=1)}))
+    plain = make(0), make(0)
+    for step, pair in enumerate(zip(*results, strict=True), start=1):
+        for (model, optimizer), (batch, _) in zip(plain, pair, strict=True):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        expected = [[p.detach() for p in model.parameters()] for model, _ in plain]
+        is_average = step % EVERY == 0 or step == NUM_STEPS
+        for first, second in zip(*expected, strict=True) if is_average else ():
+            second.copy_(first.add_(second).div_(2))
+        found = [parameters for _, parameters in pair]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        assert all(map(torch.equal, *found)) == is_average
