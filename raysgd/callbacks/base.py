@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
-from raysgd.callbacks.values import jsonable, means_in
+from raysgd._internal.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
+from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 if TYPE_CHECKING:  # the module of the trainer imports this one
     from raysgd.trainer.base import OperatorTrainer as Trainer
@@ -20,7 +21,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-_MOST_ROWS = 5
+_COUNTS, _MOST_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
 __all__ = ["Callback", "History", "LastCall", "LoggerCallback", "Trainer"]
 
@@ -212,6 +213,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
     return records
+
+
+def means_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
+    """Return the numbers in metrics, without counts, newest values, and the profile."""
+    return {
+        name: value
+        for name, value in numbers_in(metrics).items()
+        if name not in _COUNTS and not name.startswith(("last_", "profile/"))
+    }
 
 
 class History(list[dict[str, Any]]):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from raysgd._internal.arguments import check_flags, checked_mode
+from raysgd._internal.values import missing_metric
 from raysgd.callbacks.base import Callback, LastCall, Trainer
-from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import CheckpointStore
 from raysgd.checkpoint.file import NotFiniteError
 from raysgd.checkpoint.location import Location

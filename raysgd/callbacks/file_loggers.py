@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.files import replacing
+from raysgd._internal.values import json_dict, scalars, shown_config
 from raysgd.callbacks.base import (
     LastCall,
     LoggerCallback,
@@ -20,7 +21,6 @@ from raysgd.callbacks.base import (
     end_line,
     logdir_of,
 )
-from raysgd.callbacks.values import json_dict, scalars, shown_config
 from raysgd.checkpoint.manifest import versions
 from raysgd.elastic.events import Event
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHASES, Totals
-from raysgd.callbacks.base import Callback, LastCall, Trainer
-from raysgd.callbacks.values import means_in
+from raysgd.callbacks.base import Callback, LastCall, Trainer, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 _MOST = 4

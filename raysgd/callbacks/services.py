@@ -14,8 +14,8 @@ from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd._internal.step_timing import PHASES
+from raysgd._internal.values import json_dict, numbers_in, scalars, shown_config
 from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of
-from raysgd.callbacks.values import json_dict, numbers_in, scalars, shown_config
 from raysgd.elastic.events import Event
 from raysgd.metrics import NUM_SAMPLES
 

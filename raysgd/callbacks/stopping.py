@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from raysgd._internal.arguments import check_int, check_number, checked_mode
 from raysgd._internal.finite import bad_loss
+from raysgd._internal.values import missing_metric, numbers_in
 from raysgd.callbacks.base import Callback, LastCall, Trainer
-from raysgd.callbacks.values import missing_metric, numbers_in
 
 
 class EarlyStopping(Callback):

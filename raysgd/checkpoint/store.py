@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -13,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from raysgd._internal.arguments import check_int, checked_mode
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd._internal.finite import not_finite
+from raysgd._internal.values import numbers_in
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
 from raysgd.checkpoint.location import Location, UnreachableError
 from raysgd.checkpoint.manifest import Manifest
@@ -197,7 +197,7 @@ class CheckpointStore(CheckpointFolder):
             CheckpointError: if the checkpoint cannot be written, the folder belongs to another
                 job, or models, optimizers, or averages have NaN or infinity.
         """
-        numbers = _numbers(metrics or {})
+        numbers = numbers_in(metrics or {})
         if self._monitor is not None and self._monitor not in numbers:
             raise ValueError(
                 f"CheckpointStore(monitor={self._monitor!r}): must name a metric with one "
@@ -259,15 +259,6 @@ def _read_finite(path: str) -> tuple[dict[str, Any], Manifest | None]:
     if bad := not_finite(state):
         raise CheckpointError(f"{bad} has NaN or infinity.")
     return state, manifest
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {}
-    for name, value in metrics.items():
-        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            if not isinstance(value, str | bytes):
-                numbers[name] = float(value)
-    return numbers
 
 
 def position_of(name: str) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import is_the_users
+from raysgd._internal.values import json_dict
 from raysgd.callbacks import CheckpointCallback
-from raysgd.callbacks.values import json_dict
 from raysgd.errors import RaySGDError
 
 _SECTIONS = ("config", "trainer", "fit", "checkpoint")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.imports import import_extra
+from raysgd._internal.values import json_dict
 from raysgd.callbacks.base import end_line, read_lines
-from raysgd.callbacks.values import json_dict
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import TRAINING_ITERATION
 

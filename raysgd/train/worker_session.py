@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd._internal.context import WorkerContext
-from raysgd.callbacks.values import numbers_in
+from raysgd._internal.values import numbers_in
 from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from raysgd._internal.arguments import check_flags
 from raysgd._internal.context import Request
 from raysgd._internal.nested import deep_copied, map_leaves
 from raysgd._internal.provenance import of_process, without_homes
-from raysgd.callbacks.values import scalars, shown_config
+from raysgd._internal.values import scalars, shown_config
 from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile

@@ -12,8 +12,8 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
+from raysgd._internal.values import json_dict, numbers_in
 from raysgd.callbacks.services import MLflowRun, absolute_uri, board_class
-from raysgd.callbacks.values import json_dict, numbers_in
 from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback
 

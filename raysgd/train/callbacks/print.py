@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raysgd.callbacks.values import json_dict
+from raysgd._internal.values import json_dict
 from raysgd.train.callbacks.callback import TrainingCallback
 
 __all__ = ["PrintCallback"]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from raysgd.callbacks.values import numbers_in
+from raysgd._internal.values import numbers_in
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raysgd._internal.paths import HIDDEN, is_secret, without_secrets
-from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
-
-_COUNTS = ("epoch", NUM_SAMPLES, BATCH_COUNT)
 
 
 def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
@@ -68,15 +65,6 @@ def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | i
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
     """Return the numbers in metrics. Names of nested numbers are ``outer/inner``."""
     return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
-
-
-def means_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return the numbers in metrics, without counts, newest values, and the profile."""
-    return {
-        name: value
-        for name, value in numbers_in(metrics).items()
-        if name not in _COUNTS and not name.startswith(("last_", "profile/"))
-    }
 
 
 def jsonable(value: Any, keep_nan: bool = False) -> Any:

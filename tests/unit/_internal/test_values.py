@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.callbacks.values import jsonable, scalars
+from raysgd._internal.values import jsonable, scalars
 
 
 @pytest.mark.parametrize(
