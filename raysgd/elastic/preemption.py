@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.departures import Notice
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
-
-_Member = TypeVar("_Member")
 
 _LEAVE_S = 3.0
 """Seconds that workers may take to leave the group, in addition to a few steps."""
@@ -82,45 +79,18 @@ class PreemptionWatch:
         return _LEAVE_S + 4 * self._step_s
 
     def due_to_leave(self, num_ready: int) -> list[WorkerHandle]:
-        """Return the members that leave at the next step if `num_ready` workers can join."""
-        leaving = self._group.leaving()
-        if not leaving or not self._can_join:
-            return []
-        now = self._clock.time()
-        return due_to_leave(
-            {member: notice.deadline - now for member, notice in leaving.items()},
-            num_workers=len(self._group.members),
-            num_ready=num_ready,
-            min_workers=self._group.options.min_workers,
-            margin_s=self._leave_s,
-        )
+        """Return the members that leave at the next step if `num_ready` workers can join.
 
-
-def due_to_leave(
-    left_s: Mapping[_Member, float],
-    *,
-    num_workers: int,
-    num_ready: int,
-    min_workers: int,
-    margin_s: float,
-) -> list[_Member]:
-    """Return the workers under preemption that leave at the next step.
-
-    A worker with a replacement leaves immediately. A worker without one leaves `margin_s` before
-    its deadline. At least ``min_workers`` stay. Unless the group has only one worker, at least
-    one of its members stays, because it has the state.
-    `left_s` has the seconds to each deadline.
-
-    >>> due_to_leave({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
-    [2]
-    >>> due_to_leave({0: 2, 1: 2}, num_workers=2, num_ready=0, min_workers=1, margin_s=3)
-    [0]
-    >>> due_to_leave({0: 20}, num_workers=1, num_ready=1, min_workers=1, margin_s=3)
-    [0]
-    """
-    in_order = sorted(left_s, key=left_s.__getitem__)
-    due = [each for each in in_order[num_ready:] if left_s[each] <= margin_s]
-    most = min(num_workers + num_ready - min_workers, num_workers - 1)
-    if num_workers == 1:
-        most = min(num_ready, 1)
-    return [*in_order[:num_ready], *due][: max(0, most)]
+        A worker with a replacement leaves immediately. A worker without one leaves shortly before
+        its deadline. At least ``min_workers`` stay. Unless the group has only one worker, at least
+        one of its members stays, because it has the state.
+        """
+        leaving = self._group.leaving() if self._can_join else {}
+        in_order = sorted(leaving, key=lambda member: leaving[member].deadline)
+        soon = self._clock.time() + self._leave_s
+        due = [member for member in in_order[num_ready:] if leaving[member].deadline <= soon]
+        num_workers = len(self._group.members)
+        most = min(num_workers + num_ready - self._group.options.min_workers, num_workers - 1)
+        if num_workers == 1:
+            most = min(num_ready, 1)
+        return [*in_order[:num_ready], *due][: max(0, most)]

@@ -208,6 +208,7 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
         ({0: 20, 2: 10}, 3, 1, 1, [2]),
         ({0: 20, 1: 20}, 2, 2, 1, [0]),  # the other one has the state
         ({0: 20}, 1, 1, 1, [0]),
+        ({0: 2, 1: 2}, 2, 0, 1, [0]),
         ({0: 2, 1: 2}, 3, 0, 2, [0]),
     ],
 )
