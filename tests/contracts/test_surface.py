@@ -172,10 +172,10 @@ def test_the_names_of_raysgd_are_in_dir_and_are_the_objects_of_their_modules():
         assert getattr(older, name) is getattr(importlib.import_module("raysgd.torch"), name)
         with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
             _ = older.Nothing
-    preprocessors = "raysgd.train.callbacks.results_preprocessors"
+    home = importlib.import_module("raysgd.train.callbacks.results_preprocessors")
     for part in ("aggregate", "index", "keys", "preprocessor"):
-        older = importlib.import_module(f"{preprocessors}.{part}")
-        assert older is importlib.import_module(preprocessors)
+        older = importlib.import_module(f"{home.__name__}.{part}")
+        assert all(getattr(older, name) is getattr(home, name) for name in home.__all__)
     home = importlib.import_module("raysgd.elastic.config")
     assert raysgd.ElasticConfig is home.ElasticConfig
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.values import numbers_in
 
 logger = logging.getLogger(__name__)
-
-# Older scripts import these submodules.
-for _name in ("aggregate", "index", "keys", "preprocessor"):
-    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
 
 Results = list[dict[str, Any]]
 

@@ -1,0 +1,3 @@
+"""Import path of older scripts."""
+
+from raysgd.train.callbacks.results_preprocessors import *  # noqa: F403
