@@ -76,9 +76,9 @@ class TorchSources(DataSources):
                 "with a batch_size that raysgd partitions. raysgd cannot change the batch size of "
                 f'{source.describe()}. Pass such a loader, or shares="even".'
             )
-        keeps_order = type(source) is PartitionedLoader and not source.shuffles
-        keeps_order = keeps_order and type(source.order_sampler) is SequentialSampler
-        if keeps_order and self._settings.context.generation <= 1:
+        keeps_order = type(getattr(source, "order_sampler", None)) is SequentialSampler
+        # Do not ask samplers of users, which may count their epochs.
+        if keeps_order and not source.shuffles and self._settings.context.generation <= 1:
             advice = "DataLoader(..., shuffle=True)"
             if isinstance(source.loader.dataset, NumberedSamples):
                 advice = "Stream(..., shuffle=10_000)"

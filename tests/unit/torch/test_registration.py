@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from raysgd import ElasticConfig, EqualBits, TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -257,6 +257,23 @@ def test_unshuffled_training_data_cause_one_warning(
     assert ("Write DataLoader(..., shuffle=True)" in caplog.text) == warned
     train_state.data.wrap(Dataset(range(8)), training=True)
     assert caplog.text.count("does not shuffle") == warned
+
+
+def test_a_sampler_does_not_begin_an_epoch_before_training():
+    class Counting(Sampler):
+        began = 0
+
+        def __len__(self):
+            return 8
+
+        def __iter__(self):
+            self.began += 1
+            return iter(range(8))
+
+    train_state = make_registration(num_workers=2, context=WorkerContext(world_size=2))
+    sampler = Counting()
+    train_state.data.register(DataLoader(range(8), sampler=sampler), None)
+    assert sampler.began == 0
 
 
 def test_loader_that_cannot_be_divided_into_shards_is_an_error_without_other_advice(caplog):
