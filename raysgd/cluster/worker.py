@@ -205,14 +205,13 @@ class Worker:
 
         Send a large answer to `inbox`, if it is given.
         """
-
-        def handle() -> Any:
+        try:
             if isinstance(request, Address):
                 with contextlib.closing(Incoming(request)) as large:
-                    return self._hosted.handle(replace(large.value, incoming=large))
-            return self._hosted.handle(_unpacked(request))
-
-        return self._attempt(handle, inbox)
+                    return self._success(self._hosted.handle(replace(large.value, incoming=large)))
+            return self._success(self._hosted.handle(_unpacked(request)), inbox)
+        except BaseException as error:
+            return self._failure(error)
 
     def interrupt(self, generation: int | None = None) -> None:
         """Make the current call fail, at its next step or in its collective.
@@ -307,13 +306,14 @@ class Worker:
             )
         return self.runner
 
-    def _attempt(self, function: Callable[[], Any], inbox: Address | None = None) -> Outcome:
+    def _attempt(self, function: Callable[[], None]) -> Outcome:
         try:
-            return self._success(function(), inbox)
+            function()
+            return self._success(None)
         except BaseException as error:
             return self._failure(error)
 
-    def _success(self, value: Any, inbox: Address | None) -> Outcome:
+    def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
         payload = value
         if self._remote and inbox is not None and isinstance(value, Content):
             try:
