@@ -43,13 +43,6 @@ def test_map_leaves_keeps_the_shape_and_the_original(tree):
     assert unboxed(boxed, tree) == tree
 
 
-def test_the_state_of_a_module_keeps_its_versions():
-    state = torch.nn.BatchNorm1d(2).state_dict()
-    mapped = map_leaves(state, torch.clone)
-    assert mapped._metadata == state._metadata
-    assert mapped["running_mean"] is not state["running_mean"]
-
-
 def test_a_named_tuple_is_a_leaf():
     point = collections.namedtuple("point", "x y")(1, 2)
     assert map_leaves([point], lambda leaf: leaf is point) == [True]

@@ -45,16 +45,6 @@ def test_wrong_logdir_is_an_error(logdir, error, said):
         checked_logdir(logdir)
 
 
-def test_logdir_adds_a_log_and_a_report_after_the_users_callbacks(tmp_path):
-    """The log then contains the metrics that these callbacks add."""
-    assert kinds([Callback()], logdir=tmp_path) == [Callback, JsonlLogger, RunReport]
-
-
-def test_logdir_adds_no_second_log(tmp_path):
-    mine = [JsonlLogger(), CsvLogger()]
-    assert kinds(mine, logdir=tmp_path) == [JsonlLogger, CsvLogger, RunReport]
-
-
 @pytest.mark.parametrize(
     "callback_cls",
     [CheckpointCallback, CsvLogger, JsonlLogger, TensorBoardLogger, TorchProfiler, RunReport],
@@ -68,7 +58,16 @@ def test_callback_without_a_folder_needs_a_logdir(tmp_path, callback_cls):
     assert kinds([CheckpointCallback(tmp_path)]) == [CheckpointCallback]
 
 
-def test_there_is_one_progress_bar():
-    assert kinds([Callback()], use_tqdm=True) == [ProgressBar, Callback]
-    assert kinds([Callback(), ProgressBar()], use_tqdm=True) == [Callback, ProgressBar]
-    assert kinds([ProgressBar()]) == [ProgressBar]
+@pytest.mark.parametrize(
+    ("mine", "use_tqdm", "expected"),
+    [
+        # the log then contains the metrics that the user's callbacks add
+        ([Callback()], False, [Callback, JsonlLogger, RunReport]),
+        ([JsonlLogger(), CsvLogger()], False, [JsonlLogger, CsvLogger, RunReport]),
+        ([Callback()], True, [ProgressBar, Callback, JsonlLogger, RunReport]),
+        ([Callback(), ProgressBar()], True, [Callback, ProgressBar, JsonlLogger, RunReport]),
+    ],
+)
+def test_a_trainer_adds_one_log_one_report_and_one_progress_bar(tmp_path, mine, use_tqdm, expected):
+    assert kinds(mine, use_tqdm, tmp_path) == expected
+    assert RunReport not in kinds([ProgressBar()])

@@ -410,15 +410,6 @@ def test_steps_of_earlier_calls_that_run_again_are_logged_once(world, caplog):
     assert warned.startswith(f"Steps {controller.events[-1].step + 1} to 25 ")
 
 
-def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
-    controller = world.drive(3).controller
-    for member in controller.members:
-        member.die("OOM")
-    outcomes = run_until(controller, 30, max_losses=1)
-    assert steps_of(outcomes) == [30] * 3
-    assert controller.events[-1].step == 0
-
-
 def test_a_restart_continues_from_the_loaded_state(world):
     controller = world.drive(3).controller
     run(controller, "load", state={"global_step": 7})

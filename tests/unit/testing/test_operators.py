@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from raysgd import TrainingOperator
 from raysgd.testing import run_operator
 from tests.operators import Classifier
 
@@ -37,22 +36,6 @@ def test_the_config_is_not_changed():
     config = {"num_samples": 16}
     run_operator(Changing, config)
     assert config == {"num_samples": 16}
-
-
-def test_schedulers_can_be_tried():
-    class Scheduled(TrainingOperator):
-        def setup(self, config):
-            model = torch.nn.Linear(1, 1)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            self.register(
-                models=model,
-                optimizers=optimizer,
-                schedulers=torch.optim.lr_scheduler.ConstantLR(optimizer),
-            )
-
-    assert run_operator(Scheduled, scheduler_step_freq="epoch").scheduler_step_freq == "epoch"
-    with pytest.raises(ValueError, match="scheduler_step_freq"):
-        run_operator(Scheduled)
 
 
 def test_an_operator_of_tensorflow_runs_as_well():

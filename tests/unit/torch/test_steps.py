@@ -116,13 +116,12 @@ def digits(state):
 
 
 @pytest.fixture
-def start():
+def start(make_trainer):
     """Return a function that starts a local trainer, which calls `do` at a point of a step."""
-    made = []
 
     def start(at=None, step=3, do=None, updates=1):
-        trainer = make_trainer(num_models=1, updates=updates)
-        made.append(trainer)
+        config = {"num_models": 1, "updates": updates}
+        trainer = make_trainer(Digits, config, scheduler_step_freq="batch")
         operator = trainer.get_local_operator()
 
         def hook(where):
@@ -133,13 +132,7 @@ def start():
         operator.hook = hook
         return trainer
 
-    yield start
-    for trainer in made:
-        trainer.shutdown()
-
-
-def make_trainer(**config):
-    return local(Digits, config, scheduler_step_freq="batch")
+    return start
 
 
 def fail(*_):
@@ -193,7 +186,8 @@ RESTART = [("in the update", "error", 1, 1), ("in the update", "error", 5, 8)]
     averages=st.booleans(),
 )
 def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, averages):
-    with make_trainer(num_models=num_models, updates=updates) as trainer:
+    config = {"num_models": num_models, "updates": updates}
+    with local(Digits, config, scheduler_step_freq="batch") as trainer:
         operator = trainer.get_local_operator()
         if averages:
             operator._train_state.averaging.start(0.5, 1)

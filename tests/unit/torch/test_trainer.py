@@ -7,21 +7,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd import TorchTrainer
 from raysgd.tf.options import TFOptions
 from raysgd.torch.options import TorchOptions
-from tests.operators import Adversaries, Classifier, make_data
-
-
-def make(**arguments):
-    given = {"training_operator_cls": Classifier, "use_local": True, "use_gpu": False}
-    return TorchTrainer(**{**given, **arguments})
+from tests.operators import Adversaries, Classifier, local, make_data
 
 
 def test_an_old_pytorch_is_an_error(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.8.1+cpu")
     with pytest.raises(ImportError, match=r"needs torch 2\.9 or newer, but .* has 2\.8\.1"):
-        make()
+        local()
 
 
 @pytest.mark.parametrize("options_cls", [TorchOptions, TFOptions])

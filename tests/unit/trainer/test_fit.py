@@ -362,13 +362,10 @@ def test_a_callback_may_ask_to_stop(make_trainer):
     assert history.stop_reason == trainer.stop_reason == "enough"
     assert len(trainer.fit(4)) == 2
     assert trainer.stop_reason is None
-
-
-def test_train_ignores_request_stop(make_trainer):
     trainer = make_trainer(callbacks=[Stopping(1)])
     trainer.train()
     assert trainer.stop_reason == "enough"
-    assert trainer.train()["epoch"] == 2
+    assert trainer.train()["epoch"] == 2, "train() does not stop"
 
 
 def test_callbacks_of_fit_are_called_in_that_fit_only(make_trainer):
@@ -656,3 +653,20 @@ def scalars(folder, tag):
     read = EventAccumulator(str(folder))
     read.Reload()
     return [(event.step, event.value) for event in read.Scalars(tag)]
+
+
+def test_fit_continues_within_an_epoch_after_max_steps(make_trainer, caplog):
+    spy = Spy()
+    trainer = make_trainer(Recorder, callbacks=[spy])
+    history = trainer.fit(9, max_steps=7)
+    assert history.stop_reason == "max_steps=7 is reached"
+    assert [entry["num_samples"] for entry in history] == [40, 16]
+    assert ["val_loss" in entry for entry in history] == [True, False]
+    assert spy.hooks[2:-1] == ["on_epoch_end", "on_validation_end", "on_steps_end"]
+    with caplog.at_level(logging.WARNING):
+        assert trainer.fit(max_steps=7) == []
+    assert caplog.messages == ["fit() ends at step 7: max_steps=7 is reached"]
+    assert [entry["num_samples"] for entry in trainer.fit(2)] == [24]
+    assert trainer.get_local_operator().trained == [*range(40), *range(40)]
+    assert len(trainer.fit(max_steps=20)) == 2
+    assert trainer.epoch == 4

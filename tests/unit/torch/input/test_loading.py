@@ -426,13 +426,6 @@ def test_fingerprint_shows_data_and_generators_that_differ(make, generator, is_s
     assert (wrap(first).fingerprint() == wrap(second).fingerprint()) == is_same
 
 
-def test_source_iterates_over_the_first_epoch():
-    source = wrap(DataLoader(tensors(), batch_size=3, shuffle=True), world_size=2, rank=1)
-    expected = indices(source.batches(0, 0))
-    assert indices(source) == indices(source) == expected
-    assert len(source) == 4
-
-
 # ---- data sets of tensors
 
 
