@@ -27,7 +27,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.generation import GroupForming
 from raysgd.elastic.machine import Do, GroupEvent, State, transition
-from raysgd.elastic.policies import Policy
+from raysgd.elastic.policies import Policy, furthest
 from raysgd.elastic.supervision import Supervision
 
 logger = logging.getLogger(__name__)
@@ -208,6 +208,8 @@ class Controller:
             case machine.Fail(why, lost):
                 if lost:
                     self._scale_up.poll({})
+                if not self.members:  # a restart in this call may have begun before it
+                    self.journal.progress = furthest([self.progress, self._supervision.reached])
                 raise self.journal.failure(context.call, why, *next(iter(lost.items()), ()))
         return None
 

@@ -40,8 +40,8 @@ class Supervision:
         self._context, self._call = context, call
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
-        # Committed steps count, even if a later step has damaged the state.
-        self._reached = replace(context.journal.progress, holdings=Holdings())
+        self.reached = replace(context.journal.progress, holdings=Holdings())
+        """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
         self._replay: Call | None = None
         self.attempt: Attempt | None = None
@@ -51,7 +51,7 @@ class Supervision:
 
     def must_replay(self) -> bool:
         """Whether steps were lost with all workers and a call can repeat them."""
-        step, reached, call = self._journal.progress.global_step, self._reached, self._call
+        step, reached, call = self._journal.progress.global_step, self.reached, self._call
         if step >= reached.global_step or not (call.has_batches or call.replay):
             return False
         if not self._has_warned:
@@ -75,7 +75,7 @@ class Supervision:
             assert self._replay is not None
             call = self._replay
         elif action.begins:
-            call.begin(furthest([self._journal.progress, self._reached]))
+            call.begin(furthest([self._journal.progress, self.reached]))
         members = list(
             self._group.members if call.rank is None else [self._group.members[call.rank]]
         )
