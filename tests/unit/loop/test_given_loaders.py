@@ -96,44 +96,23 @@ class OwnBatches(BatchSampler):
     pass
 
 
-@pytest.mark.parametrize(
-    ("loader", "error", "text"),
-    [
-        (numbers(0, 40, shuffle=True), ValueError, "the loader shuffles.*shuffle=False"),
-        (
-            DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler(range(0, 16, 3))),
-            ValueError,
-            "the loader shuffles.*sampler",
-        ),
-        (
-            DataLoader(DATA, batch_sampler=BatchSampler(OwnShuffle(), 4, False)),
-            ValueError,
-            "the loader shuffles.*sampler",
-        ),
-        (
-            DataLoader(DATA, batch_sampler=OwnBatches(OwnShuffle(), 4, False)),
-            ValueError,
-            "the loader shuffles.*sampler",
-        ),
-        (numbers(0, 0), RuntimeError, "The given loader has no batches: 0 samples"),
-        ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "call trainer.test"),
-        (3, TypeError, "The loader must be iterable, but it is 3"),
-        (torch.ones(4, 1), TypeError, "A Tensor yields samples, not batches"),
-        (TensorDataset(torch.ones(4, 1)), TypeError, "A TensorDataset yields samples"),
-    ],
-    ids=[
-        "shuffled",
-        "subset",
-        "own",
-        "own batches",
-        "empty",
-        "several",
-        "none",
-        "tensor",
-        "data set",
-    ],
-)
-def test_predict_refuses_loaders_without_an_order(make_trainer, loader, error, text):
+SHUFFLES = ValueError, "the loader shuffles.*sampler"
+WITHOUT_ORDER = {
+    "shuffled": (numbers(0, 40, shuffle=True), ValueError, "the loader shuffles.*shuffle=False"),
+    "subset": (DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(0, 16, 3))), *SHUFFLES),
+    "own": (DataLoader(DATA, batch_sampler=BatchSampler(OwnShuffle(), 4, False)), *SHUFFLES),
+    "own batches": (DataLoader(DATA, batch_sampler=OwnBatches(OwnShuffle(), 4, False)), *SHUFFLES),
+    "empty": (numbers(0, 0), RuntimeError, "The given loader has no batches: 0 samples"),
+    "several": ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "call trainer.test"),
+    "none": (3, TypeError, "The loader must be iterable, but it is 3"),
+    "tensor": (torch.ones(4, 1), TypeError, "A Tensor yields samples, not batches"),
+    "data set": (TensorDataset(torch.ones(4, 1)), TypeError, "A TensorDataset yields samples"),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_ORDER)
+def test_predict_refuses_loaders_without_an_order(make_trainer, kind):
+    loader, error, text = WITHOUT_ORDER[kind]
     trainer = make_trainer(Recorder)
     with pytest.raises(error, match=text):
         trainer.predict(loader)

@@ -51,38 +51,26 @@ NUMBERS = (torch.randn(60, generator=draw), torch.randn(60, generator=draw))
 PAIRS = (torch.randn(60, 2, generator=draw), torch.randn(60, 2, generator=draw))
 
 
-@pytest.mark.parametrize(
-    ("metric", "data"),
-    [
-        (lambda: MulticlassF1Score(num_classes=4, average="macro"), CLASSES),
-        (lambda: MulticlassAccuracy(num_classes=4, average=None), CLASSES),
-        (lambda: MulticlassConfusionMatrix(num_classes=4), CLASSES),
-        (lambda: ClasswiseWrapper(MulticlassAccuracy(num_classes=4, average=None)), CLASSES),
-        (lambda: BinaryAUROC(), BINARY),
-        (lambda: BinaryAUROC(thresholds=20), BINARY),
-        (lambda: MeanSquaredError(), NUMBERS),
-        (lambda: R2Score(), NUMBERS),
-        (lambda: PearsonCorrCoef(), NUMBERS),
-        (lambda: MultioutputWrapper(MeanSquaredError(), num_outputs=2), PAIRS),
-        (lambda: torchmetrics.MaxMetric() + 1, None),
-    ],
-    ids=[
-        "f1",
-        "vector",
-        "matrix",
-        "dict",
-        "list",
-        "bins",
-        "mse",
-        "r2",
-        "pearson",
-        "wrapper",
-        "composed",
-    ],
-)
+METRICS = {
+    "f1": (lambda: MulticlassF1Score(num_classes=4, average="macro"), CLASSES),
+    "vector": (lambda: MulticlassAccuracy(num_classes=4, average=None), CLASSES),
+    "matrix": (lambda: MulticlassConfusionMatrix(num_classes=4), CLASSES),
+    "dict": (lambda: ClasswiseWrapper(MulticlassAccuracy(num_classes=4, average=None)), CLASSES),
+    "list": (lambda: BinaryAUROC(), BINARY),
+    "bins": (lambda: BinaryAUROC(thresholds=20), BINARY),
+    "mse": (lambda: MeanSquaredError(), NUMBERS),
+    "r2": (lambda: R2Score(), NUMBERS),
+    "pearson": (lambda: PearsonCorrCoef(), NUMBERS),
+    "wrapper": (lambda: MultioutputWrapper(MeanSquaredError(), num_outputs=2), PAIRS),
+    "composed": (lambda: torchmetrics.MaxMetric() + 1, None),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
 @pytest.mark.parametrize("cuts", [[60], [1, 30, 60]], ids=len)
-def test_parts_give_what_one_pass_gives(metric, data, cuts):
+def test_parts_give_what_one_pass_gives(name, cuts):
     """Each part goes to one worker, in batches of up to 16 samples."""
+    metric, data = METRICS[name]
 
     def update(metric, *columns):
         metric.update(*(columns if data is not None else columns[:1]))

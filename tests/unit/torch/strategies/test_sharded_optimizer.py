@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -321,12 +322,12 @@ def with_sgd(model, *others, **more):
     return {"models": model, "optimizers": optimizer, **more}
 
 
-def stranger():
-    return with_sgd(torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2)))
+def linear():
+    return torch.nn.Linear(2, 2)
 
 
 def with_parameter(**parameters):
-    model = torch.nn.Linear(2, 2)
+    model = linear()
     for name, value in parameters.items():
         setattr(model, name, torch.nn.Parameter(value))
     return model
@@ -337,82 +338,55 @@ def muon():
     return {"models": model, "optimizers": torch.optim.Muon(model.parameters())}
 
 
-def several():
-    parts = [with_sgd(torch.nn.Linear(2, 2)) for _ in "ab"]
-    return {name: [part[name] for part in parts] for name in parts[0]} | FULL
-
-
-def wrapped():
-    return with_sgd(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), **FULL)
-
-
 ON = {"sharding": "optimizer"}
 FULL = {"sharding": "full"}
-HALF = {"use_fp16": True, "amp_dtype": torch.float16}
+REFUSED = {
+    'must be "optimizer", "full", or None': {"sharding": "all"},
+    "has no effect without sharding": {"sharding_args": {"copies": 1}},
+    "must be a dict": {**ON, "sharding_args": [1]},
+    "takes only 'copies'": {**ON, "sharding_args": {"wrap": 1}},
+    "'copies', 'wrap'": {**FULL, "sharding_args": {"unload": 1}},
+    r"with register\(ddp_args": {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
+    "amp_dtype=torch.bfloat16": FULL,
+    "got 2 optimizers": lambda: {k: [v, v] for k, v in with_sgd(linear()).items()} | FULL,
+    r"Linear\.scale has no contiguous rows": lambda: with_sgd(
+        with_parameter(scale=torch.ones(())), **FULL
+    ),
+    "does not work with torch.compile": lambda: with_sgd(torch.compile(linear()), **FULL),
+    "does not work with DistributedDataParallel": lambda: with_sgd(
+        DistributedDataParallel(linear()), **FULL
+    ),
+    "mapping of shares": FULL,
+    'does not work with backend="horovod"': FULL,
+    "at least 0": {**ON, "sharding_args": {"copies": -1}},
+    "does not work with wrap_ddp=False": ON,
+    "cannot shard Muon": muon,
+    "sparse gradients": lambda: with_sgd(torch.nn.Embedding(4, 2, sparse=True)),
+    "1 parameters that are in no registered model": lambda: with_sgd(
+        linear(), torch.nn.Parameter(torch.ones(2))
+    ),
+    "is not contiguous": lambda: with_sgd(with_parameter(weight=torch.ones(2, 4)[:, ::2])),
+}
+"""Arguments of ``register``, by the error that they cause."""
+OPTIONS = {
+    "amp_dtype=torch.bfloat16": {"use_fp16": True, "amp_dtype": torch.float16},
+    "mapping of shares": {"elastic": ElasticConfig(shares="measured")},
+    'does not work with backend="horovod"': {"backend": "horovod"},
+    "does not work with wrap_ddp=False": {"wrap_ddp": False},
+}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # by torch.compile
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "match"),
-    [
-        ({"sharding": "all"}, {}, ValueError, 'must be "optimizer", "full", or None'),
-        ({"sharding_args": {"copies": 1}}, {}, ValueError, "has no effect without sharding"),
-        ({**ON, "sharding_args": [1]}, {}, TypeError, "must be a dict"),
-        ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes only 'copies'"),
-        ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'copies', 'wrap'"),
-        (
-            {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
-            {},
-            ValueError,
-            r"with register\(ddp_args",
-        ),
-        (FULL, HALF, ValueError, "amp_dtype=torch.bfloat16"),
-        (several, {}, ValueError, "got 2 optimizers"),
-        (
-            lambda: with_sgd(with_parameter(scale=torch.ones(())), **FULL),
-            {},
-            ValueError,
-            r"Linear\.scale has no contiguous rows",
-        ),
-        (
-            lambda: with_sgd(torch.compile(torch.nn.Linear(2, 2)), **FULL),
-            {},
-            ValueError,
-            "does not work with torch.compile",
-        ),
-        (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
-        (FULL, {"elastic": ElasticConfig(shares="measured")}, ValueError, "mapping of shares"),
-        pytest.param(
-            FULL,
-            {"backend": "horovod"},
-            ValueError,
-            'does not work with backend="horovod"',
-            marks=needs_horovod,
-        ),
-        ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
-        (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
-        (muon, {}, ValueError, "cannot shard Muon"),
-        (
-            lambda: with_sgd(torch.nn.Embedding(4, 2, sparse=True)),
-            {},
-            ValueError,
-            "sparse gradients",
-        ),
-        (stranger, {}, ValueError, "1 parameters that are in no registered model"),
-        (
-            lambda: with_sgd(with_parameter(weight=torch.ones(2, 4)[:, ::2])),
-            {},
-            ValueError,
-            "is not contiguous",
-        ),
-    ],
+    "said", [pytest.param(s, marks=[needs_horovod] * ("horovod" in s)) for s in REFUSED]
 )
-def test_register_refuses_what_cannot_be_sharded(process_group, arguments, options, error, match):
+def test_register_refuses_what_cannot_be_sharded(process_group, said):
     def given():
-        return {**ON, **arguments()} if callable(arguments) else arguments
+        found = REFUSED[said]
+        return {**ON, **found()} if callable(found) else found
 
-    with pytest.raises(error, match=match):
-        build(given, WorkerContext(), **options)
+    with pytest.raises((TypeError, ValueError), match=said):
+        build(given, WorkerContext(), **OPTIONS.get(said, {}))
 
 
 def build(register, context, **options):
