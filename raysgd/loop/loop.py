@@ -195,7 +195,7 @@ class Loop:
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
         segment = train_state.segment = self._new_segment(source, limit, request)
-        if segment.total_batches == 0 and segment.start_offset == 0:
+        if segment.total_steps == 0 and segment.start_offset == 0:
             raise no_batch("train", source, self._shortest)
         train_state.meters = None
         try:
@@ -216,9 +216,9 @@ class Loop:
                 raise OutOfMemoryError(split) from error
             raise
         metrics = checked_result(operator.train_epoch, metrics)
-        if segment.num_batches or not segment.drawn_from:
-            num_batches = max(1, segment.num_batches)
-            self.call_progress.add(started_at, weighted(metrics, num_batches))
+        if segment.num_steps or not segment.drawn_from:
+            num_steps = max(1, segment.num_steps)
+            self.call_progress.add(started_at, weighted(metrics, num_steps))
         if not segment.drawn_from:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:

@@ -119,7 +119,7 @@ class OperatorRunner(Runner, ABC):
         train_state, segment = self._train_state, self._train_state.segment
         evaluation = self._loop.evaluation
         if segment is not None:
-            done, total = segment.num_finished, segment.total_batches
+            done, total = segment.num_finished_steps, segment.total_steps
         else:
             batches, total = evaluation.batches, evaluation.total  # the other thread resets both
             done = 0 if batches is None else batches.count

@@ -50,8 +50,8 @@ class StepIterator:
         self._read = read
         self._steps_left = steps_left
         self._is_limited = limit is not None
-        # Number of batches in this segment, or None if unknown.
-        self.total_batches = min((n for n in (limit, steps_left) if n is not None), default=None)
+        # Number of steps in this segment, or None if unknown.
+        self.total_steps = min((n for n in (limit, steps_left) if n is not None), default=None)
         self._go_on, self._after_commit = go_on, after_commit
         self.start_step = train_state.global_step
         self._started = time.perf_counter()
@@ -65,21 +65,21 @@ class StepIterator:
         self._ended = False
         self.start_offset = train_state.offset
         self.paused = False
-        self.num_batches = 0
+        self.num_steps = 0
         self.may_split = False  # the loop takes large batches in parts
         self.drawn_from = False
         self.loader_failed = False  # the loader raised an error, so its iterator cannot continue
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per batch so far. 0 before the first batch is done."""
-        num_finished = self.num_finished
-        return (time.perf_counter() - self._started) / num_finished if num_finished else 0.0
+        """Mean seconds per step so far. 0 before the first step is done."""
+        done = self.num_finished_steps
+        return (time.perf_counter() - self._started) / done if done else 0.0
 
     @property
-    def num_finished(self) -> int:
-        """Number of finished batches, including batches that wait for their update."""
-        return self.num_batches + self._tx.micro_batch.step_index
+    def num_finished_steps(self) -> int:
+        """Number of finished steps, including steps that wait for their update."""
+        return self.num_steps + self._tx.micro_batch.step_index
 
     @property
     def num_joined(self) -> int | None:
@@ -90,7 +90,7 @@ class StepIterator:
 
     def newest(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""
-        step = f"step {self.start_step + self.num_finished + 1}"
+        step = f"step {self.start_step + self.num_finished_steps + 1}"
         if self.loader_failed:
             return f"when reading the batch of {step}"
         return f"in {step}, batch {described(self.batch)}"
@@ -102,7 +102,7 @@ class StepIterator:
 
     @property
     def epoch_is_over(self) -> bool:
-        return self._exhausted or self.num_batches == self._steps_left
+        return self._exhausted or self.num_steps == self._steps_left
 
     @property
     def loop_ends_epoch(self) -> bool:
@@ -111,7 +111,7 @@ class StepIterator:
             return True  # a loop that stops early ends the epoch
         newest = self._tx.micro_batch
         pending = newest.step_index + newest.ends_step if self._tx.is_open else 0
-        return self.epoch_is_over or self.num_batches + pending == self._steps_left
+        return self.epoch_is_over or self.num_steps + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
         return self
@@ -148,9 +148,9 @@ class StepIterator:
         return part
 
     def _is_at_end(self) -> bool:
-        if self._exhausted or self.num_batches == self.total_batches:
+        if self._exhausted or self.num_steps == self.total_steps:
             return True
-        self.paused = self._signal.pauses_at(self.start_step + self.num_batches)
+        self.paused = self._signal.pauses_at(self.start_step + self.num_steps)
         return self.paused
 
     def finish(self) -> None:
@@ -192,7 +192,7 @@ class StepIterator:
         train_state, index = self._train_state, len(self._tx.drawn) - 1
         if index == 0:
             size = train_state.accumulation_steps
-            left = None if self.total_batches is None else self.total_batches - self.num_batches
+            left = None if self.total_steps is None else self.total_steps - self.num_steps
             num_steps = size if left is None else min(size, left)
             self._tx.plan = self._source.plan(train_state.offset, num_steps, self.may_split)
         planned = self._tx.plan.batches
@@ -225,7 +225,7 @@ class StepIterator:
         train_state = self._train_state
         if self._steps_left is None or train_state.context.world_size == 1:
             return
-        taken = self.num_batches + len(self._tx.drawn)
+        taken = self.num_steps + len(self._tx.drawn)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self._steps_left} batches, and other workers would wait for more. Correct or "
@@ -239,9 +239,9 @@ class StepIterator:
         finally:
             if not self._tx.is_open:
                 self.batch = None
-                self.num_batches += num_steps
+                self.num_steps += num_steps
                 self._train_state.offset = self._source.offset_after(
-                    self.start_offset, self.num_batches
+                    self.start_offset, self.num_steps
                 )
                 self._train_state.timing.num_steps += num_steps
 

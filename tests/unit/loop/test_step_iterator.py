@@ -171,7 +171,7 @@ def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
     whole = min(count, limit or count)
     expected = [list(range(start, min(start + size, whole))) for start in range(0, whole, size)]
     assert groups_of(train_state, steps) == expected
-    assert train_state.global_step == train_state.offset == steps.num_batches == whole
+    assert train_state.global_step == train_state.offset == steps.num_steps == whole
     if length_known:
         assert steps.epoch_is_over == (whole == count)
 
@@ -197,7 +197,7 @@ def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
     train_state, steps = make_steps(range(7), size=3)
     seen = []
     for _ in steps:
-        seen.append((train_state.global_step, steps.num_batches, steps.num_finished))
+        seen.append((train_state.global_step, steps.num_steps, steps.num_finished_steps))
     assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (3, 3, 3), (3, 3, 4), (3, 3, 5), (6, 6, 6)]
     assert train_state.global_step == 7
 
@@ -228,7 +228,7 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
     assert batch == "abcde"[at]
     reached = at // size * size
     assert [*steps.end_after_error(), *steps._read(False)] == list("abcde"[reached:])
-    assert train_state.global_step == train_state.offset == steps.num_batches == reached
+    assert train_state.global_step == train_state.offset == steps.num_steps == reached
     assert train_state.transaction.index == -1
 
 
