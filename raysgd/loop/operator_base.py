@@ -202,8 +202,8 @@ class OperatorBase:
         if not tx.is_open:  # the loop has its own batches
             meters.count_held()
 
-    def _metrics(self, meters: AverageMeterCollection) -> dict[str, Any]:
-        """Return all metrics of an epoch, also if its loop stopped before the iterator."""
+    def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
+        """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
         if self._train_state.transaction.counts():
             self._train_state.segment.finish()
         meters.count_held()  # of a group that another call of ``train_epoch`` continues

@@ -72,7 +72,7 @@ class TrainingOperator(OperatorBase):
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx)
             self._measure(meters, self.train_batch(batch, batch_info))
-        return self._metrics(meters)
+        return self._finish_epoch(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train on one batch: forward, loss, gradients, update.

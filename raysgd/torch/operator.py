@@ -132,7 +132,7 @@ class TrainingOperator(OperatorBase):
                 self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
             self.step_schedulers()
-        return self._metrics(meters)
+        return self._finish_epoch(meters)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train ``self.model`` on one batch: forward, loss, backward, optimizer step.
