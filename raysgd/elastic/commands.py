@@ -117,7 +117,7 @@ class Attempt:
         self.pending.pop(member, None)
         self.lost[member] = error
 
-    def find_cause(self, interrupt: Callable[[], None]) -> None:
+    def interrupt_after_cause(self, interrupt: Callable[[], None]) -> None:
         """Find the cause of a failure, and call `interrupt` to stop the other workers."""
         reason_s = _OWN_STOP_S if self.interrupted_by_us else ROOT_CAUSE_S
         self.collect_until(reason_s, lambda: self.has_cause)
@@ -193,7 +193,8 @@ class Commands:
         self._clock.wait(answers, ANSWER_S)
 
     def stop(self, attempt: Attempt) -> None:
-        attempt.find_cause(self.interrupt)
+        """Interrupt the members, and remember those that stay busy."""
+        attempt.interrupt_after_cause(self.interrupt)
         self.busy |= attempt.pending
 
     def finish(self, request: Request) -> None:

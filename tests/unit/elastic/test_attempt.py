@@ -69,6 +69,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
     attempt.collect(0)
     assert attempt.failed
     assert attempt.interrupted_by_us  # so that the call is repeated, if possible
-    attempt.find_cause(lambda: futures["b"].set_result(outcome("stopped", RuntimeError())))
+    stopped = outcome("stopped", RuntimeError())
+    attempt.interrupt_after_cause(lambda: futures["b"].set_result(stopped))
     assert not attempt.lost
     assert not attempt.pending
