@@ -372,21 +372,21 @@ def wrap_loader(
             "one loader, and join data sets with torch.utils.data.ConcatDataset. To validate on "
             "several data sets, call trainer.test(loader) for each."
         )
-    has_samples = isinstance(loader, torch.Tensor | Dataset | NumberedSamples)
-    if has_samples and not isinstance(loader, IterableDataset):
+    yields_samples = isinstance(loader, torch.Tensor | Dataset | NumberedSamples)
+    if yields_samples and not isinstance(loader, IterableDataset):
         raise TypeError(
             f"A {type(loader).__name__} yields samples, not batches. Pass a loader: "
             "torch.utils.data.DataLoader(data, batch_size=...)."
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
-    may_split = partitions and own_split(loader) is None
+    may_partition = partitions and own_split(loader) is None
     whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
     why = why_whole(whole)
-    if (may_split or _is_distributed(whole)) and not why:
+    if (may_partition or _is_distributed(whole)) and not why:
         return PartitionedLoader(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
-    if may_split and not is_read_once(loader) and not layout.is_fixed:
+    if may_partition and not is_read_once(loader) and not layout.is_fixed:
         return StreamSource(loader, order_batch=order_batch, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, by_user=not partitions, why_whole=why)
