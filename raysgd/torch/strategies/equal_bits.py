@@ -25,9 +25,9 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import conflicts
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies.equal_bits_buffers import EqualBitsBuffers
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.replicated import copy_first
-from raysgd.torch.strategies.shard_buffers import ShardBuffers
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import kind_of, multiply_all, parameters_of
 
@@ -63,7 +63,7 @@ class EqualBitsGradients(GradientExchange):
         self._num_shards = state.settings.options.layout.full_size(1)
         self._shard = 0
         self._is_last_of_shard = True  # the shard has no later micro-batch in this update
-        self._buffers = ShardBuffers(state)
+        self._buffers = EqualBitsBuffers(state)
         self._width = _WIDTH
         self._clear()
 

@@ -14,7 +14,7 @@ from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import copy_leaf, version_of
 
 
-class ShardBuffers:
+class EqualBitsBuffers:
     """The buffers after each shard. Each shard begins with the buffers of the step's start."""
 
     def __init__(self, state: RegisteredState) -> None:
