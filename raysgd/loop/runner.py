@@ -47,7 +47,7 @@ class OperatorRunner(Runner, ABC):
     # ---- lifecycle
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
-        enter_generation(self._running, context, leader, self._set_config_batch(context))
+        enter_generation(self._hosted_loop, context, leader, self._set_config_batch(context))
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
@@ -98,10 +98,10 @@ class OperatorRunner(Runner, ABC):
 
     @property
     def operator(self) -> Any:
-        return self._running.operator
+        return self._hosted_loop.operator
 
     @property
-    def _running(self) -> Loop:
+    def _hosted_loop(self) -> Loop:
         if self._loop is None:
             raise RuntimeError("This worker has no operator: its setup has not finished.")
         return self._loop
@@ -179,17 +179,17 @@ class OperatorRunner(Runner, ABC):
             match request:
                 case requests.TrainRequest():
                     with self._train_state.timing.running():
-                        return self._running.train(request)
+                        return self._hosted_loop.train(request)
                 case requests.ValidateRequest(rehearses=True):
                     with self.generators.unchanged():
-                        return self._running.evaluation.rehearse(request)
+                        return self._hosted_loop.evaluation.rehearse(request)
                 case requests.ValidateRequest():
-                    with self._running.snapshots.before_validation():
-                        return self._running.evaluation.validate(request)
+                    with self._hosted_loop.snapshots.before_validation():
+                        return self._hosted_loop.evaluation.validate(request)
                 case requests.PredictRequest():
-                    return self._running.evaluation.predict(request.loader)
+                    return self._hosted_loop.evaluation.predict(request.loader)
                 case requests.MeasuredRequest():
-                    return self._running.measured(request.call)
+                    return self._hosted_loop.measured(request.call)
                 case requests.UpdateSchedulersRequest():
                     return self.update_schedulers(request.call, request.metric)
                 case requests.StateRequest():
@@ -225,9 +225,9 @@ class OperatorRunner(Runner, ABC):
             return
         with self.generators.unchanged():
             try:
-                self._running.warm_up()
+                self._hosted_loop.warm_up()
                 if self._options.elastic.shares == "measured":
-                    self._running.warm_up()  # the first batch is slower than others
+                    self._hosted_loop.warm_up()  # the first batch is slower than others
             except Exception as error:
                 logger.warning("The warm-up of a replacement worker failed: %r", error)
 
@@ -239,7 +239,7 @@ class OperatorRunner(Runner, ABC):
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""
-        train_state, loop = self._train_state, self._running
+        train_state, loop = self._train_state, self._hosted_loop
         before = self._user_settings()
         try:
             return function(self.operator)
@@ -266,7 +266,7 @@ class OperatorRunner(Runner, ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state = state_for("file", self._running)
+        state = state_for("file", self._hosted_loop)
         if not frozen:
             state = self._train_state.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
@@ -294,11 +294,11 @@ class OperatorRunner(Runner, ABC):
                 train_state.transaction.is_partial = True
                 incoming.fill()
             train_state.load_training_state(state)
-        self._running.forget_iteration()
-        self._running.call_progress.state.validation = None
-        self._running.snapshots.clear()
+        self._hosted_loop.forget_iteration()
+        self._hosted_loop.call_progress.state.validation = None
+        self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
-            self._running.call_progress.join(state["call"])
+            self._hosted_loop.call_progress.join(state["call"])
             train_state.data.set_batch_size(state["batching"])
             train_state.set_flags(state["flags"])
         else:

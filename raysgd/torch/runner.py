@@ -102,7 +102,7 @@ class TorchRunner(OperatorRunner):
         super().load_state_dict(gather_state(state), incoming)
 
     def update_schedulers(self, call: int, metric: float) -> None:
-        loop = self._running
+        loop = self._hosted_loop
         if loop.call_progress.state.scheduled == call:
             return  # the schedulers have already stepped in the loaded state
         self._train_state.schedules.step_with(metric)
