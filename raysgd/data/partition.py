@@ -25,13 +25,13 @@ class StepLayout:
     num_parts: int | None = None  # of a full step; None: one for each current worker
     is_fixed: bool = False  # fewer workers train as many parts, as for equal bits
 
-    def full_size(self, num_workers: int) -> int:
+    def num_full_parts(self, num_workers: int) -> int:
         """Return the number of parts that define the size of a step."""
         return self.num_parts or num_workers
 
-    def current_size(self, num_workers: int) -> int:
+    def num_current_parts(self, num_workers: int) -> int:
         """Return the number of parts that `num_workers` workers train in a step."""
-        return self.full_size(num_workers) if self.is_fixed else num_workers
+        return self.num_full_parts(num_workers) if self.is_fixed else num_workers
 
 
 BY_WORKERS = StepLayout()
@@ -60,18 +60,18 @@ class EpochPartition:
     @functools.cached_property
     def stride(self) -> int:
         """Samples of the whole group in a full step."""
-        return self.global_batch or self.batch_size * self.layout.full_size(self.world_size)
+        return self.global_batch or self.batch_size * self.layout.num_full_parts(self.world_size)
 
     @functools.cached_property
     def owned(self) -> range:
         """The parts of each step that this worker trains one after the other."""
-        number = self.layout.current_size(self.world_size)
+        number = self.layout.num_current_parts(self.world_size)
         return range(*part_of(number, self.world_size, self.rank, self.shares))
 
     @functools.cached_property
     def max_rows(self) -> int:
         """Maximum number of samples that a worker with an even share processes at a time."""
-        return -(-self.stride // self.layout.full_size(self.world_size))
+        return -(-self.stride // self.layout.num_full_parts(self.world_size))
 
     def end(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
@@ -130,7 +130,7 @@ class EpochPartition:
     def _parts(self, size: int, may_split: bool) -> list[tuple[int, int, bool]]:
         """Return this worker's parts of a step as (start, stop, whether the samples count)."""
         if self.layout.is_fixed:
-            number = self.layout.current_size(self.world_size)
+            number = self.layout.num_current_parts(self.world_size)
             return [(*part_of(size, number, each), each < size) for each in self.owned]
         first, stop = part_of(size, self.world_size, self.rank, self.shares)
         number, rows = self._num_parts(size) if may_split else 1, stop - first

@@ -341,5 +341,5 @@ class PartitionedSource(BatchSource):
 
     def describe(self) -> str:
         total, batch_size = self.partition.total, self.batch_size
-        size = self._partition.layout.full_size(self._partition.world_size)
-        return f"{total} samples, batch size {batch_size} on each of {size} workers"
+        number = self._partition.layout.num_full_parts(self._partition.world_size)
+        return f"{total} samples, batch size {batch_size} on each of {number} workers"

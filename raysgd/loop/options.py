@@ -80,7 +80,7 @@ class Options(ABC):
         )
         if config.get(BATCH_SIZE) is not None:
             parts = "num_shards" if self.layout.is_fixed else "num_workers"
-            num_parts = self.layout.full_size(num_workers)
+            num_parts = self.layout.num_full_parts(num_workers)
             config[BATCH_SIZE] = rounded_batch(config[BATCH_SIZE], num_parts, parts)
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())

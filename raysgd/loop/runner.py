@@ -54,8 +54,8 @@ class OperatorRunner(Runner, ABC):
         options = self._options
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, raw_config = options.unpacked()
-        size = options.layout.full_size(context.world_size)
-        config = worker_config(raw_config, size, copies=context.in_driver)
+        num_parts = options.layout.num_full_parts(context.world_size)
+        config = worker_config(raw_config, num_parts, copies=context.in_driver)
         sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": raw_config.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
@@ -63,7 +63,7 @@ class OperatorRunner(Runner, ABC):
         global_batch = self._train_state.settings.global_batch
         if global_batch is None:
             return None
-        size = global_batch // self._options.layout.current_size(context.world_size)
+        size = global_batch // self._options.layout.num_current_parts(context.world_size)
         self.operator.config[BATCH_SIZE] = size
         return size
 

@@ -268,7 +268,7 @@ class DatasetSource(PartitionedSource):
         partition, sizes = self._partition, [_num_rows(batch) for batch in group]
         max_rows = max(sizes)
         if self._splits:
-            max_rows = -(-max_rows // self._layout.full_size(partition.world_size))
+            max_rows = -(-max_rows // self._layout.num_full_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         step = EpochPartition(0, max_rows, size, rank, shares=shares)
         self._plan = step.plan((sum(sizes),), may_split and self.keeps_step)

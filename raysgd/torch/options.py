@@ -142,15 +142,15 @@ class TorchOptions(Options):
     def layout(self) -> StepLayout:
         if self.exact is None:
             return super().layout
-        exact = self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
-        return StepLayout(exact, is_fixed=True)
+        num_parts = self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
+        return StepLayout(num_parts, is_fixed=True)
 
     def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):
             check_choice(self.trainer, "exact", self.exact, (None, "bits"))
         conflicts.check("equal bits", f"{self.trainer}(exact={self.exact!r})", self)
         set_fields(self, split_on_oom=False)  # smaller parts would change the result
-        if self.num_workers > self.layout.full_size(self.num_workers):
+        if self.num_workers > self.layout.num_full_parts(self.num_workers):
             raise ValueError(
                 f"{self.trainer}(num_workers={self.num_workers}, exact={self.exact!r}): each "
                 "worker trains at least one shard. Pass at most as many workers as shards."

@@ -60,7 +60,7 @@ class EqualBitsGradients(GradientExchange):
     def __init__(self, state: TorchTrainState) -> None:
         super().__init__(state)
         self._precision, self._transaction = state.optimization.precision, state.transaction
-        self._num_shards = state.settings.options.layout.full_size(1)
+        self._num_shards = state.settings.options.layout.num_full_parts(1)
         self._shard = 0
         self._is_last_of_shard = True  # the shard has no later micro-batch in this update
         self._buffers = EqualBitsBuffers(state)
