@@ -43,7 +43,7 @@ def enter_generation(
     """Enter a generation with the state of rank `leader`. Every rank must call this."""
     train_state, position = loop.train_state, loop.train_state.position()
     train_state.begin_generation(context, config_batch)
-    state = _state_of(loop, leader) if context.distributed else None
+    state = _load_from_leader(loop, leader) if context.distributed else None
     train_state.is_new = False
     has_moved = train_state.position() != position
     if has_moved or loop.source is None or loop.source.is_partitioned:
@@ -57,7 +57,7 @@ def enter_generation(
     train_state.data.warn_of_stale_ranks()
 
 
-def _state_of(loop: Loop, leader: int) -> Mapping[str, Any] | None:
+def _load_from_leader(loop: Loop, leader: int) -> Mapping[str, Any] | None:
     """Load the state of the leader, and return it. Return None on the leader."""
     train_state = loop.train_state
     is_leader = train_state.context.world_rank == leader

@@ -262,7 +262,7 @@ def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     state = runner.operator._train_state
     monkeypatch.setattr(state, "begin_generation", lambda *_: None)
     monkeypatch.setattr(
-        joining, "_state_of", lambda *_: vars(state).update(offset=2, global_step=2)
+        joining, "_load_from_leader", lambda *_: vars(state).update(offset=2, global_step=2)
     )
     runner.rejoin(WorkerContext(distributed=True), 0)
     runner.handle(TrainRequest(call=1, until_step=3))
