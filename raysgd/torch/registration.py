@@ -1,4 +1,9 @@
-"""Check and wrap what a PyTorch operator registers."""
+"""Check and wrap what a PyTorch operator registers.
+
+The order of `register` matters. The strategy and the precision see unwrapped models on their
+device. The digests of frozen parameters precede `exchange.wrap`, in which other workers write them.
+Buffers and features see wrapped models. For the end, see `Optimization.register_hooks`.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +79,7 @@ def register(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
-    state.frozen = FrozenParameters(state.models)  # before other workers write them
+    state.frozen = FrozenParameters(state.models)
     state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
     state.buffers = BufferCopies(state.models, state)
     state.set_features(list(features_of(state, max_grad_norm)))

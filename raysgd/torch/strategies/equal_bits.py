@@ -5,6 +5,16 @@ the shards that it owns one after the other, each as a micro-batch with its own 
 pass, random numbers, and batch statistics. The gradients of all shards are added up in the order of
 a fixed tree (`tree_sum.py`). See EasyScale, "Elastic Training with Consistent Accuracy and Improved
 Utilization on GPUs", 2023, for the idea of logical workers.
+
+Elsewhere, code asks for what the mode changes, not for its name:
+
+- ``options.layout.is_fixed``: the shards of each step (`EpochPartition`), and seeds for their
+  order, samples, and user code (`PartitionedLoader`).
+- ``options.exact``: deterministic operations (`TorchRunner`).
+- ``weights.sums_gradients``: the total of `LossWeights`.
+- ``transaction.gathers_metrics``: an update ends with its commit (`UpdateTransaction`), and each
+  worker has the metrics of all (`CallProgress`), whose sums have a fixed order (`BadStepFilter`).
+- ``micro_batching.must_split``: `StepChecks` rejects steps that cannot be made in parts.
 """
 
 from __future__ import annotations
