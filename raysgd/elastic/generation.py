@@ -251,7 +251,7 @@ class GroupForming:
         with offered(packed, [member.info.node_ip for member in members]) as offer:
             self._commands.joining = list(members)
             calls = {member: member.work(Worker.call, offer) for member in members}
-            attempt = self._await_attempt(calls, "load")
+            attempt = self._await_phase(calls, "load")
         if self._has_lost(attempt, joining):
             return None
         return next(iter(attempt.outcomes.values())).progress
@@ -313,12 +313,12 @@ class GroupForming:
             for member, context in zip(entering, contexts, strict=True)
         }
         what = "set up" if leader is None else "join a new generation"
-        attempt = self._await_attempt(calls, what, listening=leader is not None)
+        attempt = self._await_phase(calls, what, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
-    def _await_attempt(
+    def _await_phase(
         self, calls: Mapping[WorkerHandle, Future[Outcome]], what: str, listening: bool = False
     ) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`.
