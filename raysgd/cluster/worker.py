@@ -389,10 +389,8 @@ def _packed(value: Any) -> Parcel:
         place = ""
         while isinstance(value, Mapping) and (key := unpicklable_key(value)) is not None:
             place, value = f"{place or ' at '}[{key!r}]", value[key]
-        name_part = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
-        raise TypeError(
-            f"A worker cannot send {name_part()}{place} to the driver: {error}"
-        ) from error
+        what = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
+        raise TypeError(f"A worker cannot send {what()}{place} to the driver: {error}") from error
 
 
 def _sent_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:

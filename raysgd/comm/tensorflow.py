@@ -114,12 +114,9 @@ class TensorflowBackend(CollectiveBackend):
         return type(error).__name__ in _LOST or any(sign in str(error) for sign in _SIGNS)
 
     def advice(self, error: BaseException) -> str:
-        if not isinstance(error, ValueError) or "PerReplica" not in str(error):
-            return ""
-        return (
-            "Keras 3 cannot fit a model of a MultiWorkerMirroredStrategy. Install tf_keras, and "
-            "set TF_USE_LEGACY_KERAS=1 before the script starts. Or take steps with strategy.run."
-        )
+        text = "Keras 3 cannot fit with this strategy. Install tf_keras, and set "
+        is_known = isinstance(error, ValueError) and "PerReplica" in str(error)
+        return text + "TF_USE_LEGACY_KERAS=1 before the script starts." if is_known else ""
 
     def close(self) -> None:
         server, self._server = self._server, None

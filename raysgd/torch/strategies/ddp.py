@@ -90,10 +90,8 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> str:
 
     Every rank must rebuild. A survivor orders its buckets by the gradients of its first step, and a
     replacement worker does not. With the old reducer, these workers would silently add up gradients
-    of different parameters. `required` is the result of `averaged_parameters`.
-
-    Returns:
-        A warning if a communication hook was removed, or an empty string.
+    of different parameters. `required` is the result of `averaged_parameters`. Return a warning if
+    a communication hook was removed, or "".
     """
     group, comm_hooks = model.process_group, model._comm_hooks
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
