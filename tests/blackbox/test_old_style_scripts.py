@@ -323,49 +323,6 @@ def test_apex_args_are_ignored_with_a_warning(caplog):
     assert "register(apex_args={'opt_level': 'O1'}) does nothing" in caplog.text
 
 
-def test_losses_may_be_registered_in_a_list():
-    class Operator(HabitOperator):
-        def setup(self, config):
-            model = make_line_model()
-            self.given = [nn.MSELoss(), Centers(), lambda output, target: output.mean()]
-            self.model, self.optimizer, self.criterion = self.register(
-                models=model,
-                optimizers=torch.optim.SGD(
-                    [*model.parameters(), *self.given[1].parameters()], lr=0.1
-                ),
-                criterion=self.given,
-            )
-            self.register_data(train_loader=DataLoader(Line(NUM_TRAIN), batch_size=16))
-
-        def train_batch(self, batch, batch_info):
-            features, target = batch
-            output = self.model(features)
-            loss = sum(criterion(output, target) for criterion in self.criterion)
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            return {"train_loss": loss.item(), NUM_SAMPLES: len(target)}
-
-    _, trainer = train_alone(Operator)
-    operator = trainer.get_local_operator()
-    assert operator.criterion == operator.given
-    # the state includes the loss that has parameters
-    assert [list(state) for state in trainer.state_dict()["models"]] == [
-        ["weight", "bias"],
-        ["center"],
-    ]
-    assert type(trainer.get_model()) is nn.Linear
-
-
-class Centers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.center = nn.Parameter(torch.zeros(1))
-
-    def forward(self, output, target):
-        return ((output - self.center) ** 2).mean()
-
-
 def test_get_model_before_training_warns_that_it_returns_a_copy(caplog):
     _, trainer = train_alone(HabitOperator)
     trainer.get_model()

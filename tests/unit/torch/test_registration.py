@@ -64,6 +64,10 @@ def test_trained_criterion_is_also_a_model():
     older["models"].pop()
     train_state.check_training_state(older)
     train_state.load_training_state(older)
+    train_state, losses = make_registration(), [torch.nn.MSELoss(), criterion, lambda *_: 0]
+    given = register(train_state, model, sgd(model, criterion), losses)
+    assert (given[0], given[2]) == (model, losses)
+    assert (train_state.models, train_state.given_models) == ([model, criterion], [model])
     frozen = linear().requires_grad_(False)
     train_state = make_registration()
     register(train_state, model, sgd(model, frozen), frozen)
