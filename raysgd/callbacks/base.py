@@ -7,23 +7,21 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
 from raysgd._internal.values import jsonable, numbers_in
 from raysgd.elastic.events import Event
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
-if TYPE_CHECKING:  # the module of the trainer imports this one
-    from raysgd.trainer.base import OperatorTrainer as Trainer
-else:
-    Trainer = Any
-
 logger = logging.getLogger(__name__)
 
 _COUNTS, _MOST_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
 __all__ = ["Callback", "History", "LastCall", "LoggerCallback", "Trainer"]
+
+Trainer = Any
+"""An `OperatorTrainer`, whose module imports this one."""
 
 
 class LastCall(NamedTuple):
@@ -180,8 +178,7 @@ class LoggerCallback(Callback):
 
 def logdir_of(trainer: Trainer) -> Path:
     """Return the run folder of a trainer that has one, because of `needs_logdir`."""
-    folder = trainer.logdir
-    assert folder is not None
+    folder: Path = trainer.logdir
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from raysgd.loop.transaction import UpdateTransaction
+from raysgd.data.partition import UpdatePlan
 
 
 class LossCount(NamedTuple):
@@ -55,7 +54,7 @@ class LossWeights:
     `sums_gradients`, the total is that of case 2 in all cases, and the exchange divides by counts.
     """
 
-    def __init__(self, tx: UpdateTransaction) -> None:
+    def __init__(self, tx: Any) -> None:  # an UpdateTransaction
         self._tx = tx
         self.sums_gradients = False  # workers add up gradients and counts, and average neither
         self.expected: float | None = None
@@ -149,7 +148,7 @@ class LossWeights:
             if self.expected is None:  # the first update of a generation
                 self.expected = _power_of_two(self._tx.num_planned * add_up(self._items))
             return self.expected
-        plan = self._tx.plan
+        plan: UpdatePlan = self._tx.plan
         if plan.total is None:
             return float(plan.num_steps * num_workers)
         return plan.total if num_workers > 1 else plan.samples
@@ -159,8 +158,9 @@ class LossWeights:
             total = add_up(self._num_items)
             self.expected = _power_of_two(total)
             return total
-        if num_workers > 1 and self._tx.plan.total is not None:
-            return self._tx.plan.total
+        plan: UpdatePlan = self._tx.plan
+        if num_workers > 1 and plan.total is not None:
+            return plan.total
         return self._num_items * num_workers  # the mean of each worker weighs the same
 
 

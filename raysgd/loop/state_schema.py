@@ -9,18 +9,15 @@ scaler do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from raysgd.checkpoint.file import REQUIRED
 from raysgd.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from raysgd.loop.loop import Loop
-
 Receiver = Literal["file", "snapshot", "replacement"]
 
 
-def state_for(receiver: Receiver, loop: Loop) -> dict[str, Any]:
+def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
     """Return a worker's state for a receiver, with tensors on their device.
 
     If the state is sharded, only rank 0 adds more than its shards.

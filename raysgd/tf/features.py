@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,9 +13,6 @@ from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.tf.communication import communication_of
 from raysgd.tf.engine import Engine
-
-if TYPE_CHECKING:
-    from raysgd.tf.train_state import KerasTrainState
 
 _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""
@@ -28,7 +25,7 @@ class ReplicaSync(StepFeature):
     group or by user code, before a save, and at most every 100 steps.
     """
 
-    def __init__(self, state: KerasTrainState) -> None:
+    def __init__(self, state: Any) -> None:  # a KerasTrainState
         self._state = state
         self._trainable: Any = None
         self._num_unchecked = _COMPARED_EVERY  # steps since the last comparison
@@ -85,7 +82,7 @@ class KerasOptimization(StepFeature):
     update of the step may fail.
     """
 
-    def __init__(self, state: KerasTrainState) -> None:
+    def __init__(self, state: Any) -> None:  # a KerasTrainState
         self._state = state
         self._accumulated: dict[int, list[Any]] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
@@ -142,7 +139,7 @@ def _added(left: Any, right: Any) -> Any:
 class Averages(StepFeature):
     """Evaluates models with the averaged weights of ``use_ema`` in optimizers, like ``fit()``."""
 
-    def __init__(self, state: KerasTrainState) -> None:
+    def __init__(self, state: Any) -> None:  # a KerasTrainState
         self._state = state
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
@@ -14,9 +14,6 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from raysgd.loop.loss_weights import LossCount
 from raysgd.torch.strategies.ddp import plain
-
-if TYPE_CHECKING:
-    from raysgd.torch.registered_state import RegisteredState
 
 IGNORED = -100
 """The default of ``ignore_index`` in PyTorch."""
@@ -57,7 +54,7 @@ def has_ignored(data: Any) -> bool:
     return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
 
 
-def count_of(criterion: Any, target: Any, num_samples: float, state: RegisteredState) -> LossCount:
+def count_of(criterion: Any, target: Any, num_samples: float, state: Any) -> LossCount:
     """Return the count of a loss. Other losses than those of PyTorch are means over samples."""
     function, setting = _function_of(criterion)
     is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
@@ -65,7 +62,7 @@ def count_of(criterion: Any, target: Any, num_samples: float, state: RegisteredS
 
 
 def _num_counted(
-    function: Any, setting: Callable[..., Any], target: Any, state: RegisteredState
+    function: Any, setting: Callable[..., Any], target: Any, state: Any
 ) -> float | None:
     """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
 
