@@ -14,7 +14,8 @@ schedulers, optimizers, models,   `TrainState.copy_training_state`      follower
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
-``is_partial``, ``flags``         `UpdateTransaction`, `set_flags`      followers
+``is_partial``                    `UpdateTransaction`                   followers
+``flags``                         `TrainState.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
 ``call``                          `CallProgress.join`                   all others
 ``fingerprint``, ``batching``     `DataSources`, after the hook         all others
@@ -71,7 +72,7 @@ def _load_from_leader(loop: Loop, leader: int) -> Mapping[str, Any] | None:
     if follows:
         loop.operator.load_state_dict(state["operator"])
         train_state.transaction.is_partial = state["is_partial"]
-        train_state.set_flags(state["flags"])
+        train_state.set_module_modes(state["flags"])
     if is_leader:
         return None
     train_state.move_to(state["data"], state["global_step"])

@@ -253,7 +253,7 @@ class OperatorRunner(Runner, ABC):
 
     def _user_settings(self) -> tuple[Any, ...]:
         train_state = self._train_state
-        return train_state.user_settings(), train_state.data.batching(), train_state.flags()
+        return train_state.user_settings(), train_state.data.batching(), train_state.module_modes()
 
     # ---- state
 
@@ -300,7 +300,7 @@ class OperatorRunner(Runner, ABC):
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._hosted_loop.call_progress.join(state["call"])
             train_state.data.set_batch_size(state["batching"])
-            train_state.set_flags(state["flags"])
+            train_state.set_module_modes(state["flags"])
         else:
             _warn_of_other_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))

@@ -32,7 +32,7 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
     state |= {"operator": loop.operator.state_dict(), "data": train_state.position()}
     if receiver != "file":
         call = dict(loop.call_progress.saved())
-        state |= {"call": call, "batching": data.batching(), "flags": train_state.flags()}
+        state |= {"call": call, "batching": data.batching(), "flags": train_state.module_modes()}
     if receiver == "replacement":
         return state | {
             "fingerprint": data.fingerprint(),

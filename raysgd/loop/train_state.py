@@ -116,12 +116,12 @@ class TrainState(ABC):
     def user_settings(self) -> Any:
         """Return values that user code may set between steps, such as learning rates."""
 
-    def flags(self) -> Any:
+    def module_modes(self) -> Any:
         """Return the train or eval modes that user code may set in models, for new workers."""
         return None
 
-    def set_flags(self, flags: Any) -> None:  # noqa: B027
-        """Apply the result of `flags`."""
+    def set_module_modes(self, modes: Any) -> None:  # noqa: B027
+        """Apply the result of `module_modes`."""
 
     @abstractmethod
     def training_state(self) -> dict[str, Any]:

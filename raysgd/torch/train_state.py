@@ -138,12 +138,12 @@ class TorchTrainState(RegisteredState):
             self._changed_since_setup(),
         )
 
-    def flags(self) -> Any:
+    def module_modes(self) -> Any:
         return [[m.training for m in model.modules()] for model in map(ddp.plain, self.models)]
 
-    def set_flags(self, flags: Any) -> None:
-        for model, modes in zip(map(ddp.plain, self.models), flags, strict=True):
-            for module, training in zip(model.modules(), modes, strict=True):
+    def set_module_modes(self, modes: Any) -> None:
+        for model, own in zip(map(ddp.plain, self.models), modes, strict=True):
+            for module, training in zip(model.modules(), own, strict=True):
                 module.training = training
 
     def training_state(self) -> dict[str, Any]:

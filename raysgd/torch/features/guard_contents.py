@@ -167,7 +167,7 @@ class ReplicaContents:
                 yield from _of_optimizer(*own)
         for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
             yield from _items(f"schedulers[{index}]", scheduler.state_dict())
-        yield from _items("scaler", state.optimization.precision.scales_of())
+        yield from _items("scaler", state.optimization.precision.scale_tensors())
         yield from _items("averages", state.averaging.averages)
         for name, modules in ("models", state.models), ("criteria", state.criteria):
             for index, module in enumerate(modules if is_new else ()):

@@ -53,7 +53,7 @@ class Precision(StepFeature):
         """Add the gradients of `loss`. An update may follow if it `is_last`."""
         loss.backward()
 
-    def scales_of(self) -> Any:
+    def scale_tensors(self) -> Any:
         """Return what the workers must have in common, with tensors on their device."""
         return ()
 

@@ -142,7 +142,7 @@ class EqualBitsGradients(GradientExchange):
 
     def begin(self, tx: UpdateTransaction) -> None:
         """Keep what an update changes besides the optimizer and the model."""
-        self._scales = [t.clone() for t in self._precision.scales_of()]
+        self._scales = [t.clone() for t in self._precision.scale_tensors()]
         self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
@@ -186,7 +186,7 @@ class EqualBitsGradients(GradientExchange):
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         if tx.optimizer_steps:
-            for scale, before in zip(self._precision.scales_of(), self._scales, strict=True):
+            for scale, before in zip(self._precision.scale_tensors(), self._scales, strict=True):
                 scale.copy_(before)
             for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
                 scheduler.load_state_dict(state)
