@@ -96,7 +96,7 @@ class OperatorTrainer(TrainerInfo):
             function = operator.attrgetter("_train_state.data.keeps_global_batch")
             request = ApplyOperatorRequest(function=function)
             call = Call(request=request, rank=0, max_losses=3, any_size=True)
-            self._keeps_batch = bool(dispatcher.make(call)[0])
+            self._keeps_batch = bool(dispatcher.run(call)[0])
 
     def _notify_callbacks(self) -> None:
         self._callback_list.notify_events(self)
@@ -140,7 +140,7 @@ class OperatorTrainer(TrainerInfo):
         info = checked_dict("train", "info", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
-        self._dispatcher.check_open(moves=True)
+        self._dispatcher.check_open(changes_state=True)
         with self._callback_list.calling(self):
             fit = self._fit_loop.running
             request = TrainRequest(
@@ -204,7 +204,7 @@ class OperatorTrainer(TrainerInfo):
         info, number = checked_dict("test", "info", info), next(self._dispatcher.numbers)
         request = ValidateRequest(call=number, from_start=True, loader=loader, info=info)
         call = Call(request=request, method="test", max_losses=3, has_batches=True)
-        return as_test_metrics(merge_workers(self._dispatcher.make(call, moves=True)))
+        return as_test_metrics(merge_workers(self._dispatcher.run(call, changes_state=True)))
 
     def predict(self, loader: Any) -> Any:
         """Return the results of ``predict_batch`` for a loader, in the order of its samples.
@@ -221,7 +221,7 @@ class OperatorTrainer(TrainerInfo):
             ValueError: if the loader shuffles.
         """
         call = Call(request=PredictRequest(loader=loader), max_losses=3, has_batches=True)
-        parts = itertools.chain.from_iterable(self._dispatcher.make(call, moves=True))
+        parts = itertools.chain.from_iterable(self._dispatcher.run(call, changes_state=True))
         in_order = sorted(parts, key=operator.itemgetter(0))
         return join_outputs([output for _, output in in_order], self._concatenate)
 
@@ -274,7 +274,7 @@ class OperatorTrainer(TrainerInfo):
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
         request = UpdateSchedulersRequest(call=next(self._dispatcher.numbers), metric=metric)
-        self._dispatcher.make(Call(request=request, max_losses=3))
+        self._dispatcher.run(Call(request=request, max_losses=3))
 
     # ---- state
 
@@ -368,7 +368,7 @@ class OperatorTrainer(TrainerInfo):
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         check_function("apply_all_workers", "fn", fn)
-        return self._dispatcher.make(Call(request=ApplyRequest(function=fn)))
+        return self._dispatcher.run(Call(request=ApplyRequest(function=fn)))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` on every worker. See `apply_all_workers`.
@@ -377,7 +377,7 @@ class OperatorTrainer(TrainerInfo):
         sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
         check_function("apply_all_operators", "fn", fn)
-        return self._dispatcher.make(Call(request=ApplyOperatorRequest(function=fn)))
+        return self._dispatcher.run(Call(request=ApplyOperatorRequest(function=fn)))
 
     def describe_data(self) -> dict[str, str]:
         """Return how the workers read each registered loader, and where a resumed run begins."""

@@ -94,15 +94,15 @@ class Dispatcher:
     _is_bad: bool = False
     """Whether the newest metrics had a loss that is not finite."""
 
-    def check_open(self, moves: bool = False) -> None:
-        """Check that the trainer may call its workers now and, if `moves`, change the state."""
+    def check_open(self, changes_state: bool = False) -> None:
+        """Check that the trainer may call its workers, and change the state if `changes_state`."""
         for hook in self.callback_list.inside:
             if hook in ("on_event", "on_progress", "on_log"):
                 raise RuntimeError(
                     f"A callback cannot call the workers in {hook}, during another call. Make the "
                     "call in on_epoch_end."
                 )
-            if hook == "on_pause" and moves:
+            if hook == "on_pause" and changes_state:
                 raise RuntimeError(
                     f"A callback cannot train, validate, or load in {hook}, during train(). It can "
                     "read and save the state."
@@ -128,9 +128,9 @@ class Dispatcher:
             self._shown = before
             self.latest.update(metrics)
 
-    def make(self, call: Call, moves: bool = False) -> list[Any]:
+    def run(self, call: Call, changes_state: bool = False) -> list[Any]:
         """Run a call, and return the answers by rank."""
-        self.check_open(moves)
+        self.check_open(changes_state)
         if not isinstance(call.request, LoadRequest):
             call.replay = self._replay_of
         return [outcome.value() for outcome in self.controller.run(call)]
@@ -259,7 +259,7 @@ class Dispatcher:
         )
         start = 0 if request.from_start else self.controller.progress.validation_offset
         started = time.perf_counter()
-        results = self.make(call)
+        results = self.run(call)
         seconds = time.perf_counter() - started
         self._failed_validation = None
         merged = self._merged(results)

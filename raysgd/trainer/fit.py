@@ -93,7 +93,7 @@ class FitLoop:
         own = checked_callbacks(where, callbacks, trainer.logdir, callback_list)
         if verbose and not any(isinstance(c, EpochLines) for c in (*own, *callback_list)):
             own.insert(0, ProgressBar() if is_interactive() else EpochLines())
-        dispatcher.check_open(moves=True)
+        dispatcher.check_open(changes_state=True)
         if callback_list.inside:
             raise RuntimeError(
                 f"A callback cannot call fit() in {callback_list.inside[-1]}. "
@@ -164,7 +164,7 @@ class FitLoop:
         from_start: bool = False,
     ) -> WorkerMetrics:
         """Run a validation of ``fit()``, or of ``validate()``."""
-        self.dispatcher.check_open(moves=True)
+        self.dispatcher.check_open(changes_state=True)
         with self.dispatcher.callback_list.calling(trainer):
             request = ValidateRequest(
                 call=next(self.dispatcher.numbers),
@@ -244,7 +244,7 @@ class FitLoop:
 
     def _can_validate(self) -> bool:
         request = ApplyOperatorRequest(function=_has_validation_loader)
-        return any(self.dispatcher.make(Call(request=request, method="fit", max_losses=3)))
+        return any(self.dispatcher.run(Call(request=request, method="fit", max_losses=3)))
 
     def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
@@ -256,7 +256,7 @@ class FitLoop:
         call = Call(request=request, method="fit", max_losses=3, has_batches=True)
         try:
             # A worker without a batch has no metrics.
-            parts = [each for each in self.dispatcher.make(call) if each]
+            parts = [each for each in self.dispatcher.run(call) if each]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 parts.append(merge_workers(parts))

@@ -121,7 +121,7 @@ class TrainerState:
         """Return the answers of all workers that have a part of the state."""
         rank = 0 if self.dispatcher.controller.progress.holdings.complete else None
         options = {"rank": rank, "receives": Inbox, "max_losses": 3, "any_size": True, **options}
-        return self.dispatcher.make(Call(request=request, method=method, **options))
+        return self.dispatcher.run(Call(request=request, method=method, **options))
 
     # ---- files
 
@@ -181,19 +181,19 @@ class TrainerState:
     # ---- loading
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
-        self.dispatcher.check_open(moves=True)
+        self.dispatcher.check_open(changes_state=True)
         file, parent = OpenFile(path), {"path": Location(path).shown}
         self.load({**file.read(), "parent": parent}, again=file.read)
 
     def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
         """Load a state. `again` reads it from a file, so that it need not be kept."""
-        self.dispatcher.check_open(moves=True)
+        self.dispatcher.check_open(changes_state=True)
         check_state(state)
         of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
         of_workers = for_workers(state)
         with self.dispatcher.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
-            self.dispatcher.make(call, moves=True)
+            self.dispatcher.run(call, changes_state=True)
         path = of_driver["parent"].get("path")
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
