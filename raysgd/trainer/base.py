@@ -29,7 +29,7 @@ from raysgd.callbacks.callback_list import CallbackList, checked_logdir, trainer
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset
-from raysgd.elastic.call import Call
+from raysgd.elastic.call import MAX_LOSSES, Call
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError
@@ -95,7 +95,7 @@ class OperatorTrainer(TrainerInfo):
         if options.config.get(BATCH_SIZE) is not None:
             function = operator.attrgetter("_train_state.data.keeps_global_batch")
             request = ApplyOperatorRequest(function=function)
-            call = Call(request=request, rank=0, max_losses=3, any_size=True)
+            call = Call(request=request, rank=0, max_losses=MAX_LOSSES, any_size=True)
             self._keeps_batch = bool(dispatcher.run(call)[0])
 
     def _notify_callbacks(self) -> None:
@@ -203,7 +203,7 @@ class OperatorTrainer(TrainerInfo):
         """
         info, number = checked_dict("test", "info", info), next(self._dispatcher.numbers)
         request = ValidateRequest(call=number, from_start=True, loader=loader, info=info)
-        call = Call(request=request, method="test", max_losses=3, has_batches=True)
+        call = Call(request=request, method="test", max_losses=MAX_LOSSES, has_batches=True)
         return as_test_metrics(merge_workers(self._dispatcher.run(call, changes_state=True)))
 
     def predict(self, loader: Any) -> Any:
@@ -220,7 +220,7 @@ class OperatorTrainer(TrainerInfo):
             TypeError: as in `test`, or if ``predict_batch`` returns another type.
             ValueError: if the loader shuffles.
         """
-        call = Call(request=PredictRequest(loader=loader), max_losses=3, has_batches=True)
+        call = Call(request=PredictRequest(loader=loader), max_losses=MAX_LOSSES, has_batches=True)
         parts = itertools.chain.from_iterable(self._dispatcher.run(call, changes_state=True))
         in_order = sorted(parts, key=operator.itemgetter(0))
         return join_outputs([output for _, output in in_order], self._concatenate)
@@ -274,7 +274,7 @@ class OperatorTrainer(TrainerInfo):
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
         request = UpdateSchedulersRequest(call=next(self._dispatcher.numbers), metric=metric)
-        self._dispatcher.run(Call(request=request, max_losses=3))
+        self._dispatcher.run(Call(request=request, max_losses=MAX_LOSSES))
 
     # ---- state
 

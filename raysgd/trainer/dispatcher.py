@@ -16,7 +16,7 @@ from raysgd._internal.finite import bad_loss
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
-from raysgd.elastic.call import Call, LoadRequest
+from raysgd.elastic.call import MAX_LOSSES, Call, LoadRequest
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.elastic.points import Part, Points
@@ -253,7 +253,7 @@ class Dispatcher:
         call = Call(
             request=request,
             method="validate",
-            max_losses=3,
+            max_losses=MAX_LOSSES,
             has_batches=True,
             on_wait=self.callback_list.watcher(trainer, "validate"),
         )

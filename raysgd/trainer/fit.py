@@ -15,7 +15,7 @@ from raysgd._internal.arguments import check_int, checked_dict, set_fields
 from raysgd.callbacks.base import Callback, History, LastCall, Trainer
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
-from raysgd.elastic.call import Call
+from raysgd.elastic.call import MAX_LOSSES, Call
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader
@@ -244,7 +244,7 @@ class FitLoop:
 
     def _can_validate(self) -> bool:
         request = ApplyOperatorRequest(function=_has_validation_loader)
-        return any(self.dispatcher.run(Call(request=request, method="fit", max_losses=3)))
+        return any(self.dispatcher.run(Call(request=request, method="fit", max_losses=MAX_LOSSES)))
 
     def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
@@ -253,7 +253,7 @@ class FitLoop:
         request = ValidateRequest(
             call=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=dict(info or {})
         )
-        call = Call(request=request, method="fit", max_losses=3, has_batches=True)
+        call = Call(request=request, method="fit", max_losses=MAX_LOSSES, has_batches=True)
         try:
             # A worker without a batch has no metrics.
             parts = [each for each in self.dispatcher.run(call) if each]
