@@ -259,8 +259,8 @@ class Controller:
             self._is_called.release()
 
     def _survey(self) -> GroupEvent:
-        for feature in self._context.features:
-            feature.poll({})
+        for observer in self._context.observers:
+            observer.poll({})
         joining, leaving = self._context.due_changes()
         return machine.Surveyed(
             num_workers=len(self.members),

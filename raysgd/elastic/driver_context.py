@@ -23,7 +23,7 @@ from raysgd.elastic.speed_monitor import SpeedMonitor
 class DriverContext:
     """The components of the driver that supervise one group, and the running call.
 
-    The method ``poll`` of each of the `features` checks the group, without waiting. Its argument
+    The method ``poll`` of each of the `observers` checks the group, without waiting. Its argument
     has the progress of the members that answer. It is empty before a call.
     """
 
@@ -46,7 +46,7 @@ class DriverContext:
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
         self.speed = SpeedMonitor(group)
-        self.features = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
+        self.observers = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.call = Call()
         """The running call. Only the controller sets it."""
 

@@ -192,8 +192,8 @@ class Supervision:
                 monitor.log_standstill(progress)
             if (why := monitor.blocked(progress)) is not None:
                 raise CollectiveError(why)
-            for feature in self._context.features:
-                feature.poll(progress)
+            for observer in self._context.observers:
+                observer.poll(progress)
             if call.can_pause and not self._commands.is_pausing:
                 moves = any(self._context.due_changes()) or self._context.preemption.must_save
                 if moves or self._context.shares.wants_change:
