@@ -27,7 +27,7 @@ _ARRAY = "raysgd-state/arrays/{}"
 
 
 def is_ours(file: IO[bytes]) -> bool:
-    """Return whether `write` wrote the file and its hash is correct."""
+    """Return whether the archive has the format of `write`. `verify` checks its hash."""
     if not is_archive(file):
         return False
     with zipfile.ZipFile(file) as archive:
