@@ -45,11 +45,12 @@ class Location:
     def child(self, name: str) -> Location:
         return Location(f"{self.name.rstrip('/')}/{name}")
 
-    def write(self, fill: Callable[[IO[bytes]], Any], unchanged: Sequence[Exception] = ()) -> str:
+    def write(self, fill: Callable[[IO[bytes]], Any], reraised: Sequence[Exception] = ()) -> str:
         """Write a file completely or not at all, and return its name.
 
         `fill` gets a file that is open for reading and writing. A URL is uploaded from a temporary
-        file. If a path is a link, its target is replaced. Errors in `unchanged` stay as they are.
+        file. If a path is a link, its target is replaced. Errors that `fill` adds to `reraised`
+        are raised as they are.
         """
         try:
             if self.is_local:
@@ -66,7 +67,7 @@ class Location:
         except CheckpointError:
             raise
         except Exception as error:
-            if error in unchanged:
+            if error in reraised:
                 raise
             cause: Any = error
             # Closing the writer of `torch.save` raises another error after a failed write.

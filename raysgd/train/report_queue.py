@@ -73,9 +73,9 @@ class ReportQueue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._turn: Turn | None = None
-        self._taken: Turn | None = None
-        self._stopped = self._has_saved = False
+        self._turn: Turn | None = None  # that the driver has not taken yet
+        self._taken: Turn | None = None  # that the driver is handling
+        self._stopped = self._follows_checkpoint = False
         self.blocked_on_driver = False
         """Whether the function is waiting for the driver or has ended."""
 
@@ -87,9 +87,9 @@ class ReportQueue:
             self._wait_until(lambda: self._turn is None)
             self._turn = turn
             self._changed.notify_all()
-            if turn.has_checkpoint or self._has_saved:
+            if turn.has_checkpoint or self._follows_checkpoint:
                 self._wait_until(lambda: turn is not self._turn and turn is not self._taken)
-            self._has_saved = turn.kind == "checkpoint"
+            self._follows_checkpoint = turn.kind == "checkpoint"
 
     def end(self, turn: Turn) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""

@@ -167,7 +167,7 @@ class TrainerState:
                 answer = answer.facts
             hashing.seal(replace(manifest, **answer))
 
-        return target.write(fill, unchanged=errors)
+        return target.write(fill, reraised=errors)
 
     def save_model(self, path: str | os.PathLike[str], frozen: bool) -> str:
         check_suffix(path)
