@@ -112,8 +112,8 @@ class Attempt:
         ):
             self.collect(left)
 
-    def give_up(self, member: WorkerHandle, error: BaseException) -> None:
-        """Declare a worker lost."""
+    def declare_lost(self, member: WorkerHandle, error: BaseException) -> None:
+        """Wait no longer for a worker, and count it as lost."""
         self.pending.pop(member, None)
         self.lost[member] = error
 

@@ -103,7 +103,7 @@ class GroupForming:
         if attempt.failed:
             return self._forming_failed(attempt, joining)
         self._group.members[:] = entering
-        self._number(entering)
+        self._assign_ranks(entering)
         self._scale_up.forget_joined(list(joining.values()))
         seconds, step = self._clock.monotonic() - began, progress.global_step
         self.collect_departing(departing)
@@ -226,7 +226,7 @@ class GroupForming:
         """Form a group, and return its progress. Return None if a worker was lost."""
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = self._next_contexts(members)
-        self._number(members)
+        self._assign_ranks(members)
         leader: WorkerHandle | None = None
         progress: Progress | None = Progress()
         if self._scale_up.together:
@@ -278,7 +278,7 @@ class GroupForming:
 
     # ---- shared helpers
 
-    def _number(self, members: Sequence[WorkerHandle]) -> None:
+    def _assign_ranks(self, members: Sequence[WorkerHandle]) -> None:
         self._journal.ranks = {member: rank for rank, member in enumerate(members)}
 
     def _next_generation(self) -> int:
@@ -341,7 +341,7 @@ class GroupForming:
                     lambda: attempt.collect(0.0) or self._clock.monotonic() > deadline,
                 )
                 for member, error in lost.items():
-                    attempt.give_up(member, error)
+                    attempt.declare_lost(member, error)
             if self._clock.monotonic() > deadline and not self._group.is_cut_off():
                 waiting = self._journal.listed(attempt.pending)
                 self._stop(attempt)
