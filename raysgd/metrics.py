@@ -263,30 +263,30 @@ class AverageMeterCollection:
         self._meters: dict[str, AverageMeter] = {}
         self._mergeable: dict[str, tuple[MergeableMetric, MergeableMetric]] = {}
         self._others: dict[str, Any] = {}
-        self._pending: list[tuple[Mapping[str, Any], float, bool]] = []
+        self._held: list[tuple[Mapping[str, Any], float, bool]] = []
 
     @property
     def num_batches(self) -> int:
         """Number of batches, including held ones."""
-        return self.batch_count + sum(is_batch for *_, is_batch in self._pending)
+        return self.batch_count + sum(is_batch for *_, is_batch in self._held)
 
     def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
         """Store the arguments of `update` until `count_held` applies them."""
-        self._pending.append((metrics, n, is_batch))
+        self._held.append((metrics, n, is_batch))
 
     def exchange_held(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
         """Replace the stored updates with those of all workers, which `exchange` returns."""
-        self._pending = exchange(map_leaves(self._pending, _on_cpu))
+        self._held = exchange(map_leaves(self._held, _on_cpu))
 
     def count_held(self) -> None:
         """Apply the stored updates."""
-        pending, self._pending = self._pending, []
-        for each in pending:
+        held, self._held = self._held, []
+        for each in held:
             self.update(*each)
 
     def discard_held(self) -> None:
         """Discard the metrics of the stored updates. Their batches count."""
-        self._pending = [({}, 0, is_batch) for *_, is_batch in self._pending]
+        self._held = [({}, 0, is_batch) for *_, is_batch in self._held]
 
     @property
     def n(self) -> float:

@@ -44,7 +44,7 @@ class CheckpointFolder:
     def _names(self) -> list[str]:
         """Return the names of the checkpoints, newest first."""
         names = filter(self._pattern.fullmatch, self._folder.file_names())
-        return sorted(names, key=position_of, reverse=True)
+        return sorted(names, key=name_numbers, reverse=True)
 
     def _check(self, name: str, manifest: Manifest) -> None:
         """Raise an error if a checkpoint does not belong in this folder."""
@@ -123,8 +123,8 @@ class CheckpointFolder:
         manifest = self._manifests[name]
         value = manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
         if math.isnan(value):
-            return False, 0.0, position_of(name)
-        return True, value if self._mode == "max" else -value, position_of(name)
+            return False, 0.0, name_numbers(name)
+        return True, value if self._mode == "max" else -value, name_numbers(name)
 
 
 class Restored(NamedTuple):
@@ -206,7 +206,7 @@ class CheckpointStore(CheckpointFolder):
         self._folder.make_folder()
         names = self._names()
         self._learn(names)
-        number = position_of(names[0])[0] + 1 if names else 1
+        number = name_numbers(names[0])[0] + 1 if names else 1
         step = state.get("global_step", 0)
         name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{step:08d}.ckpt"
         manifest = Manifest(
@@ -261,5 +261,6 @@ def _read_finite(path: str) -> tuple[dict[str, Any], Manifest | None]:
     return state, manifest
 
 
-def position_of(name: str) -> tuple[int, ...]:
+def name_numbers(name: str) -> tuple[int, ...]:
+    """Return the numbers in the name of a checkpoint, which order checkpoints."""
     return tuple(map(int, re.findall("[0-9]+", name)))

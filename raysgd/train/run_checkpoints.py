@@ -13,7 +13,7 @@ import cloudpickle
 
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.store import CheckpointFolder, position_of
+from raysgd.checkpoint.store import CheckpointFolder, name_numbers
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
 
@@ -60,7 +60,7 @@ class RunCheckpoints(CheckpointFolder):
             return None
         newest, self.blob, manifest = self._load_first(names, read_pickle)
         self._learn(names)
-        (self.number,), self.has_saved = position_of(newest), True
+        (self.number,), self.has_saved = name_numbers(newest), True
         return manifest
 
     def save(self, turn: Turn, blob: bytes, world_size: int) -> None:
@@ -99,7 +99,7 @@ class RunCheckpoints(CheckpointFolder):
 
     @property
     def latest_path(self) -> Path | None:
-        newest = max(self._ranked(), key=position_of, default=None)
+        newest = max(self._ranked(), key=name_numbers, default=None)
         return None if newest is None else self._path_of(newest)
 
     @property
@@ -109,7 +109,7 @@ class RunCheckpoints(CheckpointFolder):
     def newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint: the file if it is on disk, otherwise the one in memory."""
         path = self.latest_path
-        if path is not None and position_of(path.name) == (self.number,):
+        if path is not None and name_numbers(path.name) == (self.number,):
             return Checkpoint(path=path)
         return None if self.blob is None else Checkpoint(blob=self.blob)
 

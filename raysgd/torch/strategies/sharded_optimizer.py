@@ -300,10 +300,10 @@ class ShardedOptimizer(Replication, StepFeature):
         """
         rank, size, layout = dist.get_rank(), dist.get_world_size(), self._layout
         own = [(piece.which, piece.start, piece.stop, piece.version) for piece in self._pieces]
-        holdings: list[Any] = [None] * size
-        dist.all_gather_object(holdings, (self._token, self._version, own))
-        token, version, _ = holdings[leader]
-        pieces_by_rank = [pieces if of == token else [] for of, _, pieces in holdings]
+        versions: list[Any] = [None] * size
+        dist.all_gather_object(versions, (self._token, self._version, own))
+        token, version, _ = versions[leader]
+        pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
         shards = [layout.shard(each, size) for each in range(size)]
         planned = transfers(shards, layout.num_copies(size), version, pieces_by_rank)
         self.holdings = Holdings(complete=False, condition="lost" if planned is None else "good")
