@@ -32,6 +32,7 @@ class CallBudget:
     """The losses of workers that a call, or a start, tolerates, and those so far."""
 
     in_call: bool = False
+    """False if the group starts or restarts without a call."""
     min_workers: int = 1
     max_losses: float = 0
     replaces_state: bool = False
@@ -40,6 +41,7 @@ class CallBudget:
     num_early_losses: int = 0
     """Losses before the call reached the workers. They do not count as retries."""
     has_begun: bool = False
+    """Whether the call has reached the workers, so that later losses count as retries."""
 
 
 # ---- states
