@@ -84,7 +84,7 @@ class Stranger(threading.Thread):
     def __init__(self):
         super().__init__(daemon=True)
         self.attacked, self.connections = {}, contextlib.ExitStack()
-        self.over = threading.Event()
+        self.over, self.draw = threading.Event(), random.Random(1)  # not that of operators
         self.spared = {*self.ports()}
 
     def __enter__(self):
@@ -117,7 +117,7 @@ class Stranger(threading.Thread):
                             connection = socket.create_connection(("127.0.0.1", port), 1)
                             self.connections.enter_context(connection)
                             connection.setblocking(False)
-                            connection.send(random.choice(self.said))
+                            connection.send(self.draw.choice(self.said))
 
 
 @pytest.fixture(scope="module")
