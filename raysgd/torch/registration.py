@@ -66,11 +66,7 @@ def register(
         check_step_freq(state.schedulers, options.scheduler_step_freq)
     check_related(modules, state.optimizers, state.schedulers)
     _move_models(state, modules, keeps_parameters=sharding == "full")
-    untrained = [
-        {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}
-        for m in modules
-    ]
-    state.not_finite = [*bad_arrays({"models": untrained})]
+    state.not_finite = _infinite(modules)
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.settings.warn_once("apex", unused, apex_args, precision.name)
@@ -94,6 +90,15 @@ def register(
     if schedulers is not None:
         results.append(schedulers)
     return tuple(results)
+
+
+def _infinite(modules: list[torch.nn.Module]) -> list[str]:
+    """Return the names of buffers and frozen parameters that are not finite, such as masks."""
+    untrained = [
+        {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}
+        for m in modules
+    ]
+    return [*bad_arrays({"models": untrained})]
 
 
 def _separated(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

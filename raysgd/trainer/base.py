@@ -38,7 +38,6 @@ from raysgd.loop.requests import (
     ApplyOperatorRequest,
     ApplyRequest,
     PredictRequest,
-    TrainRequest,
     UpdateSchedulersRequest,
     ValidateRequest,
 )
@@ -142,15 +141,7 @@ class OperatorTrainer(TrainerInfo):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
         with self._callback_list.calling(self):
-            fit = self._fit_loop.running
-            request = TrainRequest(
-                call=next(self._dispatcher.numbers),
-                until_step=fit.max_steps,
-                log_every=fit.log_every,
-                info=info,
-                profile=profile,
-                dataset=dataset,
-            )
+            request = self._fit_loop.train_request(info=info, profile=profile, dataset=dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}

@@ -17,7 +17,7 @@ from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.elastic.call import MAX_LOSSES, Call
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
+from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
 from raysgd.trainer.dispatcher import Dispatcher, WorkerMetrics
@@ -119,6 +119,12 @@ class FitLoop:
             finally:
                 self._note_owed(self.lacks_validation)
                 self.running = FitOptions()
+
+    def train_request(self, **arguments: Any) -> TrainRequest:
+        """Return a request to train, within the limits of the running ``fit()``."""
+        until_step, log_every = self.running.max_steps, self.running.log_every
+        number = next(self.dispatcher.numbers)
+        return TrainRequest(call=number, until_step=until_step, log_every=log_every, **arguments)
 
     def _train_epochs(self, trainer: Trainer, options: FitOptions) -> History:
         history, num_epochs = History(), options.num_epochs
