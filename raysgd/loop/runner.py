@@ -234,8 +234,8 @@ class OperatorRunner(Runner, ABC):
     # ---- answers to requests
 
     @abstractmethod
-    def update_schedulers(self, call: int, metric: float) -> None:
-        """Step every scheduler with a metric, only once for a repeated `call`."""
+    def update_schedulers(self, number: int, metric: float) -> None:
+        """Step every scheduler with a metric, only once for each `number` of a call."""
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""

@@ -67,7 +67,7 @@ class TFRunner(OperatorRunner):
 
     # ---- answers to requests
 
-    def update_schedulers(self, call: int, metric: float) -> None:
+    def update_schedulers(self, number: int, metric: float) -> None:
         raise NotImplementedError(
             "TFTrainer does not support update_scheduler(metric). Give the optimizer a "
             "LearningRateSchedule, or set operator.optimizer.learning_rate with "

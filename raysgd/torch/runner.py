@@ -101,12 +101,12 @@ class TorchRunner(OperatorRunner):
             incoming.fill()
         super().load_state_dict(gather_state(state), incoming)
 
-    def update_schedulers(self, call: int, metric: float) -> None:
+    def update_schedulers(self, number: int, metric: float) -> None:
         loop = self._hosted_loop
-        if loop.call_progress.state.scheduled == call:
+        if loop.call_progress.state.scheduled == number:
             return  # the schedulers have already stepped in the loaded state
         self._train_state.schedules.step_with(metric)
-        loop.call_progress.state.scheduled = call
+        loop.call_progress.state.scheduled = number
         loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take()
 

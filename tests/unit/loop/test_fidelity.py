@@ -413,13 +413,13 @@ def test_schedulers_get_each_metric_once_despite_a_worker_failure():
     """When a worker is lost, only one worker has the metric: the leader, or another worker."""
     config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
     workers = Workers(4, config, 4, Plateau, frequency="manual")
-    for call, told in ((7, slice(0, 1)), (8, slice(1, 2))):
+    for number, told in ((7, slice(0, 1)), (8, slice(1, 2))):
         for member in workers.members[told]:
-            member.runner.update_schedulers(call=call, metric=1.0)
+            member.runner.update_schedulers(number, metric=1.0)
         del workers.members[-1]
         workers.enter()
         for member in workers.members:
-            member.runner.update_schedulers(call=call, metric=1.0)
+            member.runner.update_schedulers(number, metric=1.0)
     assert [member.operator.plateau.last_epoch for member in workers.members] == [2, 2]
 
 
