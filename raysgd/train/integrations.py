@@ -9,7 +9,6 @@ import functools
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
-from unittest.mock import MagicMock
 
 from raysgd.train.worker_session import worker_context
 
@@ -35,5 +34,19 @@ class Finder(PathFinder):
 
 def _on_worker_0(setup: Any, *arguments: Any, rank_zero_only: bool = True, **others: Any) -> Any:
     if rank_zero_only and worker_context().world_rank != 0:
-        return MagicMock()  # a run that ignores everything
+        return _Dummy()
     return setup(*arguments, rank_zero_only=rank_zero_only, **others)
+
+
+class _Dummy:
+    """A run that ignores everything."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self
+
+    __enter__ = __getattr__ = __getitem__ = __call__
+
+    def __exit__(self, *arguments: Any) -> None:
+        pass
+
+    __setitem__ = __exit__
