@@ -41,7 +41,9 @@ _ONE = 2**1074
 def is_numeric(value: Any) -> bool:
     """Return whether `value` can be averaged: a number, or a tensor or array of numbers."""
     if hasattr(value, "__array__"):
-        # NumPy has text arrays. PyTorch dtypes have no `kind` and are always numeric.
+        # NumPy and TensorFlow have text. PyTorch dtypes have no `kind` and are always numeric.
+        if getattr(value.dtype, "name", "") == "string":
+            return False
         return getattr(value.dtype, "kind", "f") in "biufc"
     return isinstance(value, float | int | numbers.Number)
 

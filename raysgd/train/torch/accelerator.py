@@ -196,10 +196,10 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
     accelerator.optimizers.append(optimizer)
     accelerator.precision.prepare([], accelerator.optimizers, None)
 
-    @functools.wraps(step)
-    def amp_step(optimizer: Optimizer, closure: Any = None) -> None:
+    @functools.wraps(getattr(step, "__func__", step))  # GradScaler reads the signature
+    def amp_step(optimizer: Optimizer, closure: Any = None, **arguments: Any) -> None:
         if accelerator.stepping is optimizer:  # the precision steps the optimizer
-            step()
+            step(**arguments)
             return
         if closure is not None:
             raise RuntimeError(

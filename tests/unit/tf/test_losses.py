@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
+from raysgd.metrics import is_numeric  # noqa: E402
 from raysgd.tf.losses import BatchMetrics, MeanLoss  # noqa: E402
 from tests.conftest import examples  # noqa: E402
 
@@ -141,3 +142,8 @@ def test_a_metric_of_users_must_have_a_state_that_adds_up(adds_up):
         return
     first, second = (metrics.measure(BITS[i], CHANCES[i], None)["own"] for i in ([0, 1], [2]))
     assert first.merge(second).compute() == pytest.approx(float(CHANCES[:3].sum()), rel=1e-5)
+
+
+def test_a_text_tensor_is_no_number():
+    assert not is_numeric(tf.constant("text"))
+    assert is_numeric(tf.constant(1.5))

@@ -8,6 +8,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
+from raysgd.torch.precision.native import NativeAmp
+from raysgd.train import worker_session
 from raysgd.train.torch import TorchAccelerator
 
 
@@ -87,6 +89,31 @@ def test_a_scheduler_and_a_prepared_optimizer_work_together(is_first):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     with pytest.raises(RuntimeError, match="closure"):
         optimizer.step(lambda: 1)
+
+
+class Scaling(torch.optim.SGD):
+    """Divides the gradients itself, as fused optimizers do."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        grad_scaler._check_inf_per_device(self)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= grad_scaler.get_scale()
+        return super().step()
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, Scaling])
+def test_a_prepared_optimizer_steps_with_a_scaler(optimizer_cls):
+    train.torch.accelerate(amp=True)
+    worker_session.here.accelerator.precision = NativeAmp(torch.device("cpu"), torch.float16)
+    model = torch.nn.Linear(2, 1)
+    optimizer = train.torch.prepare_optimizer(optimizer_cls(model.parameters(), lr=0.5))
+    before = model.bias.item()
+    train.torch.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert model.bias.item() == pytest.approx(before - 0.5)
 
 
 def test_a_model_of_one_worker_has_the_attribute_of_a_wrapper():
