@@ -8,8 +8,9 @@ import keras
 import tensorflow as tf
 
 from raysgd._internal.arguments import checked_dict
+from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import listed, shaped_like
-from raysgd.tf.keras import scaled_optimizer
+from raysgd.tf.keras import named_arrays, scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
 
@@ -100,6 +101,16 @@ def build_registered(state: KerasTrainState) -> None:
         if not optimizer.built:
             optimizer.build(variables)
     state.compiled = state.compile_arguments()
+    state.not_finite = _infinite(state.models)
+
+
+def _infinite(models: list[Any]) -> list[str]:
+    """Return the names of weights that are not trained and not finite, such as masks."""
+    untrained = []
+    for model in models:
+        named = zip(named_arrays(model.weights).items(), model.weights, strict=True)
+        untrained.append({name: array for (name, array), w in named if not w.trainable})
+    return [*bad_arrays({"models": untrained})]
 
 
 def _sample_of(spec: Any) -> Any:

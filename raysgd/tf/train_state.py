@@ -48,6 +48,7 @@ class KerasTrainState(TrainState):
         self.metrics: BatchMetrics | None = None
         self._losses: list[Any] | None = None
         self.class_weight: Mapping[Any, float] = {}
+        self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what the models were compiled with when `setup` ended
         self.optimization = KerasOptimization(self)
         self.set_features(
@@ -229,7 +230,7 @@ class KerasTrainState(TrainState):
             "layers": [layer_states(model) for model in self.models],
             "trainable": self.trainable(),
             "optimizers": [named_arrays(optimizer.variables) for optimizer in self.optimizers],
-        }
+        } | ({"not_finite": self.not_finite} if self.not_finite else {})
 
     def check_training_state(self, state: dict[str, Any]) -> None:
         weights = [model.weights for model in self.models]

@@ -181,6 +181,31 @@ def test_a_state_has_what_is_trainable():
             trainer.load_state_dict({**state, "trainable": [{"0/model": True}]})
 
 
+class Masking(keras.layers.Layer):
+    def build(self, shape):
+        infinite = keras.initializers.Constant(-np.inf)
+        self.mask = self.add_weight(shape=(2,), initializer=infinite, trainable=False)
+
+    def call(self, inputs):
+        return inputs
+
+
+class Masked(Digits):
+    def register(self, models, **others):
+        models.add(Masking())
+        return super().register(models, **others)
+
+
+def test_a_mask_may_be_infinite_and_a_trained_weight_may_not(tmp_path):
+    with TFTrainer(training_operator_cls=Masked, config={}, use_local=True) as trainer:
+        trainer.train(num_steps=1)
+        trainer.load(trainer.save(tmp_path / "state"))
+        kernel = trainer.get_local_operator().model.layers[0].kernel
+        kernel.assign(kernel * np.nan)
+        with pytest.raises(CheckpointError, match="kernel has NaN or infinity"):
+            trainer.save(tmp_path / "state")
+
+
 class Frozen(Digits):
     def register(self, models, **others):
         models.layers[0].trainable = False
