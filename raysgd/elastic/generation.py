@@ -74,6 +74,7 @@ class GroupForming:
             return machine.StateLost(why=why, progress=progress)
         if not set(leaving).isdisjoint(staying):
             joining = {}  # the leaving workers keep their places
+        self._journal.progress = progress  # also if forming the group raises an error
         return replace(self._form(leader, staying, joining, progress, began), progress=progress)
 
     def _note_lost(self, lost: machine.Losses) -> machine.GroupEvent:

@@ -41,7 +41,7 @@ class Journal:
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
         self.progress = Progress()
-        """The newest known progress. Only the controller sets it, from the payload of events."""
+        """The newest known progress: of an event, or of the survivors who form a group."""
         self.events: list[Event] = []
         self.interruption = ""
         """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""

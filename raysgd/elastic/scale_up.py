@@ -298,6 +298,8 @@ class ScaleUp:
 
     def ready(self) -> list[Replacement]:
         """Return the replacement workers that can join now."""
+        if not self.policy.survivors_stay and self.group.drains.is_ray_silent:
+            return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
         return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
