@@ -115,8 +115,12 @@ def _as_scalar(value: Any) -> float | int | str | None:
         return str(value)
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Number):  # before `item`, which returns a long double unchanged
-        return float(value) if isinstance(value, numbers.Real) else None
+    if isinstance(value, numbers.Real):  # before `item`, which returns a long double unchanged
+        return float(value)
+    if isinstance(value, numbers.Complex):
+        return None
     if hasattr(value, "tolist") and math.prod(value.shape) == 1:  # an array or a tensor
         return _as_scalar(value.item())
+    with contextlib.suppress(Exception):  # such as a tensor of TensorFlow
+        return float(value) if hasattr(value, "__float__") else None
     return None

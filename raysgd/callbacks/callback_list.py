@@ -133,7 +133,7 @@ class CallbackList:
                     folder = os.path.realpath(callback.folder_in(trainer.logdir).name)
                     if _SAVING.setdefault(folder, self) is not self:
                         raise ValueError(_SHARED.format("Two trainers", folder))
-                    ending.callback(_SAVING.pop, folder)
+                    ending.callback(_SAVING.pop, folder, None)
             self._depth += 1
             try:
                 if self._depth == 1:

@@ -194,8 +194,9 @@ class CheckpointCallback(Callback):
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
         try:
             state = trainer.state_dict(frozen=self._has_frozen)
-        except Exception:
-            self._saved_at = trainer.global_step  # a second attempt would repeat the error
+        except Exception as error:
+            if not isinstance(error, RaySGDError):  # a second attempt would repeat the error
+                self._saved_at = trainer.global_step
             raise
         if not self._has_provenance:
             del state["provenance"]

@@ -387,7 +387,9 @@ def _packed(value: Any) -> Parcel:
         return pack(value, getattr(value, "is_portable", False))
     except Exception as error:
         place = ""
-        while isinstance(value, Mapping) and (key := unpicklable_key(value)) is not None:
+        for _ in range(10):  # a dict may contain itself
+            if not isinstance(value, Mapping) or (key := unpicklable_key(value)) is None:
+                break
             place, value = f"{place or ' at '}[{key!r}]", value[key]
         what = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
         raise TypeError(f"A worker cannot send {what()}{place} to the driver: {error}") from error

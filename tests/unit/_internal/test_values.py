@@ -1,6 +1,7 @@
 """Metrics and configs as plain values."""
 
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from raysgd._internal.values import jsonable, scalars
         (np.int64(7), 7),
         (np.array([[4.0]]), 4.0),
         (np.longdouble(1.5), 1.5),
+        (Decimal("0.5"), 0.5),
         (np.str_("text"), "text"),
     ],
     ids=lambda value: type(value).__name__,

@@ -140,10 +140,17 @@ def test_a_value_comes_back(worker, value):
 BELOW = r"a lock at \['a'\]\['b'\]"
 
 
+def of_itself():
+    value = {}
+    value |= {"me": value, "lock": threading.Lock()}
+    return value
+
+
 def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
     for value, shown in (
         (threading.Lock, "a lock"),
         (lambda: {"a": {"b": threading.Lock()}}, BELOW),
+        (of_itself, "a dict at .*"),
     ):
         outcome = call(worker, value)
         assert outcome.kind == "user"
