@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from raysgd._internal.context import Progress
 from raysgd.cluster.worker import Worker
 from raysgd.elastic.machine import Broken
 from raysgd.elastic.supervision import Supervision
@@ -102,6 +103,23 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
         ("WARNING", "Worker 1 joined: 3 of 3."),
     ]
     assert "Training continues with 2 of 3 workers, no step lost." in caplog.text
+
+
+def test_the_progress_of_survivors_is_known_before_they_continue(world):
+    controller = world.drive(3).controller
+    behind = []
+
+    def note():
+        event = controller.events[-1]
+        if event.kind == "lost":
+            controller.journal.progress = Progress()  # the survivors have not answered yet
+        if event.kind == "resumed":
+            behind.append(event.step - controller.progress.global_step)
+
+    controller.journal.on_event = lambda: note
+    world.at_step(20, lambda: world.lose(1))
+    run_until(controller, 100, max_losses=1)
+    assert behind == [0]
 
 
 def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
