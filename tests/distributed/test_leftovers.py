@@ -144,6 +144,7 @@ def test_trainers_leave_nothing(ray_cluster, tmp_path, monkeypatch, kind):
     run(make, (), tmp_path, is_garbage=False)  # libraries keep some things from their first use
     gc.collect()
     before = held()
+    before["descriptors"] += 2  # Ray connects to its processes when it likes; a trainer leaked 4
     kept = [run(make, faults, tmp_path, is_garbage=not faults) for faults in runs]
     gc.collect()
     with contextlib.suppress(AssertionError):
