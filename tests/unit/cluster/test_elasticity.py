@@ -31,6 +31,13 @@ def world():
     return World(room=3)
 
 
+@pytest.fixture
+def two_of_three(world):
+    """A controller of three workers with room for two so far."""
+    world.room = 2
+    return world.drive(3, resize_cooldown_s=0.0).controller
+
+
 def steps_of(outcomes):
     return [outcome.progress.global_step for outcome in outcomes]
 
@@ -122,19 +129,17 @@ def test_the_progress_of_survivors_is_known_before_they_continue(world):
     assert behind == [0]
 
 
-def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    run_until(controller, 3)
-    assert len(controller.members) == 2
+def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world, two_of_three):
+    run_until(two_of_three, 3)
+    assert len(two_of_three.members) == 2
     world.room = 3
-    run_until(controller, 6)
+    run_until(two_of_three, 6)
     for _ in range(5):
-        run(controller, "validate")
+        run(two_of_three, "validate")
         world.sleep(1.0)
     assert all(member.interruptions == 0 for member in world.workers)
-    assert len(controller.members) == 3
-    assert steps_of(run_until(controller, 9)) == [9] * 3
+    assert len(two_of_three.members) == 3
+    assert steps_of(run_until(two_of_three, 9)) == [9] * 3
 
 
 def test_a_straggler_that_does_not_come_back_is_lost_too(world, caplog):
@@ -148,11 +153,9 @@ def test_a_straggler_that_does_not_come_back_is_lost_too(world, caplog):
     assert "Waiting up to 55 s for workers 2, which are still busy" in caplog.text
 
 
-def test_one_long_step_among_short_ones_is_waited_for_too(world):
+def test_one_long_step_among_short_ones_is_waited_for_too(world, two_of_three):
     """For example, a worker may evaluate for minutes in one step."""
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    first_two = list(controller.members)
+    first_two = list(two_of_three.members)
     world.at_step(4, lambda: setattr(world, "room", 3))
 
     def hold_up():
@@ -168,10 +171,10 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world):
         first_two[0].go_on()
 
     world.at_step(4, hold_up)
-    run_until(controller, 100, max_losses=0)
-    assert len(controller.members) == 3
+    run_until(two_of_three, 100, max_losses=0)
+    assert len(two_of_three.members) == 3
     assert [member.interruptions for member in first_two] == [0, 0]
-    assert "lost" not in kinds(controller)
+    assert "lost" not in kinds(two_of_three)
     assert world.trained == list(range(1, 101))
 
 
@@ -194,33 +197,28 @@ def test_replacement_that_raises_is_retried_later(world, failing):
 
 @pytest.mark.parametrize(("rank", "num_losses"), [(2, 0), (1, 1)])
 def test_death_during_a_join_counts_only_for_members_and_replacements_join_later(
-    world, rank, num_losses
+    world, two_of_three, rank, num_losses
 ):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
     world.room = 3
     world.on_meeting.append(lambda: world.workers[rank].die("OOM while joining"))
-    assert steps_of(run_until(controller, 400, max_losses=num_losses)) == [400] * 3
-    assert world.workers[rank] not in controller.members
+    assert steps_of(run_until(two_of_three, 400, max_losses=num_losses)) == [400] * 3
+    assert world.workers[rank] not in two_of_three.members
     assert run.call.num_losses == num_losses
-    assert kinds(controller).count("newcomer_failed") == 1 - num_losses
+    assert kinds(two_of_three).count("newcomer_failed") == 1 - num_losses
     assert world.trained == list(range(1, 401))
 
 
-def test_a_replacement_that_hangs_while_it_joins_is_discarded(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-
+def test_a_replacement_that_hangs_while_it_joins_is_discarded(world, two_of_three):
     def stop_the_replacement():
         world.workers[2].silent = True
 
     every_new(world, setup_s=0.5)
     world.plan(0.0, lambda: setattr(world, "room", 3))
     world.at_step(2, lambda: hold_when_ready(world, stop_the_replacement))
-    assert steps_of(run_until(controller, 4000, max_losses=0)) == [4000] * 3
-    failed = [event for event in controller.events if event.kind == "newcomer_failed"]
+    assert steps_of(run_until(two_of_three, 4000, max_losses=0)) == [4000] * 3
+    failed = [event for event in two_of_three.events if event.kind == "newcomer_failed"]
     assert [event.cause for event in failed] == ["its process is stopped: no answer within 10 s"]
-    assert world.workers[2] not in controller.members
+    assert world.workers[2] not in two_of_three.members
     assert world.trained == list(range(1, 4001))
 
 
@@ -304,10 +302,8 @@ def hold_when_ready(world, action):
 # ---- errors of the user
 
 
-def test_a_pause_that_a_worker_misses_discards_the_step(world, monkeypatch):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    first, missed = controller.members[0], []
+def test_a_pause_that_a_worker_misses_discards_the_step(world, two_of_three, monkeypatch):
+    first, missed = two_of_three.members[0], []
     control = first.control
 
     def miss_one(method, *arguments):
@@ -318,15 +314,13 @@ def test_a_pause_that_a_worker_misses_discards_the_step(world, monkeypatch):
 
     monkeypatch.setattr(first, "control", miss_one)
     world.at_step(2, lambda: setattr(world, "room", 3))
-    assert steps_of(run_until(controller, 400)) == [400] * 3
-    assert kinds(controller) == ["started", "grown"]
+    assert steps_of(run_until(two_of_three, 400)) == [400] * 3
+    assert kinds(two_of_three) == ["started", "grown"]
     assert missed
 
 
-def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    first = controller.members[0]
+def test_user_error_in_a_discarded_step_is_raised(world, two_of_three, monkeypatch):
+    first = two_of_three.members[0]
     control = first.control
 
     def fail_at_pause(method, *arguments):
@@ -338,7 +332,7 @@ def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
     monkeypatch.setattr(first, "control", fail_at_pause)
     world.at_step(2, lambda: setattr(world, "room", 3))
     with pytest.raises(BadBatchError):
-        run_until(controller, 400)
+        run_until(two_of_three, 400)
 
 
 # ---- shares of the global batch

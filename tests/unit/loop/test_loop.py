@@ -158,14 +158,11 @@ def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, cal
     trainer, operator = start(operator_cls, config)
     steps = 0
     for num_steps in calls:
-        before = steps
-        steps = steps // 5 * 5 + 5 if num_steps is None else steps + num_steps
+        taken = num_steps or 5 - steps % 5
+        steps += taken
         result = trainer.train(num_steps=num_steps)
         assert trainer.global_step == steps
-        assert (result["num_samples"], result["batch_count"]) == (
-            8 * (steps - before),
-            steps - before,
-        )
+        assert (result["num_samples"], result["batch_count"]) == (8 * taken, taken)
         assert not math.isnan(result["train_loss"])
         assert operator.trained == (EPOCH * 20)[: steps * 8]
         if operator_cls is Recorder or config:  # the length of an epoch is known
@@ -329,13 +326,10 @@ def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
     trainer.train(num_steps=2)
     steps = 0
     for num_steps in calls:
-        before = steps
-        steps = steps // 5 * 5 + 5 if num_steps is None else steps + num_steps
+        taken = num_steps or 5 - steps % 5
+        steps += taken
         result = trainer.validate(num_steps=num_steps)
-        assert (result["num_samples"], result["batch_count"]) == (
-            8 * (steps - before),
-            steps - before,
-        )
+        assert (result["num_samples"], result["batch_count"]) == (8 * taken, taken)
         if operator_cls is Streaming and not config and steps % 5 == 0:
             break  # an unsized loader has not reported its end yet
     assert operator.validated == (EPOCH * 20)[: steps * 8]
@@ -564,19 +558,6 @@ def test_after_an_error_training_goes_on_with_the_batch_that_failed(
         assert torch.equal(mine, its)
 
 
-class FailingAfter(Recorder):
-    """Fails once, after the last step of an epoch."""
-
-    failing = True
-
-    def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
-        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
-        if self.failing:
-            self.failing = False
-            raise ValueError("after the last step")
-        return result
-
-
 def test_an_error_of_the_loader_reaches_the_caller_and_training_goes_on(start):
     broken = [True]
 
@@ -727,8 +708,14 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):
-    loop, operator = loop_of(FailingAfter)
-    with pytest.raises(ValueError, match="after the last step"):
+    class Failing(Recorder):
+        def train_epoch(self, iterator, info):
+            result = super().train_epoch(iterator, info)
+            self.fail({"global_step": 5}, "after the last step")
+            return result
+
+    loop, operator = loop_of(Failing)
+    with failure(operator, when="after the last step"):
         train(loop, until_step=5)
     assert operator._train_state.epoch == 0
     train(loop, until_step=5)

@@ -29,7 +29,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import run_ranks, wait_until
-from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of, make_runner
+from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of, failure, make_runner
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 EPOCH = list(range(40))
@@ -146,28 +146,17 @@ def test_copy_of_a_partial_state_is_partial():
 
 def test_repeated_call_returns_its_metrics_and_no_others():
     runner = make_runner()
-    failing = [True]
-
-    def fail(batch_info, when):
-        if batch_info["global_step"] == 2 and failing[0]:
-            raise ConnectionError
-
-    runner.operator.fail = fail
-    with pytest.raises(ConnectionError):
+    with failure(runner.operator, 2, error=ConnectionError):
         runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.progress().global_step == 2
     assert runner.progress().blocked_on_driver  # no other worker may wait for it any longer
-    failing[0] = False
     again = runner.handle(TrainRequest(call=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
     other = make_runner().handle(TrainRequest(call=0, until_epoch=1))
     assert again["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
-    failing[0] = True
     runner.handle(TrainRequest(call=1, until_epoch=2))
-    runner.operator.fail = lambda batch_info, when: 1 / (batch_info["global_step"] - 12)
-    with pytest.raises(ZeroDivisionError):
+    with failure(runner.operator, 12):
         runner.handle(TrainRequest(call=2, until_epoch=3))
-    runner.operator.fail = lambda batch_info, when: None
     assert runner.handle(TrainRequest(call=3, until_epoch=3))["num_samples"] == 24
 
 

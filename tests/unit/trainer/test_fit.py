@@ -427,12 +427,6 @@ def test_a_missing_validation_runs_first_also_after_a_resume(
     assert caplog.text.count("trains nothing") == 1
 
 
-def test_a_missing_validation_of_the_last_epoch_runs_in_the_next_fit(broken_off):
-    trainer, spy = broken_off
-    assert trainer.fit(2) == []
-    assert told(spy) == ["on_validation_end"]
-
-
 def test_a_complete_run_is_logged_even_if_its_validation_is_missing(make_trainer, tmp_path, caplog):
     folder = tmp_path / "checkpoints"
     make_trainer(callbacks=[CheckpointCallback(folder)]).fit(2)
