@@ -294,3 +294,4 @@ def test_busy_workers_are_killed_after_patience_s(trainer, tmp_path):
     workers.shutdown(patience_s=0.1)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(calls[1])
+    trainer.start()  # for the other tests

@@ -37,7 +37,8 @@ def folder(request, tmp_path):
 
 def names_in(folder):
     if folder.startswith("memory://"):
-        found = (path.rsplit("/", 1)[-1] for path in MemoryFileSystem.store)
+        own = f"{folder.removeprefix('memory:/')}/"  # other tests leave files in other folders
+        found = (path.removeprefix(own) for path in MemoryFileSystem.store if path.startswith(own))
     else:
         found = os.listdir(folder)
     return sorted(found)
