@@ -108,3 +108,14 @@ def test_leaving_workers_stay_while_no_worker_can_start(world, silence):
     assert len(controller.members) == 3
     world.sleep(30)
     assert controller.grow()
+
+
+def test_a_group_restarts_to_grow_only_if_ray_can_start_workers(world, silence):
+    world.room = 2
+    controller = world.drive(3, rejoins=False, resize_cooldown_s=0.0).controller
+    run_until(controller, 5)
+    world.room = 3
+    world.on_new_worker.append(lambda _: silence(world.monotonic(), world.monotonic() + 30))
+    run_until(controller, 2000)
+    assert min(event.num_workers for event in controller.events) == 2
+    assert len(controller.members) == 3
