@@ -45,6 +45,9 @@ class BadStepFilter(StepFeature):
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         state.optimization.loss_filter = self.filter_loss
 
+    def begin_call(self, logs_steps: bool) -> None:
+        self._num_workers = self._state.exchange.num_workers
+
     def begin(self, tx: UpdateTransaction) -> None:
         self._part: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
@@ -65,7 +68,7 @@ class BadStepFilter(StepFeature):
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and state.replication.replicates:
             return
-        loss = state.exchange.total(float(self._part)) / state.exchange.num_workers
+        loss = state.exchange.total(float(self._part)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and loss > spike * usual
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]

@@ -12,7 +12,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.torch import collectives
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
-from raysgd.torch.tensors import parameters_of
+from raysgd.torch.tensors import parameters_of, total_norm
 
 
 class GradientExchange(StepFeature):
@@ -68,7 +68,7 @@ class GradientExchange(StepFeature):
 
     @property
     def _averages(self) -> bool:
-        return bool(self._state.context.distributed and self._state.replication.replicates)
+        return bool(self._state.settings.context.distributed and self._state.replication.replicates)
 
     # ---- gradients
 
@@ -85,4 +85,4 @@ class GradientExchange(StepFeature):
         The norm covers all workers.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
-        return parameters, torch.nn.utils.get_total_norm(gradients)
+        return parameters, total_norm(gradients)

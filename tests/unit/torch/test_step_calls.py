@@ -12,13 +12,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import raysgd
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import BadSteps, TorchTrainer, TrainingOperator
 
 MOST = 110
 """Calls of a step beyond those of a loop by hand. The difference was -13 on one machine and 15 on
 another: both sides call PyTorch, whose own calls depend on its version and on the machine."""
 OWN = 290
 """Calls of a step that files of raysgd make and receive: 261."""
+MOST_OF_BAD_STEPS = 25
+"""Calls of a step that looks for bad steps, beyond those of another step."""
 LIBRARY = f"{Path(raysgd.__file__).parent}/"
 
 
@@ -75,12 +77,24 @@ def calls_per_step(files, train):
     return {file: count / 20 for file, count in calls[1].items()}
 
 
-def test_step_makes_few_calls_more_than_a_loop_by_hand(files):
-    with TorchTrainer(training_operator_cls=Perceptron, use_local=True, use_gpu=False) as trainer:
+def calls_of_trainer(files, **arguments):
+    """Return the calls of a step, by file, and the operator."""
+    arguments |= {"training_operator_cls": Perceptron, "use_local": True, "use_gpu": False}
+    with TorchTrainer(**arguments) as trainer:
         trainer.train(num_steps=2)
         found = calls_per_step(files, lambda num_steps: trainer.train(num_steps=num_steps))
-        operator = trainer.get_local_operator()
-        by_hand = calls_per_step(files, lambda num_steps: train_by_hand(operator, num_steps))
+        return found, trainer.get_local_operator()
+
+
+def test_looking_for_bad_steps_makes_few_calls(files):
+    plain, _ = calls_of_trainer(files)
+    looking, _ = calls_of_trainer(files, bad_steps=BadSteps(spike=1000.0))
+    assert sum(looking.values()) - sum(plain.values()) <= MOST_OF_BAD_STEPS
+
+
+def test_step_makes_few_calls_more_than_a_loop_by_hand(files):
+    found, operator = calls_of_trainer(files)
+    by_hand = calls_per_step(files, lambda num_steps: train_by_hand(operator, num_steps))
     differences = {file: found[file] - by_hand.get(file, 0) for file in sorted(found)}
     own = sum(number for file, number in found.items() if file.startswith(LIBRARY))
     more = sum(found.values()) - sum(by_hand.values())
