@@ -102,7 +102,7 @@ _LARGER = re.compile(
 )
 
 
-def checked_mode(where: str, monitor: str | None, mode: Any) -> Any:
+def resolve_mode(where: str, monitor: str | None, mode: Any) -> Any:
     """Return "min" or "max": the given mode, or the one that fits the name of a metric."""
     check_choice(where, "mode", mode, ("min", "max", None))
     if mode is None and monitor is not None and not _SMALLER.search(monitor):
@@ -125,7 +125,7 @@ def check_flags(where: str, **flags: Any) -> None:
             raise TypeError(f"{where}({name}={value!r}): must be True or False.")
 
 
-def checked_dict(where: str, name: str, value: Any) -> dict[str, Any]:
+def check_dict(where: str, name: str, value: Any) -> dict[str, Any]:
     """Return a copy of a dict. None gives an empty dict."""
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{where}({name}={value!r}): must be a dict.")

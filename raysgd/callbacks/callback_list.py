@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.nested import deep_copied, loading, map_leaves
-from raysgd._internal.paths import checked_path, without_secrets
+from raysgd._internal.paths import check_path, without_secrets
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.file_loggers import JsonlLogger
@@ -293,7 +293,7 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     return failure
 
 
-def checked_callbacks(
+def check_callbacks(
     where: str, callbacks: Any, logdir: Path | None, others: Iterable[Callback] = ()
 ) -> list[Callback]:
     """Return a list of callbacks, after checking them and the `others` of the trainer.
@@ -323,12 +323,12 @@ def checked_callbacks(
     return checked
 
 
-def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
+def check_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
     """Return the run folder as an absolute path. Raise ValueError for a URL or a file."""
     if logdir is None:
         return None
     advice = "Only checkpoints can go to a URL: CheckpointCallback('s3://...')."
-    path = checked_path("logdir", logdir, advice).absolute()
+    path = check_path("logdir", logdir, advice).absolute()
     for each in (path, *path.parents):
         if each.exists() and not each.is_dir():
             raise ValueError(f"logdir={str(logdir)!r}: must be a folder, but {each} is a file.")
@@ -339,7 +339,7 @@ def trainer_callbacks(
     trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
 ) -> list[Callback]:
     """Return the user's callbacks, and those that ``use_tqdm`` and ``logdir`` add."""
-    attached = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
+    attached = check_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
     if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in attached):
         attached.insert(0, ProgressBar())
     if logdir is not None:

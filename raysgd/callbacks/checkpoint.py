@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from raysgd._internal.arguments import check_flags, checked_mode
+from raysgd._internal.arguments import check_flags, resolve_mode
 from raysgd._internal.values import missing_metric
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.checkpoint import CheckpointStore
@@ -72,7 +72,7 @@ class CheckpointCallback(Callback):
             raise ValueError(
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
             )
-        mode = checked_mode("CheckpointCallback", monitor, mode)
+        mode = resolve_mode("CheckpointCallback", monitor, mode)
         flags = {"blocking": blocking, "resume": resume, "provenance": provenance}
         flags["frozen"] = frozen
         check_flags("CheckpointCallback", **flags)

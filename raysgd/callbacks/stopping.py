@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from raysgd._internal.arguments import check_int, check_number, checked_mode
+from raysgd._internal.arguments import check_int, check_number, resolve_mode
 from raysgd._internal.finite import bad_loss
 from raysgd._internal.values import missing_metric, numbers_in
 from raysgd.callbacks.base import Callback, LastCall, Trainer
@@ -38,7 +38,7 @@ class EarlyStopping(Callback):
         patience: int = 3,
         min_delta: float = 0.0,
     ) -> None:
-        mode = checked_mode("EarlyStopping", monitor, mode)
+        mode = resolve_mode("EarlyStopping", monitor, mode)
         check_number("EarlyStopping", "min_delta", min_delta)
         self.monitor: str = monitor
         self._sign = 1.0 if mode == "min" else -1.0

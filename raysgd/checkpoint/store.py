@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from raysgd._internal.arguments import check_int, checked_mode
+from raysgd._internal.arguments import check_int, resolve_mode
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd._internal.finite import not_finite
 from raysgd._internal.values import numbers_in
@@ -168,7 +168,7 @@ class CheckpointStore(CheckpointFolder):
     ) -> None:
         if keep is not None:
             check_int("CheckpointStore", "keep", keep, 1)
-        mode = checked_mode("CheckpointStore", monitor, mode)
+        mode = resolve_mode("CheckpointStore", monitor, mode)
         if not isinstance(job, str) or not job:
             raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")
         super().__init__(folder, keep, monitor, mode)

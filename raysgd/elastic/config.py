@@ -85,7 +85,7 @@ def _check_shares(shares: Any) -> None:
         )
 
 
-def checked_elastic(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:
+def check_elastic(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:
     """Return the ElasticConfig, or the default one for None."""
     if elastic is None:
         return ElasticConfig()

@@ -8,7 +8,7 @@ from typing import Any
 from raysgd._internal.nested import described, unchanged
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.operator_base import checked_result
+from raysgd.loop.operator_base import check_result
 from raysgd.loop.requests import ValidateRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.train_state import TrainState
@@ -66,7 +66,7 @@ class Evaluation:
                 self.batches = None
                 source.close_workers()
                 raise
-            metrics = checked_result(operator.validate, metrics)
+            metrics = check_result(operator.validate, metrics)
             self._check_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
             metrics = weighted(metrics, batches.count or not batches.exhausted)

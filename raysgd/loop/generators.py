@@ -28,7 +28,7 @@ class Generators:
             raise ValueError(f"NumPy generator: position {place} must be from 0 to {len(keys)}.")
         np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 
-    def checked(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
+    def check(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
         """Check the states of all workers. Return () if the number of workers has changed."""
         try:
             with self.unchanged():

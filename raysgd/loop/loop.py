@@ -59,7 +59,7 @@ from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.epoch_arguments import epoch_arguments
 from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
-from raysgd.loop.operator_base import checked_result
+from raysgd.loop.operator_base import check_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
@@ -215,7 +215,7 @@ class Loop:
             if in_update and (split := micro_batching.split_after(error, batch, segment.may_split)):
                 raise OutOfMemoryError(split) from error
             raise
-        metrics = checked_result(operator.train_epoch, metrics)
+        metrics = check_result(operator.train_epoch, metrics)
         if segment.num_steps or not segment.drawn_from:
             num_steps = max(1, segment.num_steps)
             self.call_progress.add(started_at, weighted(metrics, num_steps))

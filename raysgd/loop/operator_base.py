@@ -142,7 +142,7 @@ class OperatorBase:
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, state.epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
-                meters.update(*checked_metrics(self.validate_batch, metrics))
+                meters.update(*check_metrics(self.validate_batch, metrics))
         if state.segment is not None:
             state.resume_modes()
         return meters.summary()
@@ -194,7 +194,7 @@ class OperatorBase:
         """Add the metrics of a batch, or of a part of a batch. They count if its update counts."""
         tx = self._train_state.transaction
         micro_batch = tx.micro_batch
-        metrics, weight = checked_metrics(self.train_batch, returned, micro_batch.weight)
+        metrics, weight = check_metrics(self.train_batch, returned, micro_batch.weight)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
@@ -237,14 +237,14 @@ class OperatorBase:
         return value
 
 
-def checked_metrics(
+def check_metrics(
     method: Callable[..., Any], metrics: Any, weight: float = 1
 ) -> tuple[Mapping[str, Any], float]:
     """Return the metrics of a batch, and their weight: ``num_samples``, or else `weight`."""
-    return metrics, checked_result(method, metrics).get(NUM_SAMPLES, weight)
+    return metrics, check_result(method, metrics).get(NUM_SAMPLES, weight)
 
 
-def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
+def check_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
     """Check that a method of an operator returned a dict of metrics, and return it."""
     name = method.__qualname__
     if not isinstance(result, Mapping):

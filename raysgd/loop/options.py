@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Self
 from raysgd._internal.arguments import (
     MOST_WORKERS,
     check_choice,
+    check_dict,
     check_flags,
     check_int,
     check_timeout,
-    checked_dict,
     is_number,
     set_fields,
 )
@@ -27,7 +27,7 @@ from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.comm.horovod import check_horovod
 from raysgd.data.partition import StepLayout
-from raysgd.elastic.config import checked_elastic
+from raysgd.elastic.config import check_elastic
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +69,14 @@ class Options(ABC):
                 f"{self.trainer}(min_workers={min_workers}, num_workers={num_workers}): "
                 "min_workers must be between 1 and num_workers."
             )
-        config = checked_dict(self.trainer, "config", self.config)
+        config = check_dict(self.trainer, "config", self.config)
         set_fields(
             self,
             num_workers=num_workers,
             min_workers=min_workers,
             config=config,
-            resources_per_worker=self._checked_resources(),
-            elastic=checked_elastic(self.trainer, self.elastic, self.times_steps),
+            resources_per_worker=self._check_resources(),
+            elastic=check_elastic(self.trainer, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
             parts = "num_shards" if self.layout.is_fixed else "num_workers"
@@ -90,14 +90,14 @@ class Options(ABC):
         if self.use_horovod:
             check_horovod()
 
-    def _checked_resources(self) -> dict[str, float]:
+    def _check_resources(self) -> dict[str, float]:
         num_cpus = self.num_cpus_per_worker
         if not is_number(num_cpus) or not num_cpus > 0:
             raise ValueError(
                 f"{self.trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0. To "
                 "reserve almost no CPU, pass 0.001."
             )
-        resources = checked_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
+        resources = check_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
         for name, amount in resources.items():
             if not is_number(amount) or not amount > 0:
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._internal.arguments import check_int, checked_dict
+from raysgd._internal.arguments import check_dict, check_int
 from raysgd.loop.creators import Creators
 
 _KEYS = {
@@ -40,7 +40,7 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the numbers of epochs and steps in ``fit_config`` and ``evaluate_config``."""
     plan: dict[str, int | None] = {}
     for name, known in _KEYS.items():
-        settings = checked_dict("config", name, config.get(name))
+        settings = check_dict("config", name, config.get(name))
         if unknown := [key for key in settings if key not in known]:
             raise ValueError(
                 f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from raysgd._internal.arguments import checked_dict
+from raysgd._internal.arguments import check_dict
 from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.tf.keras import named_arrays, scaled_optimizer
@@ -53,7 +53,7 @@ def register(
                 "register(models=..., optimizers=None) needs one compiled model. Call "
                 "model.compile(optimizer=..., loss=...) before, or pass optimizers."
             )
-    state.optimizers = [_checked_optimizer(state, each) for each in listed(optimizers)]
+    state.optimizers = [_check_optimizer(state, each) for each in listed(optimizers)]
     state.transaction.optimizers = state.optimizers
     if criterion is not None:
         state.criterion = MeanLoss(criterion, model)
@@ -61,7 +61,7 @@ def register(
         getattr(model, "loss", None) if criterion is None else criterion
     ):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
-    state.class_weight = checked_dict("register", "class_weight", class_weight)
+    state.class_weight = check_dict("register", "class_weight", class_weight)
     state.metrics = BatchMetrics(model, metrics)
     state.registered = True
     registered = (
@@ -73,7 +73,7 @@ def register(
     return tuple(each for each in registered if each is not None)
 
 
-def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
+def _check_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
     optimizer = keras.optimizers.get(optimizer)
     if type(optimizer).__module__.startswith("horovod"):
         raise TypeError(

@@ -53,7 +53,7 @@ class Guard:
         set_fields(self, every=check_int("Guard", "every", self.every, 1))
 
 
-def _checked_guard(trainer: str, guard: Any) -> Guard | None:
+def _check_guard(trainer: str, guard: Any) -> Guard | None:
     if guard is None or isinstance(guard, Guard):
         return guard
     if guard == "check":
@@ -123,7 +123,7 @@ class TorchOptions(Options):
         check_oldest(self.trainer, "torch", torch.__version__)
         frequencies = (None, "batch", "epoch", "manual")
         check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
-        set_fields(self, guard=_checked_guard(self.trainer, self.guard))
+        set_fields(self, guard=_check_guard(self.trainer, self.guard))
         if not isinstance(self.bad_steps, BadSteps | None):
             raise TypeError(
                 f"{self.trainer}(bad_steps={self.bad_steps!r}): must be None or a raysgd.BadSteps."

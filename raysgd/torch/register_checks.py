@@ -42,7 +42,7 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
-def checked(name: str, argument: Any, kind: type | None) -> list[Any]:
+def check_members(name: str, argument: Any, kind: type | None) -> list[Any]:
     """Return the arguments as a list. Without a `kind`, each must have a method ``step``."""
     members = listed(argument)
     for member in members:
@@ -61,7 +61,7 @@ def checked(name: str, argument: Any, kind: type | None) -> list[Any]:
     return members
 
 
-def checked_criteria(criterion: Any) -> list[Any]:
+def check_criteria(criterion: Any) -> list[Any]:
     criteria = [] if criterion is None else listed(criterion)
     for each in criteria:
         if isinstance(each, type) or not callable(each):

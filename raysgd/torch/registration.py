@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd._internal.arguments import check_int, checked_dict
+from raysgd._internal.arguments import check_dict, check_int
 from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import listed, shaped_like
 from raysgd.torch.feature_list import features_of
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.register_checks import (
+    check_criteria,
+    check_members,
     check_related,
     check_step_freq,
-    checked,
-    checked_criteria,
     is_trained,
 )
-from raysgd.torch.strategies.table import checked_sharding_args, choose_strategy
+from raysgd.torch.strategies.table import check_sharding_args, choose_strategy
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -50,19 +50,19 @@ def register(
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
-    criteria = checked_criteria(criterion)
-    ddp_args = checked_dict("register", "ddp_args", ddp_args)
-    apex_args = checked_dict("register", "apex_args", apex_args)
-    horovod_args = checked_dict("register", "horovod_args", horovod_args)
-    modules = checked("models", models, torch.nn.Module)
-    state.optimizers = _separated(checked("optimizers", optimizers, torch.optim.Optimizer))
+    criteria = check_criteria(criterion)
+    ddp_args = check_dict("register", "ddp_args", ddp_args)
+    apex_args = check_dict("register", "apex_args", apex_args)
+    horovod_args = check_dict("register", "horovod_args", horovod_args)
+    modules = check_members("models", models, torch.nn.Module)
+    state.optimizers = _separated(check_members("optimizers", optimizers, torch.optim.Optimizer))
     options, precision = state.settings.options, state.optimization.precision
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
     modules += trained
-    sharding_args = checked_sharding_args(state, sharding, sharding_args, modules, ddp_args)
+    sharding_args = check_sharding_args(state, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
-        state.schedulers = checked("schedulers", schedulers, None)
+        state.schedulers = check_members("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
     check_related(modules, state.optimizers, state.schedulers)
     _move_models(state, modules, keeps_parameters=sharding == "full")

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import check_function, check_int, checked_dict
+from raysgd._internal.arguments import check_dict, check_function, check_int
 from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forwarded
 from raysgd.cluster import actor_group as core
 from raysgd.cluster import functions
 from raysgd.elastic.call import Call
-from raysgd.elastic.config import ElasticConfig, checked_elastic
+from raysgd.elastic.config import ElasticConfig, check_elastic
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
@@ -140,7 +140,7 @@ class BackendExecutor:
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
         self._max_losses = math.inf if max_retries < 0 else max_retries
-        elastic = checked_elastic("BackendExecutor", elastic)
+        elastic = check_elastic("BackendExecutor", elastic)
         # The newest checkpoint of the run is its snapshot.
         self._elastic = dataclasses.replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
@@ -457,7 +457,7 @@ def executor_for(
     config: BackendConfig, scaling: ScalingConfig, failure: FailureConfig
 ) -> BackendExecutor:
     use_gpu = scaling.use_gpu
-    others = checked_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
+    others = check_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
     if use_gpu not in (True, False):  # 1 and 0 as well
         raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
     num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raysgd._internal.arguments import check_int
-from raysgd._internal.paths import checked_path
+from raysgd._internal.paths import check_path
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy
@@ -66,7 +66,7 @@ class RunConfig:
 _Config = TypeVar("_Config", ScalingConfig, FailureConfig, CheckpointConfig, RunConfig)
 
 
-def checked_scaling(config: Any) -> ScalingConfig:
+def check_scaling(config: Any) -> ScalingConfig:
     """Return the ScalingConfig for a trainer argument: a config of raysgd or Ray, or a dict."""
     if isinstance(config, Mapping):
         return ScalingConfig(**config)
@@ -78,7 +78,7 @@ def checked_scaling(config: Any) -> ScalingConfig:
     return _converted(ScalingConfig, "scaling_config", config, "num_workers")
 
 
-def checked_run(run_config: Any) -> RunConfig:
+def check_run(run_config: Any) -> RunConfig:
     """Return the RunConfig for a trainer argument, from raysgd or Ray."""
     config = _converted(RunConfig, "run_config", run_config, "failure_config")
     failure, checkpoint = config.failure_config, config.checkpoint_config
@@ -100,7 +100,7 @@ def checked_run(run_config: Any) -> RunConfig:
             "Mount the storage, copy Result.path to it after fit(), or save to the URL in the "
             "training function with raysgd.checkpoint.CheckpointStore(url)."
         )
-        checked_path("storage_path", config.storage_path, advice)
+        check_path("storage_path", config.storage_path, advice)
     return config
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from raysgd._internal.arguments import checked_dict, unknown_argument
+from raysgd._internal.arguments import check_dict, unknown_argument
 from raysgd._internal.tracebacks import folding_tracebacks
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
@@ -21,7 +21,7 @@ from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.backend import BackendExecutor, executor_for
 from raysgd.train.callbacks.callback import CallbackHandler
-from raysgd.train.configs import checked_run, checked_scaling
+from raysgd.train.configs import check_run, check_scaling
 from raysgd.train.datasets import Datasets
 from raysgd.train.framework import BackendConfig
 from raysgd.train.result import REPORTS, ReportLog, Result
@@ -77,11 +77,11 @@ class DataParallelTrainer:
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
         for name in ("train_loop_config", "datasets", "metadata"):
-            setattr(self, name, checked_dict(type(self).__name__, name, getattr(self, name)))
+            setattr(self, name, check_dict(type(self).__name__, name, getattr(self, name)))
         if not hasattr(self.dataset_config, "_datasets_to_split"):
             self._check_split()
-        self.scaling_config = checked_scaling(self.scaling_config)
-        self.run_config = checked_run(self.run_config)
+        self.scaling_config = check_scaling(self.scaling_config)
+        self.run_config = check_run(self.run_config)
         bound_function(self.train_loop_per_worker, self.train_loop_config)
         CallbackHandler(self.run_config.callbacks)
         self.executor()
@@ -160,8 +160,8 @@ class DataParallelTrainer:
 
     def _check_split(self) -> None:
         where = type(self).__name__
-        defaults = checked_dict(where, "_dataset_config", self._dataset_config)
-        choices = checked_dict(where, "dataset_config", self.dataset_config)
+        defaults = check_dict(where, "_dataset_config", self._dataset_config)
+        choices = check_dict(where, "dataset_config", self.dataset_config)
         for name, choice in {**defaults, **choices}.items():
             is_known = name in (*self.datasets, "*") or name not in choices or not self.datasets
             if getattr(choice, "split", choice) not in (None, True, False) or not is_known:
@@ -257,7 +257,7 @@ class DataParallelTrainer:
     def for_trial(self, config: Mapping[str, Any]) -> Self:
         trainer = self.with_config(config.get("train_loop_config", {}))
         if (scaling := config.get("scaling_config")) is not None:
-            trainer.scaling_config = checked_scaling(scaling)
+            trainer.scaling_config = check_scaling(scaling)
         return trainer
 
     def __repr__(self) -> str:

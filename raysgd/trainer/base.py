@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from raysgd._internal.arguments import (
+    check_dict,
     check_function,
     check_int,
-    checked_dict,
     is_number,
     unknown_argument,
 )
@@ -25,7 +25,7 @@ from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
 from raysgd._internal.tracebacks import folding_tracebacks
 from raysgd.callbacks.base import Callback, History
-from raysgd.callbacks.callback_list import CallbackList, checked_logdir, trainer_callbacks
+from raysgd.callbacks.callback_list import CallbackList, check_logdir, trainer_callbacks
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset
@@ -68,7 +68,7 @@ class OperatorTrainer(TrainerInfo):
     ) -> None:
         if initialization_hook is not None:
             check_function(options.trainer, "initialization_hook", initialization_hook)
-        self._logdir = checked_logdir(logdir)
+        self._logdir = check_logdir(logdir)
         attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         self._options = options = options.decided()  # may start Ray
@@ -136,7 +136,7 @@ class OperatorTrainer(TrainerInfo):
         if num_steps is not None:
             num_steps = check_int("train", "num_steps", num_steps, 1)
         max_retries = check_int("train", "max_retries", max_retries, 0)
-        info = checked_dict("train", "info", info)
+        info = check_dict("train", "info", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
@@ -175,7 +175,7 @@ class OperatorTrainer(TrainerInfo):
         """
         if num_steps is not None:
             num_steps = check_int("validate", "num_steps", num_steps, 1)
-        checked_dict("validate", "info", info)
+        check_dict("validate", "info", info)
         result = self._fit_loop.validate(self, info, num_steps, profile)
         return result.merged if reduce_results else result.by_worker
 
@@ -192,7 +192,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
-        info, number = checked_dict("test", "info", info), next(self._dispatcher.numbers)
+        info, number = check_dict("test", "info", info), next(self._dispatcher.numbers)
         request = ValidateRequest(call=number, from_start=True, loader=loader, info=info)
         call = Call(request=request, method="test", max_losses=MAX_LOSSES, has_batches=True)
         return as_test_metrics(merge_workers(self._dispatcher.run(call, changes_state=True)))

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd._internal.arguments import check_int, checked_dict, set_fields
+from raysgd._internal.arguments import check_dict, check_int, set_fields
 from raysgd.callbacks.base import Callback, History, LastCall, Trainer
-from raysgd.callbacks.callback_list import checked_callbacks
+from raysgd.callbacks.callback_list import check_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.elastic.call import MAX_LOSSES, Call
 from raysgd.loop.options import Options
@@ -45,7 +45,7 @@ class FitOptions:
             if (value := getattr(self, name)) is not None:
                 set_fields(self, **{name: check_int("fit", name, value, 1)})
         set_fields(self, max_retries=check_int("fit", "max_retries", self.max_retries, 0))
-        checked_dict("fit", "info", self.info)
+        check_dict("fit", "info", self.info)
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class FitLoop:
             options = replace(options, num_epochs=sys.maxsize)
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
-        own = checked_callbacks(where, callbacks, trainer.logdir, callback_list)
+        own = check_callbacks(where, callbacks, trainer.logdir, callback_list)
         if verbose and not any(isinstance(c, EpochLines) for c in (*own, *callback_list)):
             own.insert(0, ProgressBar() if is_interactive() else EpochLines())
         dispatcher.check_open(changes_state=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from raysgd._internal.arguments import check_int, checked_dict
+from raysgd._internal.arguments import check_dict, check_int
 from raysgd.loop.replication import Replication
 from raysgd.torch import conflicts
 from raysgd.torch.options import TorchOptions
@@ -65,7 +65,7 @@ STRATEGIES = {
 }
 
 
-def checked_sharding_args(
+def check_sharding_args(
     state: TorchTrainState,
     sharding: Any,
     arguments: Any,
@@ -77,7 +77,7 @@ def checked_sharding_args(
     shown = ", ".join(f'"{each}"' for each in known)
     if sharding not in (None, *known):
         raise ValueError(f"register(sharding={sharding!r}): sharding must be {shown}, or None.")
-    sharding_args = checked_dict("register", "sharding_args", arguments)
+    sharding_args = check_dict("register", "sharding_args", arguments)
     if sharding is None:
         if sharding_args:
             raise ValueError(

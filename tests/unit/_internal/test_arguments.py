@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raysgd import ElasticConfig
 from raysgd._internal import arguments
-from raysgd.elastic.config import checked_elastic
+from raysgd.elastic.config import check_elastic
 from raysgd.torch.options import TorchOptions
 from tests.operators import Classifier
 
@@ -33,18 +33,18 @@ def test_min_workers_is_between_1_and_num_workers(num_workers, min_workers):
 
 def test_a_dict_is_copied():
     mine = {"a": 1}
-    taken = arguments.checked_dict("T", "config", mine)
+    taken = arguments.check_dict("T", "config", mine)
     taken["a"] = 2
     assert mine == {"a": 1}
-    assert arguments.checked_dict("T", "config", None) == {}
+    assert arguments.check_dict("T", "config", None) == {}
     with pytest.raises(TypeError, match=r"T\(config=\[1\]\): must be a dict"):
-        arguments.checked_dict("T", "config", [1])
+        arguments.check_dict("T", "config", [1])
 
 
 def test_elastic_is_an_elastic_config():
-    assert checked_elastic("T", None) == ElasticConfig()
+    assert check_elastic("T", None) == ElasticConfig()
     with pytest.raises(TypeError, match=r"elastic=\{'grow': False\}\): must be an Ela"):
-        checked_elastic("T", {"grow": False})
+        check_elastic("T", {"grow": False})
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))

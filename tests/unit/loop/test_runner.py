@@ -245,9 +245,9 @@ def test_generators_with_a_wrong_position_are_refused(place):
     state = generators.state()
     wrong = {**state, "numpy": (*state["numpy"][:2], place, *state["numpy"][3:])}
     with pytest.raises(CheckpointError, match=rf"position {place} must be from 0 to 624"):
-        generators.checked([state, wrong], 2)
-    assert generators.checked([state], 1) == [state]
-    assert generators.checked([state], 2) == ()
+        generators.check([state, wrong], 2)
+    assert generators.check([state], 1) == [state]
+    assert generators.check([state], 2) == ()
     assert generators.state()["python"] == state["python"]
 
 

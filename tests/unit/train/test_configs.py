@@ -9,13 +9,13 @@ from raysgd.train import (
     CheckpointStrategy,
     FailureConfig,
 )
-from raysgd.train.configs import checked_run, checked_scaling
+from raysgd.train.configs import check_run, check_scaling
 
 
 @pytest.mark.parametrize("module", [train, ray.train])
 def test_configs_of_raysgd_and_of_ray_are_taken(module):
     checkpoint = {"num_to_keep": 2, "checkpoint_score_attribute": "loss"}
-    config = checked_run(
+    config = check_run(
         module.RunConfig(
             name="mine",
             failure_config=module.FailureConfig(max_failures=3),
@@ -25,9 +25,9 @@ def test_configs_of_raysgd_and_of_ray_are_taken(module):
     assert (config.name, config.failure_config) == ("mine", FailureConfig(3))
     assert config.checkpoint_config == CheckpointConfig(**checkpoint)
     assert isinstance(config.checkpoint_config, CheckpointStrategy)
-    scaling = checked_scaling(module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3}))
+    scaling = check_scaling(module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3}))
     assert (scaling.num_workers, scaling.resources_per_worker) == (2, {"CPU": 3})
-    assert checked_scaling(module.ScalingConfig()).num_workers == 1
+    assert check_scaling(module.ScalingConfig()).num_workers == 1
 
 
 @pytest.mark.parametrize("module", [train, ray.train])
@@ -35,8 +35,8 @@ def test_fields_of_configs_may_be_set_before_the_run(module):
     config = module.RunConfig()
     config.checkpoint_config = module.CheckpointConfig()
     config.checkpoint_config.num_to_keep = 2
-    assert checked_run(config).checkpoint_config == CheckpointConfig(num_to_keep=2)
-    assert checked_run(config).failure_config == FailureConfig(max_failures=0)
+    assert check_run(config).checkpoint_config == CheckpointConfig(num_to_keep=2)
+    assert check_run(config).failure_config == FailureConfig(max_failures=0)
     config.checkpoint_config.num_to_keep = -1
     with pytest.raises(ValueError, match=r"^CheckpointConfig\(num_to_keep=-1\): must be"):
-        checked_run(config)
+        check_run(config)

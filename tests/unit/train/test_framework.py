@@ -9,7 +9,7 @@ from raysgd.train.framework import (
     BackendConfig,
     InactiveWorkerGroupError,
     backend_class,
-    checked_config,
+    check_config,
 )
 from raysgd.train.horovod import HorovodConfig
 from raysgd.train.tensorflow import TensorflowConfig
@@ -53,11 +53,11 @@ def test_a_backend_must_be_a_subclass_of_backend():
 
 
 def test_a_backend_may_be_a_name():
-    assert isinstance(checked_config("torch"), TorchConfig)
+    assert isinstance(check_config("torch"), TorchConfig)
     with pytest.raises(ValueError, match="horovod, tensorflow, torch"):
-        checked_config("jax")
+        check_config("jax")
     with pytest.raises(TypeError, match="BackendConfig"):
-        checked_config(5)
+        check_config(5)
 
 
 @pytest.fixture
