@@ -79,7 +79,7 @@ class Recovering(Ledger):
         if self.world_size < self.config["until_size"]:
             (self.folder / "short").touch()
             time.sleep(SHORT_STEP_S)
-        if self.obey(f"{now}-lose") == "lose":
+        if (self.folder / f"lose-{now}").exists():  # also if the step runs again
             batch = batch[:-1]
         trace = self.trace(torch.zeros(1, dtype=torch.long)).sum() * batch.sum()
         self.first.zero_grad()
@@ -149,7 +149,7 @@ class Round:
     def lose(self, step):
         """Plant the loss of a sample at a step, if this round must fail."""
         if self.loses:
-            self.order(0, step, "lose", "lose")
+            (self.folder / f"lose-0-{step}").touch()
 
     def train(self):
         """Train to the end of an epoch with all workers."""
