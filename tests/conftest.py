@@ -280,9 +280,20 @@ FIRST = (
 """Files of `distributed` to run early. They mostly wait, so other tests should run in parallel."""
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Move the tests of `distributed` to the end, except those in `FIRST`."""
-    items.sort(key=lambda item: "distributed" in item.path.parts and item.path.name not in FIRST)
+    """Move the tests of `distributed` to the end, except those in `FIRST`.
+
+    In each file, the tests that end what others share come last, in any order of the others.
+    """
+    yield
+    files = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}
+
+    def place(item):
+        is_late = "distributed" in item.path.parts and item.path.name not in FIRST
+        return is_late, files[item.path], item.get_closest_marker("ends_shared") is not None
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish(session):

@@ -133,6 +133,7 @@ def mean_of(history, name):
     return sum(entry[name] for entry in history) / len(history)
 
 
+@pytest.mark.ends_shared
 def test_a_fit_is_ended_by_a_shutdown_in_a_callback(two):
     trainer, folder = two.trainer, two.folder
     order(folder, "train", 1, 3, "wait")

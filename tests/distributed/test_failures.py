@@ -117,6 +117,7 @@ def test_the_first_worker_is_killed_and_no_step_is_lost(three):
     assert trainer.validate()["num_samples"] == NUM_SAMPLES
 
 
+@pytest.mark.ends_shared
 def test_training_is_ended_by_a_shutdown_in_a_signal_handler(three):
     order(three.folder, "train", 1, 3, "wait")
     is_waiting = (three.folder / "waiting").exists

@@ -150,11 +150,14 @@ def test_resumed_run_equals_an_uninterrupted_one(two, tmp_path):
     expected = two.apply_all_operators(everything_of)
     two.load(path)
     assert two.global_step == 6
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in workers: the number changes the last bits
     with TorchTrainer(**SETTINGS, use_local=True, use_gpu=False) as other:
         other.load(path)
         for trainer in (two, other):
             assert trainer.train()["num_samples"] == 180 - 6 * 20
             assert trainer.apply_all_operators(everything_of) == expected
+    torch.set_num_threads(num_threads)
 
 
 def die_while_saving(operator):
@@ -196,6 +199,7 @@ def test_a_failed_save_names_its_cause_and_leaves_no_file(two, tmp_path):
     assert pids_of(two) == before
 
 
+@pytest.mark.ends_shared
 def test_a_save_is_ended_by_a_shutdown(two, tmp_path):
     two.apply_all_operators(hold("state_dict", tmp_path / "held"))
     check_that_shutdown_ends(

@@ -258,6 +258,7 @@ def test_what_differs_between_workers_is_an_error(trainer, change, named):
     trainer.load_state_dict(state)
 
 
+@pytest.mark.ends_shared
 def test_a_validation_is_ended_by_a_shutdown(trainer, tmp_path):
     trainer.apply_all_operators(hold("validate_batch", tmp_path / "held"))
     is_held = (tmp_path / "held").exists
