@@ -81,9 +81,8 @@ SURFACE = {
         prepare_trainer
     """,
     "raysgd.train.torch": """
-        TorchAccelerator TorchBackend TorchConfig TorchTrainer TorchWorkerProfiler accelerate
-        backward enable_reproducibility get_device prepare_data_loader prepare_model
-        prepare_optimizer
+        TorchBackend TorchConfig TorchTrainer TorchWorkerProfiler accelerate backward
+        enable_reproducibility get_device prepare_data_loader prepare_model prepare_optimizer
     """,
     "raysgd.train.trainer": "TrainWorkerGroup Trainer TrainingIterator",
     "raysgd.tune": "BaseTorchTrainable BaseTrainable TFTrainable trainable_class",

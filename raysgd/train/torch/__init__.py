@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from raysgd.train.torch.accelerator import (
-    TorchAccelerator,
     accelerate,
     backward,
     enable_reproducibility,
@@ -16,7 +15,6 @@ from raysgd.train.torch.config import TorchBackend, TorchConfig, TorchTrainer
 from raysgd.train.torch.profiler import TorchWorkerProfiler
 
 __all__ = [
-    "TorchAccelerator",
     "TorchBackend",
     "TorchConfig",
     "TorchTrainer",

@@ -254,17 +254,3 @@ def _in_autocast(
 def _float32(value: Any) -> Any:
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_half else value
-
-
-class TorchAccelerator:
-    """The functions of ``raysgd.train.torch`` as methods, as in Ray Train 1."""
-
-    def __init__(self, amp: bool = False) -> None:
-        accelerate(amp)
-
-    backward = staticmethod(backward)
-    enable_reproducibility = staticmethod(enable_reproducibility)
-    get_device = staticmethod(get_device)
-    prepare_data_loader = staticmethod(prepare_data_loader)
-    prepare_model = staticmethod(prepare_model)
-    prepare_optimizer = staticmethod(prepare_optimizer)
