@@ -15,13 +15,9 @@ from raysgd._internal.arguments import closest
 from raysgd._internal.config import BATCH_SIZE
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch import TrainingOperator
+from raysgd.torch.precision import in_full_precision
 
 logger = logging.getLogger(__name__)
-
-
-def in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert 16-bit floats to float32. Return other tensors unchanged."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import softplus
 
 from raysgd.metrics import NUM_SAMPLES
-from raysgd.operators.base import ConfiguredOperator, evaluating, in_full_precision
+from raysgd.operators.base import ConfiguredOperator, evaluating
+from raysgd.torch.precision import in_full_precision
 
 
 class GAN(ConfiguredOperator):
@@ -166,8 +167,8 @@ class GAN(ConfiguredOperator):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model = self.unwrapped(self.generator)
         with evaluating(model), self.autocast():
-            made: torch.Tensor = model(self.noise(num_samples, generator))
-        return in_full_precision(made).cpu()
+            made: torch.Tensor = in_full_precision(model(self.noise(num_samples, generator)))
+        return made.cpu()
 
 
 def _loss(scores: torch.Tensor, share_real: float) -> torch.Tensor:

@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from raysgd.metrics import Sums, ratio
-from raysgd.operators.base import SupervisedOperator, evaluating, in_full_precision
+from raysgd.operators.base import SupervisedOperator, evaluating
+from raysgd.torch.precision import in_full_precision
 
 
 class LanguageModel(SupervisedOperator):

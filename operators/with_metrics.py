@@ -11,9 +11,9 @@ import torch
 
 from raysgd._internal.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, computed
-from raysgd.operators.base import in_full_precision
 from raysgd.torch import TrainingOperator
 from raysgd.torch.interop.logged import MergedStates, alone, members
+from raysgd.torch.precision import in_full_precision
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -82,8 +82,7 @@ class WithMetrics(TrainingOperator):
 
         Override this method if the metrics need other inputs, such as probabilities or labels.
         """
-        if isinstance(output, torch.Tensor):
-            output = in_full_precision(output)
+        output = in_full_precision(output)
         for metric in self.validation_metrics.values():
             metric.update(output, target)
 

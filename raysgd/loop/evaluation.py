@@ -112,7 +112,7 @@ class Evaluation:
             batches = self.batches = _Counted(source, source.batches(0, 0), self._signal)
             try:
                 for output in operator._predictions(batches):
-                    predictions.append((next(positions), train_state.to_cpu(output)))
+                    predictions.append((next(positions), output))
                 self._check_samples(source, batches)
             except BaseException:
                 self._signal.failed_at = batches.newest()

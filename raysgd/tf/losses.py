@@ -25,7 +25,7 @@ class MeanLoss:
         self.compiled = _compiled(model, loss=criterion)
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
-        tensors = [_tensors(each) for each in (target, output, sample_weight)]
+        tensors = _mapped(tf.convert_to_tensor, [target, output, sample_weight])
         values = self.compiled.compute_loss(None, *tensors)
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
@@ -73,7 +73,7 @@ class BatchMetrics:
         """Return the values for one batch, in a form that merges exactly."""
         if self._compiled_metrics is None:
             return {}
-        tensors = [_tensors(each) for each in (target, output, sample_weight)]
+        tensors = _mapped(tf.convert_to_tensor, [target, output, sample_weight])
         if not self._names:
             self._compiled_metrics.update_state(*tensors)  # the first batch creates the metrics
             self._names = _stable(self._compiled_metrics.result(), self._compiled_metrics.metrics)
@@ -113,8 +113,9 @@ def mergeable(metric: Any, arguments: Any) -> MergeableMetric:
     return KerasMetric(metric, arguments)
 
 
-def _tensors(nest: Any) -> Any:
-    return tf.nest.map_structure(lambda x: None if x is None else tf.convert_to_tensor(x), nest)
+def _mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Call a function for each leaf of a nest that is not None."""
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
 
 
 def _stable(names: Any, metrics: list[Any]) -> list[str]:
@@ -171,7 +172,7 @@ class KerasMetric(MergeableMetric):
     """
 
     def __init__(self, metric: Any, arguments: Any) -> None:
-        self._specs = tf.nest.map_structure(_spec, arguments)
+        self._specs = _mapped(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), arguments)
         self._config = (type(metric), metric.get_config())
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
@@ -185,7 +186,7 @@ class KerasMetric(MergeableMetric):
         kind, config = self._config
         metric = kind.from_config(config)
         if len(metric.variables) != len(self._sums):  # F1Score creates variables in the first batch
-            arguments, named = tf.nest.map_structure(_zeros, self._specs)
+            arguments, named = _mapped(lambda spec: tf.zeros(spec.shape, spec.dtype), self._specs)
             metric.update_state(*arguments, **named)
         for variable, value in zip(metric.variables, self._sums, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
@@ -193,11 +194,3 @@ class KerasMetric(MergeableMetric):
         if isinstance(result, dict):
             return {f"_{name}": float(value) for name, value in result.items()}
         return np.asarray(result)
-
-
-def _spec(leaf: Any) -> Any:
-    return None if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype)
-
-
-def _zeros(spec: Any) -> Any:
-    return None if spec is None else tf.zeros(spec.shape, spec.dtype)

@@ -66,3 +66,9 @@ class Precision(StepFeature):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters, unless gradients have overflowed."""
         optimizer.step()
+
+
+def in_full_precision(value: Any) -> Any:
+    """Convert a tensor of 16-bit floats to float32. Return other values unchanged."""
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.nested import map_leaves
-from raysgd.torch.precision import PRECISIONS, Precision
+from raysgd.torch.precision import PRECISIONS, Precision, in_full_precision
 from raysgd.train import worker_session
 from raysgd.train.session import world_rank, world_size
 from raysgd.train.torch.loading import PreparedLoader
@@ -248,9 +248,4 @@ def _in_autocast(
     precision: Precision, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with precision.autocast():
-        return map_leaves(forward(*args, **kwargs), _float32)
-
-
-def _float32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return value.float() if is_half else value
+        return map_leaves(forward(*args, **kwargs), in_full_precision)
