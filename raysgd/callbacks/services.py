@@ -33,15 +33,12 @@ class ServiceLogger(LoggerCallback):
     _failed = False
 
     def _open(self, trainer: Trainer) -> Any:
-        """Start a run, or continue the run `run_id`. Return the run, and set `run_id`."""
+        """Start a run, or continue the run `run_id`. Set `run_id`.
+
+        Return an object with ``log(values, step, time_s)`` and ``end(failed)``. The time is in
+        seconds since the epoch.
+        """
         raise NotImplementedError
-
-    def _write(self, run: Any, values: dict[str, Any], step: int, time_s: float) -> None:
-        """Write numbers with a time in seconds since the epoch."""
-        run.log(values, step, time_s)
-
-    def _end(self, run: Any, failed: bool) -> None:
-        run.end(failed)
 
     def _opened(self, trainer: Trainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""
@@ -59,11 +56,11 @@ class ServiceLogger(LoggerCallback):
         if NUM_SAMPLES in numbers and call.seconds > 0:
             values[f"speed/{call.kind}_samples_per_s"] = numbers[NUM_SAMPLES] / call.seconds
         values["workers/num_workers"] = trainer.num_workers
-        self._write(self._opened(trainer), values, trainer.global_step, call.time)
+        self._opened(trainer).log(values, trainer.global_step, call.time)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"workers/num_workers": event.num_workers}
-        self._write(self._opened(trainer), values, event.step, event.time)
+        self._opened(trainer).log(values, event.step, event.time)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         self._failed = True
@@ -71,7 +68,7 @@ class ServiceLogger(LoggerCallback):
     def on_train_end(self, trainer: Trainer) -> None:
         run, self._run = self._run, None
         if run is not None:
-            self._end(run, self._failed)
+            run.end(self._failed)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.run_id is None else {"run_id": self.run_id}
@@ -277,7 +274,7 @@ class WandbLogger(ServiceLogger):
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"event": event.kind, "workers/num_workers": event.num_workers}
-        self._write(self._opened(trainer), values, event.step, event.time)
+        self._opened(trainer).log(values, event.step, event.time)
 
     def _open(self, trainer: Trainer) -> Any:
         import wandb
@@ -296,10 +293,7 @@ class WandbLogger(ServiceLogger):
         self.run_id = run.id
         # Steps in wandb cannot decrease, but a restart from a snapshot repeats steps.
         run.define_metric("*", step_metric="global_step")
-        return run
-
-    def _write(self, run: Any, values: dict[str, Any], step: int, time_s: float) -> None:
-        run.log({**values, "global_step": step})
-
-    def _end(self, run: Any, failed: bool) -> None:
-        run.finish(exit_code=int(failed))
+        return types.SimpleNamespace(
+            log=lambda values, step, time_s: run.log({**values, "global_step": step}),
+            end=lambda failed: run.finish(exit_code=int(failed)),
+        )

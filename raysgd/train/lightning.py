@@ -56,14 +56,9 @@ class RayLightningEnvironment(LightningEnvironment):
     def creates_processes_externally(self) -> bool:
         return True
 
-    def world_size(self) -> int:
-        return world_size()
-
-    def global_rank(self) -> int:
-        return world_rank()
-
-    def local_rank(self) -> int:
-        return local_rank()
+    world_size = staticmethod(world_size)
+    global_rank = staticmethod(world_rank)
+    local_rank = staticmethod(local_rank)
 
     def node_rank(self) -> int:
         return get_context().get_node_rank()

@@ -74,7 +74,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
             )
             self.schedulers = schedulers
-            self._surroundings.optimizers = [self.optimizer]
+            self._surroundings.optimizers.append(self.optimizer)
             self._surroundings.lr_scheduler_configs = [
                 SimpleNamespace(scheduler=each) for each in schedulers
             ]
@@ -325,12 +325,9 @@ class _Surroundings:
         self.datamodule: Any = None
         self.lr_scheduler_configs: list[Any] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.strategy, self._lightning_optimizers = self, self.optimizers  # for self.optimizers()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "strategy":
-            return self
-        if name == "_lightning_optimizers":  # for self.optimizers()
-            return self.optimizers
         reason = (
             'pass config={"max_epochs": ...}.'
             if name in ("max_epochs", "estimated_stepping_batches")
