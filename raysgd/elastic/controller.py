@@ -152,10 +152,7 @@ class Controller:
     # ---- event loop
 
     def _react(self, event: GroupEvent) -> GroupEvent:
-        """Execute the actions that follow from an event, and return the last event.
-
-        The last action returns the next event. Of the earlier ones, only the progress is used.
-        """
+        """Execute the actions that follow from an event, and return the last event."""
         while True:
             self._check_open()
             self.state, actions = transition(self.state, event, self.policy)
@@ -187,12 +184,14 @@ class Controller:
                 self._lacks_state = context.call.replaces_state
                 return forming.restart(self.state.budget.min_workers)
             case Do.RESCUE_STATE:
-                return self._rescue_state()
+                self._rescue_state()
+            case Do.CHECK_SNAPSHOT:
+                return machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.SAVE_STATE:
                 self._supervision.attempt = None  # of an earlier attempt
                 context.preemption.must_save = False
                 context.call.save_soon = True
-                return self._rescue_state()
+                self._rescue_state()
             case Do.ABANDON_CALL:
                 self.journal.progress = self._supervision.abandon() or self.progress
             case Do.COLLECT_DEPARTING:
@@ -268,11 +267,13 @@ class Controller:
             num_leaving=len(leaving),
             must_save=self._context.preemption.must_save and self._context.call.can_pause,
             must_replay=self._supervision.must_replay(),
-            can_restart=bool(self.members) or self.can_restart(),  # may read a large file
         )
 
     def can_restart(self) -> bool:
-        """Whether new workers can have the newest state, or the state of a kept snapshot."""
+        """Return whether new workers can have the newest state, or that of a kept snapshot.
+
+        This may read a large file.
+        """
         if self.policy.keeps_snapshots or self._context.call.replaces_state:
             return True
         step = (self.snapshots.state() or {}).get("global_step", 0)
@@ -300,11 +301,10 @@ class Controller:
         self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()
 
-    def _rescue_state(self) -> GroupEvent:
+    def _rescue_state(self) -> None:
         """Fetch the newest state of the remaining workers as the snapshot, for a restart."""
         progress = self.snapshots.rescue(self._context.commands)
         self.journal.progress = progress or self.progress
-        return machine.StateRescued(can_restart=self.can_restart())
 
     # ---- methods for trainers
 

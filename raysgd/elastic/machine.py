@@ -1,7 +1,7 @@
 """The states of a group of workers, and the driver's actions for each event.
 
-The controller executes the actions in order. The last one may return the next event; of the others,
-only the progress is used. `docs/architecture.md` lists the transitions.
+The controller executes the actions in order. The last one may return the next event.
+`docs/architecture.md` lists the transitions.
 """
 
 from __future__ import annotations
@@ -112,15 +112,13 @@ class Surveyed(GroupEvent):
     """Whether to save, because workers leave before others can replace them."""
     must_replay: bool = False
     """Whether to repeat steps that were lost with all workers."""
-    can_restart: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateRescued(GroupEvent):
-    """The snapshot has the newest state of the members, so that all of them can restart."""
+class SnapshotChecked(GroupEvent):
+    """The driver has looked for a state from which all workers can restart."""
 
     can_restart: bool
-    """Whether there is such a state."""
 
 
 class GroupFormed(GroupEvent):
@@ -192,6 +190,7 @@ class Do(Enum):
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
     ABANDON_CALL = "interrupt the workers after an exception on the driver"
     RESCUE_STATE = "replace the snapshot with the state of the workers"
+    CHECK_SNAPSHOT = "look whether new workers would have a state"
     RESTART = "stop the members, start all workers, and load the snapshot"
     COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
 
@@ -260,8 +259,10 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
             return replace(state, budget=budget), (Do.SURVEY,)
         case Ready() | Broken(), Surveyed():
             return _after_survey(state, event, policy)
-        case Broken(), StateRescued(can_restart=can_restart):
-            return _restart_from_snapshot(state, can_restart)
+        case Broken(), SnapshotChecked(can_restart=can_restart):
+            if not can_restart:
+                return state, (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
+            return _restart(state)
         case Starting() | Broken(), GroupFormed():
             return Ready(budget), (Do.SURVEY,) if budget.in_call else ()
         case Broken(num_failed_rejoins=number), FormingFailed(error=error):
@@ -291,16 +292,10 @@ def _restart(state: State) -> Next:
     return Starting(state.budget), (Do.RESTART,)
 
 
-def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
-    if not can_restart:
-        return _broken(state), (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
-    return _restart(state)
-
-
 def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
     budget = state.budget
     if not event.num_workers:
-        return _restart_from_snapshot(state, event.can_restart)
+        return _broken(state), (Do.CHECK_SNAPSHOT,)
     if event.num_workers + event.num_joining < budget.min_workers:
         if policy.may_grow:
             return state, (Do.AWAIT_WORKERS, Do.SURVEY)
@@ -311,8 +306,8 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
             return _broken(state), (Do.REJOIN,)
         collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
         if event.num_leaving or policy.rescues_state:
-            return _broken(state), (*collect, Do.RESCUE_STATE)
-        return _restart_from_snapshot(state, event.can_restart)
+            return _broken(state), (*collect, Do.RESCUE_STATE, Do.CHECK_SNAPSHOT)
+        return _restart(state)
     save = [Do.SAVE_STATE] if event.must_save else []
     begins = not event.must_replay and (event.must_save or not budget.has_begun)
     has_begun = begins or (budget.has_begun and not event.must_save)

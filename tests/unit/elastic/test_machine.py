@@ -38,7 +38,6 @@ surveyed = st.builds(
     num_leaving=st.integers(0, 1),
     must_save=booleans,
     must_replay=booleans,
-    can_restart=booleans,
 )
 lost, formed = st.just(machine.WorkersLost(lost=LOST)), st.just(machine.GroupFormed())
 state_lost = st.just(machine.StateLost(why="no shares"))
@@ -49,13 +48,13 @@ stopped = st.builds(machine.CallFailed, error=errors)
 calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
 starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
 aborted = st.builds(machine.Aborted, reached_workers=booleans)
-rescued = st.builds(machine.StateRescued, can_restart=booleans)
+checked = st.builds(machine.SnapshotChecked, can_restart=booleans)
 stops = st.just(machine.StopRequested())
 RESULTS = {
     Do.SURVEY: surveyed,
     Do.REJOIN: formed | failed | lost | state_lost,
     Do.RESTART: formed,
-    Do.RESCUE_STATE: rescued,
+    Do.CHECK_SNAPSHOT: checked,
     machine.RunCall: lost | returned | stopped,
 }
 """Strategies for the next event, by last action."""
@@ -74,9 +73,9 @@ SAMPLES = [
         machine.StartRequested(min_workers=1),
         machine.CallRequested(budget=BUDGETS[0]),
         machine.StopRequested(),
+        machine.Surveyed(num_workers=0),
     ),
-    *(machine.Surveyed(num_workers=0, can_restart=each) for each in (True, False)),
-    *(machine.StateRescued(can_restart=each) for each in (True, False)),
+    *(machine.SnapshotChecked(can_restart=each) for each in (True, False)),
     *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
     *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
     *(machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
