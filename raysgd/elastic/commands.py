@@ -46,6 +46,7 @@ class Attempt:
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
         self._clock = clock
+        self.members: list[WorkerHandle] = []
         self.pending: dict[WorkerHandle, Future[Outcome]] = {}
         self._done = clock.queue()
         for member, future in futures.items():
@@ -59,6 +60,7 @@ class Attempt:
         """The error of a worker that may live, but whose outcome will never come."""
 
     def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
+        self.members.append(member)
         self.pending[member] = future
         future.add_done_callback(self._done.put)
 
@@ -156,10 +158,17 @@ class Commands:
         self._journal = journal
         self._check_open = check_open
         self._timeout_s = max(timeout_s, _SILENCE_S)
-        self.busy: dict[WorkerHandle, Future[Outcome]] = {}
-        """Workers that had not returned when the driver stopped waiting for their call."""
-        self.joining: list[WorkerHandle] = []
+        self._unfinished: dict[WorkerHandle, Future[Outcome]] = {}
         self._pausing: int | None = None
+
+    @property
+    def busy(self) -> dict[WorkerHandle, Future[Outcome]]:
+        """Workers that have not returned since the driver stopped waiting for their call."""
+        return {
+            member: future
+            for member, future in self._unfinished.items()
+            if self._group.slot_of(member) and not (future.done() and not future.exception())
+        }
 
     @property
     def is_pausing(self) -> bool:
@@ -185,26 +194,32 @@ class Commands:
         if self.is_pausing:
             self.pause_at(None)
 
-    def interrupt(self, besides: Iterable[WorkerHandle] = ()) -> None:
-        """Make the running calls fail on all members, because each may wait for any other."""
-        members = dict.fromkeys([*self._group.members, *self.joining])
-        concerned = [member for member in members if member not in besides]
-        answers = [m.control(Worker.interrupt, self._journal.generation) for m in concerned]
+    def _interrupt(self, members: Iterable[WorkerHandle]) -> None:
+        answers = [
+            member.control(Worker.interrupt, self._journal.generation)
+            for member in dict.fromkeys(members)
+        ]
         self._clock.wait(answers, ANSWER_S)
 
-    def stop(self, attempt: Attempt) -> None:
-        """Interrupt the members, and remember those that stay busy."""
-        attempt.interrupt_after_cause(self.interrupt)
-        self.busy |= attempt.pending
+    def interrupt(self, attempt: Attempt) -> None:
+        """Make an attempt fail on all members, because each may wait for any other."""
+        self._unfinished |= attempt.pending
+        self._interrupt([*self._group.members, *attempt.members])
 
-    def finish(self, request: Request) -> None:
-        """Interrupt all members, and send a request to the idle ones."""
-        self.interrupt(besides=self.busy)  # the busy ones were interrupted before
-        idle = [member for member in self._group.members if member not in self.busy]
+    def end(self, attempt: Attempt) -> None:
+        """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
+        attempt.interrupt_after_cause(lambda: self.interrupt(attempt))
+        self._unfinished = self.busy
+
+    def interrupt_and_send(self, request: Request) -> None:
+        """Interrupt the members, and send a request to those that are idle."""
+        busy = self.busy  # they were interrupted before
+        idle = [member for member in self._group.members if member not in busy]
+        self._interrupt(idle)
         packed = sendable(request.name, request)
         attempt = Attempt({m: m.work(Worker.call, packed) for m in idle}, self._clock)
         attempt.collect_until(ANSWER_S)
-        self.busy |= attempt.pending  # the next call detects lost workers among them
+        self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
     def ask(
         self,
@@ -236,7 +251,7 @@ class Commands:
                 )
                 attempt.collect_until(patience_s - quiet_s)
         finally:
-            self.busy = attempt.pending
+            self._unfinished = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"
         for member in attempt.pending:
             if not member.remote:  # the driver cannot kill its own process
@@ -245,7 +260,7 @@ class Commands:
                 )
         return attempt.lost | {m: WorkerTimeoutError(why) for m in attempt.pending}
 
-    def reach(
+    def probe_or_kill(
         self, members: Iterable[WorkerHandle], is_over: Callable[[], bool] = lambda: False
     ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
         """Return the progress of workers, and the lost workers. Kill workers that do not answer.

@@ -192,8 +192,8 @@ class Controller:
                 context.preemption.must_save = False
                 context.call.save_soon = True
                 self._rescue_state()
-            case Do.ABANDON_CALL:
-                self.journal.progress = self._supervision.abandon() or self.progress
+            case Do.INTERRUPT:
+                self.journal.progress = self._supervision.interrupt() or self.progress
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
             case machine.RemoveLost(lost):
@@ -266,7 +266,7 @@ class Controller:
             num_joining=len(joining),
             num_leaving=len(leaving),
             must_save=self._context.preemption.must_save and self._context.call.can_pause,
-            must_replay=self._supervision.must_replay(),
+            must_replay=self._supervision.prepare_replay(),
         )
 
     def can_restart(self) -> bool:
@@ -286,7 +286,7 @@ class Controller:
         """
         if not isinstance(self.state, machine.Closed):
             self._react(machine.StopRequested())
-            self._context.commands.finish(request)
+            self._context.commands.interrupt_and_send(request)
 
     # ---- losses
 
@@ -295,7 +295,6 @@ class Controller:
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
             self.journal.record("lost", [member], cause=said)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
-            self._context.commands.busy.pop(member, None)
             self._scale_up.lost(member)
             self._group.discard(member)
         self._context.call.num_losses = self.state.budget.num_losses

@@ -14,7 +14,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionWatch
-from raysgd.elastic.scale_up import Replacement, ScaleUp
+from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
@@ -50,7 +50,7 @@ class DriverContext:
         self.call = Call()
         """The running call. Only the controller sets it."""
 
-    def due_changes(self) -> tuple[list[Replacement], list[WorkerHandle]]:
+    def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""
         ready = self.scale_up.ready()
         leaving = self.preemption.due_to_leave(len(ready))

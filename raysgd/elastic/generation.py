@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from raysgd._internal.context import Progress, WorkerContext
+from raysgd._internal.context import Progress
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.streams import offered
 from raysgd.cluster.worker import Outcome, Worker
@@ -18,7 +18,6 @@ from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.policies import assign_contexts, backoff_s, choose_members, furthest
-from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -49,19 +48,16 @@ class GroupForming:
 
     def rejoin(self) -> machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
-        began, policy = self._clock.monotonic(), self._context.policy
+        began, policy, commands = self._clock.monotonic(), self._context.policy, self._commands
         # A worker that holds the GIL receives its interruption late.
-        _, silent = self._commands.reach(self._commands.busy if policy.supports_live_join else ())
+        _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
-        if lost := silent or self._commands.await_busy(patience_s):
+        if lost := silent or commands.await_busy(patience_s):
             return self._note_lost(lost)
-        ready, leaving = self._context.due_changes()
-        joining = {r.member: r for r in ready if r.member is not None}
-        answers, lost = self._commands.reach([*self._group.members, *joining])
-        for member in [member for member in joining if member in lost]:
-            self._scale_up.fail(joining.pop(member), lost.pop(member))
-        if lost:
-            return self._note_lost(lost)
+        joining, leaving = self._context.due_changes()
+        answers, lost = commands.probe_or_kill([*self._group.members, *joining])
+        if isinstance(event := self._note_lost(lost), machine.WorkersLost):
+            return event
         self._context.shares.poll(answers)
         by_member = {member: answers[member] for member in self._group.members}
         progress = furthest(list(by_member.values()))
@@ -72,22 +68,22 @@ class GroupForming:
         if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
             return machine.StateLost(why=why, progress=progress)
+        joining = [member for member in joining if member in answers]
         if not set(leaving).isdisjoint(staying):
-            joining = {}  # the leaving workers keep their places
+            joining = []  # the leaving workers keep their places
         self._journal.progress = progress  # also if forming the group raises an error
         return replace(self._form(leader, staying, joining, progress, began), progress=progress)
 
     def _note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
-        for member in lost:
-            self._commands.busy.pop(member, None)
-        members = {m: e for m, e in lost.items() if not self._scale_up.fail_member(m, e)}
+        """Discard lost replacement workers, and return the event of the lost members."""
+        members = {m: e for m, e in lost.items() if not self._scale_up.fail(m, e)}
         return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
 
     def _form(
         self,
         leader: WorkerHandle,
         staying: Sequence[WorkerHandle],
-        joining: Mapping[WorkerHandle, Replacement],
+        joining: Sequence[WorkerHandle],
         progress: Progress,
         began: float,
     ) -> machine.GroupEvent:
@@ -97,44 +93,31 @@ class GroupForming:
                 if (shards := value_of(outcome)) is not None:
                     self._commands.ask([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
-        attempt = self._join(entering, self._next_contexts(entering), leader)
+        attempt = self._join(entering, entering.index(leader))
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in holdings):
             return machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.failed:
-            return self._forming_failed(attempt, joining)
+            error = attempt.error()
+            # If no worker is lost, discard all replacements, because one may be the cause.
+            if lost := attempt.lost or dict.fromkeys(joining, error):
+                return self._note_lost(lost)
+            if isinstance(error, CollectiveError):
+                logger.warning("The workers could not form a process group: %s", error)
+            return machine.FormingFailed(error=error)
         self._group.members[:] = entering
         self._assign_ranks(entering)
-        self._scale_up.forget_joined(list(joining.values()))
+        self._scale_up.forget_joined(joining)
         seconds, step = self._clock.monotonic() - began, progress.global_step
         self.collect_departing(departing)
         for member in departing:
             self._group.discard(member)
         left = "; ".join(f"a worker has left {member.name}" for member in departing)
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
-        concerned = list(joining) or entering
-        self._journal.record(kind, concerned, cause=left, step=step, seconds=seconds)
+        self._journal.record(kind, joining or entering, cause=left, step=step, seconds=seconds)
         for warning in {outcome.progress.warning for outcome in attempt.outcomes.values()} - {""}:
             logger.warning("%s", warning)
         return machine.GroupFormed()
-
-    def _forming_failed(
-        self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
-    ) -> machine.GroupEvent:
-        # Discard lost replacements. If no worker is lost, discard all, because one may be the
-        # cause.
-        reason = None if attempt.lost else attempt.error()
-        for member, replacement in joining.items():
-            if (error := attempt.lost.pop(member, reason)) is not None:
-                self._commands.busy.pop(member, None)
-                self._scale_up.fail(replacement, error)
-        if attempt.lost:
-            return self._note_lost(attempt.lost)
-        if joining:
-            return machine.FormingFailed()
-        if isinstance(reason, CollectiveError):
-            logger.warning("The workers could not form a process group: %s", reason)
-        return machine.FormingFailed(error=reason)
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
@@ -203,79 +186,63 @@ class GroupForming:
 
     def _start_group(self) -> Progress | None:
         """Form a group of the ready workers, and return its progress. None if a worker was lost."""
-        ready = self._scale_up.ready()
-        joining = {r.member: r for r in ready if r.member is not None}
-        _, lost = self._commands.reach(joining)
+        joining = self._scale_up.ready()
+        _, lost = self._commands.probe_or_kill(joining)
         if lost:
-            for member, error in lost.items():
-                self._scale_up.fail(joining[member], error)
+            self._note_lost(lost)
             return None
-        progress = self._form_started(joining)
-        if progress is not None:
-            # All workers repeat the steps after the snapshot, also those of departed workers.
-            call, step = self._context.call, progress.global_step
-            call.departed_results[:] = [
-                each for each in call.departed_results if each.progress.global_step <= step
-            ]
-            self._scale_up.forget_joined(ready)
-            if not (self._context.policy.survivors_stay and self._context.elastic.grow):
-                self._scale_up.stop()  # late workers could never join
+        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
+        self._assign_ranks(members)
+        progress = Progress()
+        for has_loaded, attempt in self._phases(members):
+            if attempt.failed:
+                self._discard_lost(attempt, members)
+                return None
+            if has_loaded:
+                progress = attempt.outcomes[members[0]].progress
+        # All workers repeat the steps after the snapshot, also those of departed workers.
+        results, step = self._context.call.departed_results, progress.global_step
+        results[:] = [each for each in results if each.progress.global_step <= step]
+        self._scale_up.forget_joined(members)
+        if not (self._context.policy.survivors_stay and self._context.elastic.grow):
+            self._scale_up.stop()  # late workers could never join
         self._scale_up.set_up_alone()
         return progress
 
-    def _form_started(self, joining: Mapping[WorkerHandle, Replacement]) -> Progress | None:
-        """Form a group, and return its progress. Return None if a worker was lost."""
-        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
-        contexts = self._next_contexts(members)
-        self._assign_ranks(members)
-        leader: WorkerHandle | None = None
-        progress: Progress | None = Progress()
-        if self._scale_up.together:
-            for member, context in zip(members, contexts, strict=True):
-                joining[member].context, joining[member].phase = context, "set up"
-        else:  # the other workers get the snapshot from the leader
-            leader = members[0]
-            progress = self._load_snapshot([leader], joining)
-        if progress is None or self._has_lost(self._join(members, contexts, leader), joining):
-            return None
+    def _phases(self, members: Sequence[WorkerHandle]) -> Iterator[tuple[bool, Attempt]]:
+        """Start a group. Yield whether a phase has loaded the snapshot, and its attempt."""
+        leader = None if self._scale_up.together else 0
+        if leader is not None:  # the other workers get the snapshot from the leader
+            yield from self._load_snapshot(members[:1])
+        yield False, self._join(members, leader)
         self._group.members[:] = members
         if self.on_start is not None:
             self.on_start()
-        return self._load_snapshot(members, joining) if leader is None else progress
+        if leader is None:
+            yield from self._load_snapshot(members)
 
-    def _load_snapshot(
-        self, members: Sequence[WorkerHandle], joining: Mapping[WorkerHandle, Replacement]
-    ) -> Progress | None:
+    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[tuple[bool, Attempt]]:
         if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
-            return Progress()
+            return
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
         with offered(packed, [member.info.node_ip for member in members]) as offer:
-            self._commands.joining = list(members)
             calls = {member: member.work(Worker.call, offer) for member in members}
             attempt = self._await_phase(calls, "load")
-        if self._has_lost(attempt, joining):
-            return None
-        return next(iter(attempt.outcomes.values())).progress
+        yield True, attempt
 
-    def _has_lost(self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]) -> bool:
-        """Raise the error of an attempt. If workers are lost, discard them and keep the others."""
-        if attempt.failed and not attempt.lost:
-            raise attempt.error()
+    def _discard_lost(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
+        """Discard the lost workers of a start, and keep the others. Raise any other failure."""
         if not attempt.lost:
-            return False
+            raise attempt.error()
         # Replace processes that `on_start` may have changed, or that can join only one group.
         are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
         self._group.members.clear()
-        _, lost = self._commands.reach(joining.keys() - attempt.lost)
-        lost |= attempt.lost
-        for member, replacement in joining.items():
-            self._commands.busy.pop(member, None)
-            if member in lost:
-                self._scale_up.fail(replacement, lost[member])
-            elif are_used:
-                self._scale_up.drop(replacement)
+        _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
+        self._note_lost(attempt.lost | lost)
+        if are_used:
+            self._scale_up.drop(members)
+        self._scale_up.set_up_alone()
         self._next_generation()  # a late interruption of this one must not reach later work
-        return True
 
     # ---- shared helpers
 
@@ -286,32 +253,27 @@ class GroupForming:
         self._journal.generation += 1
         return self._journal.generation
 
-    def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
+    def _join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
+        """Move workers into the next generation, with the state of rank `leader`.
+
+        Without a leader, they run their setup.
+        """
         contexts = assign_contexts(
-            [member.info for member in members],
+            [member.info for member in entering],
             generation=self._next_generation(),
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._context.shares.configured(members)
-        return [replace(context, shares=shares) for context in contexts]
-
-    def _join(
-        self,
-        entering: Sequence[WorkerHandle],
-        contexts: Sequence[WorkerContext],
-        leader: WorkerHandle | None,
-    ) -> Attempt:
-        """Move workers into a generation, with the state of `leader` or by running their setup."""
-        rendezvous, leader_rank = None, None
+        shares = self._context.shares.configured(entering)
+        entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
+        if leader is None:
+            self._scale_up.note_set_up(entries)
+        rendezvous = None
         if self._backend is not None:
             rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
-        if leader is not None:
-            leader_rank = list(entering).index(leader)
-        self._commands.joining = list(entering)
         calls = {
-            member: member.work(Worker.join_group, context, rendezvous, leader_rank)
-            for member, context in zip(entering, contexts, strict=True)
+            member: member.work(Worker.join_group, context, rendezvous, leader)
+            for member, context in entries.items()
         }
         what = "set up" if leader is None else "join a new generation"
         attempt = self._await_phase(calls, what, listening=leader is not None)
@@ -337,7 +299,7 @@ class GroupForming:
                 waiting = self._journal.listed(attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, what)
             if listening and not has_collected:
-                _, lost = self._commands.reach(
+                _, lost = self._commands.probe_or_kill(
                     attempt.pending,
                     lambda: attempt.collect(0.0) or self._clock.monotonic() > deadline,
                 )
@@ -345,16 +307,15 @@ class GroupForming:
                     attempt.declare_lost(member, error)
             if self._clock.monotonic() > deadline and not self._group.is_cut_off():
                 waiting = self._journal.listed(attempt.pending)
-                self._stop(attempt)
+                self._end(attempt)
                 raise WorkerTimeoutError(
                     f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {what}."
                 )
         if attempt.failed:
-            self._stop(attempt)
-        self._commands.joining = []
+            self._end(attempt)
         return attempt
 
-    def _stop(self, attempt: Attempt) -> None:
+    def _end(self, attempt: Attempt) -> None:
         if self._backend is not None:
             self._backend.close()  # wakes workers that still wait for each other
-        self._commands.stop(attempt)
+        self._commands.end(attempt)

@@ -188,7 +188,7 @@ class Do(Enum):
     AWAIT_WORKERS = "wait until enough workers are ready"
     REJOIN = "wait for workers that are still busy, and form the next generation"
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
-    ABANDON_CALL = "interrupt the workers after an exception on the driver"
+    INTERRUPT = "interrupt the workers after an exception on the driver"
     RESCUE_STATE = "replace the snapshot with the state of the workers"
     CHECK_SNAPSHOT = "look whether new workers would have a state"
     RESTART = "stop the members, start all workers, and load the snapshot"
@@ -248,7 +248,7 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
         case _, StopRequested():
             return _broken(state), ()
         case Running(), Aborted(reached_workers=reached_workers):
-            return (Broken(budget), (Do.ABANDON_CALL,)) if reached_workers else (Ready(budget), ())
+            return (Broken(budget), (Do.INTERRUPT,)) if reached_workers else (Ready(budget), ())
         case Starting(), Aborted():
             return Broken(budget), (DiscardWorkers(),)
         case Ready() | Broken(), Aborted():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -197,7 +197,7 @@ class ScaleUp:
         if missing <= 0:
             in_order = sorted(self._replacements, key=lambda r: r.member is None)
             for replacement in in_order[self._num_places() :]:
-                self.drop(replacement)  # other workers took the place, or all members stay
+                self._drop(replacement)  # other workers took the place, or all members stay
             if not self._replacements:
                 self.group.give_back()
         if missing > 0 and self._failures < self.config.max_attempts:
@@ -217,7 +217,7 @@ class ScaleUp:
                 continue  # another replacement took the last place
             replacement.advance()
             if replacement.error is not None:
-                self.fail(replacement)
+                self._fail(replacement, replacement.error)
 
     def _start_missing(self, starting: bool) -> list[Replacement]:
         taken = [replacement.slot for replacement in self._replacements]
@@ -241,15 +241,19 @@ class ScaleUp:
             )
         return self._replacements[len(taken) :]
 
-    def fail(self, replacement: Replacement, error: BaseException | None = None) -> None:
-        """Discard a replacement worker, so that another one starts.
+    def fail(self, member: WorkerHandle, error: BaseException) -> bool:
+        """Discard a worker if it is a replacement, so that another one starts.
 
-        The next start is delayed after an exception, and after several losses of a slot in the same
-        phase.
+        Return whether it is one. The next start is delayed after an exception, and after several
+        losses of a slot in the same phase.
         """
-        error = error or replacement.error
-        assert error is not None
-        self.drop(replacement)
+        replacement = next((r for r in self._replacements if r.member is member), None)
+        if replacement is not None:
+            self._fail(replacement, error)
+        return replacement is not None
+
+    def _fail(self, replacement: Replacement, error: BaseException) -> None:
+        self._drop(replacement)
         member, slot, phase = replacement.member, replacement.slot, replacement.phase
         said = cause_of(member, error)
         self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
@@ -279,30 +283,32 @@ class ScaleUp:
         if self._failures == self.config.max_attempts:
             logger.warning("No more replacement workers start in this call.")
 
-    def drop(self, replacement: Replacement) -> None:
+    def _drop(self, replacement: Replacement) -> None:
         if replacement not in self._replacements:
             return  # `shutdown` in another thread has done this
         self._replacements.remove(replacement)
         if replacement.member is not None:
             self.group.discard(replacement.member)
 
-    def fail_member(self, member: WorkerHandle, error: BaseException) -> bool:
-        """Record the failure of a replacement worker.
+    def drop(self, members: Collection[WorkerHandle]) -> None:
+        """Discard replacement workers, although they have not failed."""
+        for replacement in list(self._replacements):
+            if replacement.member in members:
+                self._drop(replacement)
 
-        Return False if the worker is not a replacement.
-        """
-        replacement = next((r for r in self._replacements if r.member is member), None)
-        if replacement is not None:
-            self.fail(replacement, error)
-        return replacement is not None
-
-    def ready(self) -> list[Replacement]:
+    def ready(self) -> list[WorkerHandle]:
         """Return the replacement workers that can join now."""
         if not self.policy.survivors_stay and self.group.drains.is_ray_silent:
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
-        return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
+        return [
+            replacement.member
+            for replacement in self._replacements
+            if replacement.member is not None
+            and replacement.is_ready
+            and (is_free or replacement.replaces_lost)
+        ]
 
     def coming(self) -> int:
         """Return the number of replacements with a process. The others wait for room."""
@@ -334,23 +340,29 @@ class ScaleUp:
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
         return now >= self._enough_at + grace_s and all(member.remote for member in late.values())
 
+    def note_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:
+        """Record that replacements set up together, in these contexts."""
+        for replacement in self._replacements:
+            if (member := replacement.member) is not None and member in contexts:
+                replacement.context, replacement.phase = contexts[member], "set up"
+
     def set_up_alone(self) -> None:
-        """Make the remaining replacements set up alone, after the first start."""
+        """Make the remaining replacements set up alone, after the first start or its failure."""
         if self.together and self.policy.survivors_stay:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
                 replacement.is_ready = False
 
-    def forget_joined(self, replacements: Sequence[Replacement]) -> None:
-        for replacement in replacements:
+    def forget_joined(self, members: Collection[WorkerHandle]) -> None:
+        for replacement in [each for each in self._replacements if each.member in members]:
             self._replacements.remove(replacement)
             self._crashes.pop(replacement.slot, None)
             self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
         self.is_first = False
-        if replacements:
+        if members:
             self.try_again()
         self.resized()
 
     def stop(self) -> None:
         for replacement in list(self._replacements):
-            self.drop(replacement)
+            self._drop(replacement)

@@ -49,8 +49,8 @@ class Supervision:
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
 
-    def must_replay(self) -> bool:
-        """Whether steps were lost with all workers and a call can repeat them."""
+    def prepare_replay(self) -> bool:
+        """Return whether steps were lost with all workers and a call can repeat them."""
         step, reached, call = self._journal.progress.global_step, self.reached, self._call
         if step >= reached.global_step or not (call.has_batches or call.replay):
             return False
@@ -96,7 +96,7 @@ class Supervision:
                 attempt.add(member, member.work(Worker.call, packed, inbox and inbox.address()))
             polled = self._watch(call, attempt)
             if attempt.failed:
-                self._commands.stop(attempt)
+                self._commands.end(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
@@ -213,11 +213,11 @@ class Supervision:
         if not all(f.done() and f.exception() is None and f.result() < step for f in answers):
             # Some workers have passed the step: discard it.
             attempt.interrupted_by_us = True
-            self._commands.stop(attempt)
+            self._commands.end(attempt)
 
-    def abandon(self) -> Progress | None:
-        """Stop the work after Ctrl-C, and return the progress of the workers."""
-        self._commands.busy |= self.attempt.pending if self.attempt else {}
-        self._commands.interrupt()
+    def interrupt(self) -> Progress | None:
+        """Interrupt the workers after Ctrl-C, and return their progress."""
+        assert self.attempt is not None
+        self._commands.interrupt(self.attempt)
         reached = list(self._commands.ask_progress().values())
         return furthest(reached) if reached else None

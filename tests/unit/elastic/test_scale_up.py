@@ -171,7 +171,7 @@ def test_no_other_replacement_starts_if_one_cannot_load_the_state(make, clock):
     scale_up, _ = make()
     scale_up.tick()
     (first,) = replacements()
-    scale_up.fail(first, CheckpointError("its groups have [2, 2] parameters, not [2]"))
+    scale_up.fail(first.member, CheckpointError("its groups have [2, 2] parameters, not [2]"))
     scale_up.forget_joined([])  # the others form a group without it
     assert waits_until_the_next(scale_up, clock) is None
     scale_up.try_again()  # in the next call
@@ -236,7 +236,7 @@ def test_a_start_waits_60_s_for_late_workers_and_a_restart_half_a_second(make, c
         assert not scale_up.are_enough(2)
         clock.now += 0.2
         assert scale_up.are_enough(2)
-        scale_up.forget_joined([first, second])
+        scale_up.forget_joined([first.member, second.member])
         scale_up.stop()
 
 
@@ -283,7 +283,7 @@ def test_a_worker_for_new_room_waits_for_the_cooldown(make, clock):
     clock.now += 9.9
     assert scale_up.ready() == []
     clock.now += 0.2
-    assert scale_up.ready() == replacements()
+    assert scale_up.ready() == [replacements()[0].member]
     scale_up.resized()
     assert scale_up.ready() == []
 
@@ -296,7 +296,7 @@ def test_the_successor_of_a_lost_worker_joins_without_the_cooldown(make):
     for replacement in replacements():
         replacement.get_ready()
     assert {n.slot: n.replaces_lost for n in replacements()} == {1: True, 2: False}
-    assert [n.slot for n in scale_up.ready()] == [1]
+    assert scale_up.ready() == [n.member for n in replacements() if n.slot == 1]
 
 
 def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
@@ -305,7 +305,7 @@ def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
     scale_up.tick()
     replacements()[0].get_ready()
     group.take(replacements()[0])
-    scale_up.forget_joined([replacements()[0]])
+    scale_up.forget_joined([replacements()[0].member])
     assert not scale_up.coming()
     assert scale_up.ready() == []
     # the worker leaves, but is not lost
@@ -316,4 +316,4 @@ def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
     assert not replacements()[1].replaces_lost
     assert scale_up.ready() == []  # the join started a cooldown
     clock.now += 5
-    assert scale_up.ready() == [replacements()[1]]
+    assert scale_up.ready() == [replacements()[1].member]
