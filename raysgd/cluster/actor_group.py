@@ -126,10 +126,7 @@ class ActorGroup:
 
     def leaving(self) -> dict[WorkerHandle, Notice]:
         """Return the members that will be preempted."""
-        if not self.drains:
-            return {}
-        notices = {member: self.drains.of(member) for member in self.members if member.remote}
-        return {member: notice for member, notice in notices.items() if notice is not None}
+        return self.drains.leaving(self.members)
 
     def vacant_slots(self, request: bool = True) -> list[AnySlot]:
         """Return slots without a worker, on nodes that will not be preempted.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from raysgd.cluster.clock import Clock
@@ -79,8 +80,8 @@ class Drains:
         announced = list(self._announced.items())  # another thread may change the dict
         return {key: notice for key, notice in announced if isinstance(key, str)} | self._of_ray
 
-    def __bool__(self) -> bool:
-        return bool(self._of_ray or self._announced)
-
-    def of(self, member: WorkerHandle) -> Notice | None:
-        return self._announced.get(member) or self.nodes.get(member.node_id)
+    def leaving(self, members: Iterable[WorkerHandle]) -> dict[WorkerHandle, Notice]:
+        """Return the workers that will be preempted."""
+        nodes = self.nodes
+        found = {m: self._announced.get(m) or nodes.get(m.node_id) for m in members if m.remote}
+        return {member: notice for member, notice in found.items() if notice is not None}

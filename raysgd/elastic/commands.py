@@ -177,34 +177,24 @@ class Commands:
 
     def ask_progress(self) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy."""
-        asked = {member: member.control(Worker.progress) for member in self._group.members}
-        self._clock.wait(asked.values(), ANSWER_S)
-        return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
+        return self._ask_now(self._group.members, Worker.progress)
 
-    def pause_at(self, step: int | None) -> list[Future[int]]:
-        """Send all members the step at which to pause. Return their answers."""
+    def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
+        """Send all members the step at which to pause. Return the current steps of members."""
         number = self._journal.generation
         self._pausing = None if step is None else number
-        answers = [m.control(Worker.pause_at, number, step) for m in self._group.members]
-        self._clock.wait(answers, ANSWER_S)
-        return answers
+        return self._ask_now(self._group.members, Worker.pause_at, number, step)
 
     def cancel_pause(self) -> None:
         """Revoke a pause that the last attempt has not reached."""
         if self.is_pausing:
             self.pause_at(None)
 
-    def _interrupt(self, members: Iterable[WorkerHandle]) -> None:
-        answers = [
-            member.control(Worker.interrupt, self._journal.generation)
-            for member in dict.fromkeys(members)
-        ]
-        self._clock.wait(answers, ANSWER_S)
-
     def interrupt(self, attempt: Attempt) -> None:
         """Make an attempt fail on all members, because each may wait for any other."""
         self._unfinished |= attempt.pending
-        self._interrupt([*self._group.members, *attempt.members])
+        members = dict.fromkeys([*self._group.members, *attempt.members])
+        self._ask_now(members, Worker.interrupt, self._journal.generation)
 
     def end(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
@@ -215,11 +205,19 @@ class Commands:
         """Interrupt the members, and send a request to those that are idle."""
         busy = self.busy  # they were interrupted before
         idle = [member for member in self._group.members if member not in busy]
-        self._interrupt(idle)
+        self._ask_now(idle, Worker.interrupt, self._journal.generation)
         packed = sendable(request.name, request)
         attempt = Attempt({m: m.work(Worker.call, packed) for m in idle}, self._clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
+
+    def _ask_now(
+        self, members: Iterable[WorkerHandle], method: Any, *arguments: Any
+    ) -> dict[WorkerHandle, Any]:
+        """Call a control method of workers. Return the answers of those that answer soon."""
+        asked = {member: member.control(method, *arguments) for member in members}
+        self._clock.wait(asked.values(), ANSWER_S)
+        return _results(asked)
 
     def ask(
         self,
@@ -232,7 +230,7 @@ class Commands:
         packed = pack(request)
         asked = {m: m.work(Worker.call, packed, inbox and inbox.address()) for m in members}
         self._clock.wait(asked.values(), timeout_s)
-        return {m: f.result() for m, f in asked.items() if f.done() and not _error_of(f)}
+        return _results(asked)
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.
@@ -295,7 +293,7 @@ class Commands:
             member.kill_process()
         asked = {member: answer for member, answer in asked.items() if member not in again}
         lost |= {member: error for member, f in asked.items() if (error := _error_of(f))}
-        return {m: f.result() for m, f in asked.items() if f.done() and m not in lost}, lost
+        return _results(asked), lost
 
     def _silent_too_long(
         self, silent: Sequence[WorkerHandle], waited_s: float
@@ -305,7 +303,7 @@ class Commands:
         if waited_s < self._timeout_s:
             states = {member: member.is_stopped() for member in silent}
             self._clock.wait(states.values(), _SILENCE_S)
-            stopped = [m for m, f in states.items() if f.done() and not _error_of(f) and f.result()]
+            stopped = [member for member, is_stopped in _results(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))
 
@@ -313,6 +311,10 @@ class Commands:
 def value_of(outcome: Outcome) -> Any:
     """Return the value of a successful call, otherwise None."""
     return outcome.value() if outcome.kind == "ok" else None
+
+
+def _results(asked: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
+    return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:

@@ -209,8 +209,8 @@ class Supervision:
         if not all(p.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
         step = pause_step(list(progress.values()), notice_s)
-        answers = self._commands.pause_at(step)
-        if not all(f.done() and f.exception() is None and f.result() < step for f in answers):
+        steps = self._commands.pause_at(step).values()
+        if len(steps) < len(progress) or max(steps) >= step:
             # Some workers have passed the step: discard it.
             attempt.interrupted_by_us = True
             self._commands.end(attempt)
