@@ -56,6 +56,8 @@ class EpochPartition:
     layout: StepLayout = BY_WORKERS
     global_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
+    may_split: bool = False
+    """Whether batches of more than `max_rows` samples are split, equally often on all workers."""
 
     @functools.cached_property
     def stride(self) -> int:
@@ -93,13 +95,10 @@ class EpochPartition:
         num_full, rest = divmod(num_samples, self.stride)
         return itertools.chain(itertools.repeat(self.stride, num_full), [rest] * (rest > 0))
 
-    def batches(
-        self, offset: int = 0, num_steps: int | None = None, may_split: bool = False
-    ) -> Iterator[tuple[int, int]]:
+    def batches(self, offset: int = 0, num_steps: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield this worker's batches from `offset`, as (start, stop) in the order of the epoch.
 
-        `num_steps` limits the steps of the group. `may_split` allows to split a batch of more than
-        `max_rows` samples.
+        `num_steps` limits the steps of the group.
         """
         if not self.even:
             end = self._end(offset, num_steps)
@@ -109,7 +108,7 @@ class EpochPartition:
         start, parts, of_size = offset, [], None
         for size in self.sizes(offset, num_steps):
             if size != of_size:  # usually only the last one has another size
-                parts, of_size = self._parts(size, may_split), size
+                parts, of_size = self._parts(size), size
             for low, high, _ in parts:
                 yield start + low, start + high
             start += size
@@ -127,13 +126,13 @@ class EpochPartition:
         end = self.end(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
-    def _parts(self, size: int, may_split: bool) -> list[tuple[int, int, bool]]:
+    def _parts(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's parts of a step as (start, stop, whether the samples count)."""
         if self.layout.is_fixed:
             number = self.layout.num_current_parts(self.world_size)
             return [(*part_of(size, number, each), each < size) for each in self.owned]
         first, stop = part_of(size, self.world_size, self.rank, self.shares)
-        number, rows = self._num_parts(size) if may_split else 1, stop - first
+        number, rows = self._num_parts(size) if self.may_split else 1, stop - first
         spans = [part_of(rows, number, part) for part in range(number)]
         return [
             (first + low, first + high, self.rank < size and part < rows)
@@ -152,21 +151,18 @@ class EpochPartition:
         return min(number, max(1, min(stop - first for first, stop in spans) // 2))
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  a partition is small
-    def plan(self, sizes: tuple[int, ...], may_split: bool) -> UpdatePlan:
-        """Return this worker's micro-batches in an update, whose steps have `sizes` samples.
-
-        `may_split` splits batches of more than `max_rows` samples, equally often on all workers.
-        """
+    def plan(self, sizes: tuple[int, ...]) -> UpdatePlan:
+        """Return this worker's micro-batches in an update, whose steps have `sizes` samples."""
         planned: list[MicroBatch] = []
         for step, size in enumerate(sizes):
-            parts = self._parts(size, may_split)
+            parts = self._parts(size)
             counted = [stop - first if counts else 0 for first, stop, counts in parts]
             total = sum(counted)
             for index, count in enumerate(counted):
                 weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
                 weight = count if self.layout.is_fixed else weight
                 planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
-        is_whole = not (self.layout.is_fixed or may_split)
+        is_whole = not (self.layout.is_fixed or self.may_split)
         is_large = is_whole and any(self._num_parts(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_large)
 

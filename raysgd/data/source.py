@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLayout, UpdatePlan
 from raysgd.errors import CheckpointError
@@ -100,13 +101,10 @@ class BatchSource:
 
     # ---- reading
 
-    def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
-    ) -> Iterator[Any]:
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset`.
 
-        An unpartitioned loader reads and skips the batches before `offset`. `may_split` splits
-        batches that exceed a worker's batch in a group of full size.
+        An unpartitioned loader reads and skips the batches before `offset`.
         """
         iterator, self._rest = self._rest.get((epoch, offset)), {}
         if iterator is None or offset == 0:
@@ -120,7 +118,7 @@ class BatchSource:
             next(iterator, None)  # code of the loader after its last batch may matter
         self._rest = {(epoch, offset + num_steps): iterator}
 
-    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
+    def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         """Return this worker's micro-batches in an update of `num_steps` steps.
 
         Call this after reading the first batch.
@@ -195,10 +193,10 @@ class BatchSource:
     def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
         """Partition the epoch again. `config_batch` is this worker's new ``config[BATCH_SIZE]``."""
 
-    def set_shares(self, shares: tuple[float, ...] | None) -> bool:
-        """Set the relative sizes of the workers' parts, and return whether they changed.
+    def set_parts(self, **fields: Any) -> bool:
+        """Set `shares` or `may_split` of the partition, and return whether they changed.
 
-        They are valid until the next `repartition`.
+        Shares are valid until the next `repartition`.
         """
         return False
 
@@ -306,11 +304,18 @@ class PartitionedSource(BatchSource):
         return self.partition.num_batches()
 
     def __iter__(self) -> Iterator[Any]:
-        return self.batches(self.current_epoch or 0, 0)
+        return self._apart().batches(self.current_epoch or 0, 0)
 
-    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
+    def _apart(self) -> Self:
+        """Return a copy for a loop in user code. An iteration in progress then continues."""
+        apart = copy.copy(self)
+        apart._iteration = None
+        apart.set_parts(may_split=False)
+        return apart
+
+    def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         partition = self._partition  # of the iteration in progress
-        return partition.plan(tuple(partition.sizes(offset, num_steps)), may_split)
+        return partition.plan(tuple(partition.sizes(offset, num_steps)))
 
     def batch_positions(self) -> Iterator[int]:
         return (start for start, _ in self.partition.batches())
@@ -326,10 +331,9 @@ class PartitionedSource(BatchSource):
         if self._follows_config and config_batch is not None and not self.keeps_step:
             self.set_batch_size(config_batch, follows_config=True)
 
-    def set_shares(self, shares: tuple[float, ...] | None) -> bool:
-        changed = shares != self._partition.shares
-        self._partition = replace(self._partition, shares=shares)
-        return changed
+    def set_parts(self, **fields: Any) -> bool:
+        before, self._partition = self._partition, replace(self._partition, **fields)
+        return any(getattr(before, name) != value for name, value in fields.items())
 
     def batching(self) -> tuple[int, bool]:
         return self._partition.batch_size, self._follows_config

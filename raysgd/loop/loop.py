@@ -86,7 +86,6 @@ class Loop:
         self.train_state: TrainState = operator._train_state
         # Iterator over the rest of the training data, for the next segment.
         self._batches: Iterator[Any] | None = None
-        self._batches_may_split = False
         self.source: BatchSource | None = None
         self._shortest: int | None = None  # rank of the worker with the fewest batches
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
@@ -120,7 +119,7 @@ class Loop:
         source = train_state.data.training_source(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
-        if source.set_shares(request.shares) or source is not self.source:
+        if source.set_parts(shares=request.shares) or source is not self.source:
             self.forget_iteration()
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
@@ -212,7 +211,7 @@ class Loop:
             self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)
-            if in_update and (split := micro_batching.split_after(error, batch, segment.may_split)):
+            if in_update and (split := micro_batching.split_after(error, batch)):
                 raise OutOfMemoryError(split) from error
             raise
         metrics = check_result(operator.train_epoch, metrics)
@@ -271,14 +270,11 @@ class Loop:
         if is_bad:
             self.call_progress.state.ended, self.signal.callback_pause = True, 0
 
-    def _read_rest(
-        self, source: BatchSource, epoch: int, offset: int, may_split: bool
-    ) -> Iterator[Any]:
+    def _read_rest(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Return the rest of an iteration over a loader."""
-        differs = source.is_partitioned and may_split != self._batches_may_split
-        if self._batches is None or differs:
-            self._batches = source.batches(epoch, offset, may_split=may_split)
-            self._batches_may_split = may_split
+        may_split = self.train_state.micro_batching.may_split
+        if source.set_parts(may_split=may_split) or self._batches is None:
+            self._batches = source.batches(epoch, offset)
         return self._batches
 
     def _least(self, number: int) -> int:
@@ -347,7 +343,7 @@ class Loop:
         ):
             tx.is_warm_up = True
             train_state.segment = StepIterator(
-                train_state, source, lambda _: batches, 1, 1, None, self.signal
+                train_state, source, lambda: batches, 1, 1, None, self.signal
             )
             with contextlib.suppress(WarmedUp):
                 operator.train_epoch(train_state.segment, *positional, **named)

@@ -33,6 +33,7 @@ class MicroBatching(StepFeature):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.why_not_split: str | None = None  # why batches must not be split
+        self.may_split = False  # the loop of the segment in progress takes batches in parts
         self.must_split = ""  # what trains each part of a step on its own, for messages
         self.split = 1  # parts of each batch; more than 1 after memory ran out
 
@@ -56,13 +57,11 @@ class MicroBatching(StepFeature):
                 self.why_not_split or "only the default train_epoch takes batches in parts",
             )
 
-    def split_batch(
-        self, batch: Any, micro_batch: MicroBatch, may_split: bool
-    ) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the parts of a batch, if user code `may_split` it. The default is one part."""
+    def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
+        """Return the parts of a batch. The default is one part."""
         return [(batch, micro_batch)]
 
-    def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
+    def split_after(self, error: BaseException, batch: Any) -> int:
         """Return the number of parts to use after an error in a step, or 0 to raise the error."""
         return 0
 

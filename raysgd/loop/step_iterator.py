@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,16 +30,16 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `read` returns the iterator over the source, given whether large batches may be split. `go_on`
-    returns 0 if any rank has no batch, and may compare the samples of ranks. The functions
-    `after_commit` run after each commit, unless the loop has raised.
+    `read` returns the iterator over the source. `go_on` returns 0 if any rank has no batch, and may
+    compare the samples of ranks. The functions `after_commit` run after each commit, unless the
+    loop has raised.
     """
 
     def __init__(
         self,
         train_state: TrainState,
         source: BatchSource,
-        read: Callable[[bool], Iterator[Any]],
+        read: Callable[[], Iterator[Any]],
         limit: int | None,
         steps_left: int | None,
         go_on: Callable[[int], int] | None,
@@ -46,6 +47,7 @@ class StepIterator:
         after_commit: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._train_state = train_state
+        train_state.micro_batching.may_split = False  # until `allow_split`
         self._source = source
         self._read = read
         self._steps_left = steps_left
@@ -66,9 +68,12 @@ class StepIterator:
         self.start_offset = train_state.offset
         self.paused = False
         self.num_steps = 0
-        self.may_split = False  # the loop takes large batches in parts
         self.drawn_from = False
         self.loader_failed = False  # the loader raised an error, so its iterator cannot continue
+
+    @functools.cached_property
+    def _batches(self) -> Iterator[Any]:
+        return self._read()  # when `allow_split` can no longer be called
 
     @property
     def step_s(self) -> float:
@@ -135,7 +140,7 @@ class StepIterator:
         micro_batch = self._plan_batch()
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
-        self._parts.extend(split_batch(batch, micro_batch, self.may_split))
+        self._parts.extend(split_batch(batch, micro_batch))
         self._tx.num_parts = max(self._tx.num_parts, len(self._parts))
         return self._next_part()
 
@@ -163,7 +168,7 @@ class StepIterator:
             )
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
-            rest = self._signal.read(self._read(self.may_split), _NOTHING)
+            rest = self._signal.read(self._batches, _NOTHING)
             state, source = self._train_state, self._source
             if rest is not _NOTHING and source.steps_left(state.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
@@ -194,7 +199,7 @@ class StepIterator:
             size = train_state.accumulation_steps
             left = None if self.total_steps is None else self.total_steps - self.num_steps
             num_steps = size if left is None else min(size, left)
-            self._tx.plan = self._source.plan(train_state.offset, num_steps, self.may_split)
+            self._tx.plan = self._source.plan(train_state.offset, num_steps)
         planned = self._tx.plan.batches
         self._batch_is_last = index + 1 == len(planned)
         if not self._batch_is_last and not self._source.is_partitioned:
@@ -208,7 +213,7 @@ class StepIterator:
         timing = self._train_state.timing
         timing.enter(DATA)
         try:
-            batch = self._signal.read(self._read(self.may_split), _NOTHING)
+            batch = self._signal.read(self._batches, _NOTHING)
         except BaseException:
             self.loader_failed = True
             raise
@@ -249,5 +254,6 @@ class StepIterator:
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:
     """Allow the iterator of a segment to split large batches into parts."""
     if isinstance(iterator, StepIterator) and not iterator.drawn_from:
-        iterator.may_split = iterator._train_state.micro_batching.why_not_split is None
+        micro_batching = iterator._train_state.micro_batching
+        micro_batching.may_split = micro_batching.why_not_split is None
     return iterator

@@ -119,13 +119,11 @@ class ArraySource(PartitionedSource):
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
         self._seed = seed
 
-    def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
-    ) -> Iterator[Any]:
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         order = np.arange(self._partition.total)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        for start, stop in self._partition.batches(offset, num_steps, may_split):
+        for start, stop in self._partition.batches(offset, num_steps):
             rows = order[start:stop]
             yield tf.nest.map_structure(
                 lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
@@ -195,9 +193,8 @@ class DatasetSource(PartitionedSource):
         return super().steps_left(0)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._own_batches(
-            self._iterate(self._num_begun + 1, epoch=-1), 0
-        )  # not in any epoch
+        iteration = self._iterate(self._num_begun + 1, epoch=-1)  # not in any epoch
+        return self._apart()._own_batches(iteration, 0)
 
     def batching(self) -> None:  # type: ignore[override]
         return None
@@ -213,12 +210,10 @@ class DatasetSource(PartitionedSource):
         order = -train_state.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
-    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
+    def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         return self._plan
 
-    def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
-    ) -> Iterator[Any]:
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
         A data set may shuffle differently in each iteration, so the current iteration continues if
@@ -228,7 +223,7 @@ class DatasetSource(PartitionedSource):
             _check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
         stop = None if num_steps is None else offset + num_steps * self._partition.stride
-        return self._own_batches(iteration, offset, stop, may_split)
+        return self._own_batches(iteration, offset, stop)
 
     def _next_order(self, epoch: int, offset: int) -> int:
         """Return the index of the first iteration that can read `epoch` from `offset`."""
@@ -246,7 +241,7 @@ class DatasetSource(PartitionedSource):
         return self._iteration
 
     def _own_batches(
-        self, iteration: _Iteration, offset: int, stop: int | None = None, may_split: bool = False
+        self, iteration: _Iteration, offset: int, stop: int | None = None
     ) -> Iterator[Any]:
         gives_whole_batches = not self._training and not self._splits
         partition = self._partition
@@ -257,21 +252,22 @@ class DatasetSource(PartitionedSource):
                 return
             offset += len(group)
             if self._training:
-                yield from self._parts(group, may_split)
+                yield from self._parts(group)
             elif gives_whole_batches:
                 yield from group[partition.rank : partition.rank + 1]
             elif (own := self._own_part(group)) is not None:
                 yield own
 
-    def _parts(self, group: list[Any], may_split: bool) -> Iterator[Any]:
+    def _parts(self, group: list[Any]) -> Iterator[Any]:
         """Yield this worker's batch of a step, in parts if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in group]
         max_rows = max(sizes)
         if self._splits:
             max_rows = -(-max_rows // self._layout.num_full_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
-        step = EpochPartition(0, max_rows, size, rank, shares=shares)
-        self._plan = step.plan((sum(sizes),), may_split and self.keeps_step)
+        may_split = partition.may_split and self.keeps_step
+        step = EpochPartition(0, max_rows, size, rank, shares=shares, may_split=may_split)
+        self._plan = step.plan((sum(sizes),))
         own, number = self._own_part(group), len(self._plan.batches)
         if number == 1:
             yield own

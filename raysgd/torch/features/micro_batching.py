@@ -44,13 +44,11 @@ class TorchMicroBatching(MicroBatching):
         """Minimum number of samples in a part. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def split_batch(
-        self, batch: Any, micro_batch: MicroBatch, may_split: bool
-    ) -> Sequence[tuple[Any, MicroBatch]]:
+    def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         whole = [(in_own_containers(batch), micro_batch)]
         self._num_samples = micro_batch.samples or 0
-        if self.split == 1 or not (may_split and self._settings.options.split_on_oom):
+        if self.split == 1 or not (self.may_split and self._settings.options.split_on_oom):
             return whole
         factor, rows = self.split, num_rows(batch, self._num_samples)
         smallest = self._smallest_part
@@ -80,7 +78,7 @@ class TorchMicroBatching(MicroBatching):
                 "drop_last=True. To continue, save() this trainer and load() the file in a new one."
             )
 
-    def split_after(self, error: BaseException, batch: Any, may_split: bool) -> int:
+    def split_after(self, error: BaseException, batch: Any) -> int:
         if not self.is_tolerable(error):
             return 0
         why_not, rows = self.why_not_split, num_rows(batch, self._num_samples)
@@ -88,7 +86,7 @@ class TorchMicroBatching(MicroBatching):
             why_not = why_not or "the batch cannot be split"
         if rows // self._smallest_part <= self.split:
             why_not = why_not or "smaller parts would have too few samples"
-        if not may_split:
+        if not self.may_split:
             why_not = why_not or "train_epoch is not the default one"
         if self._train_state.transaction.is_partial:
             why_not = why_not or "memory ran out within the step of an optimizer"

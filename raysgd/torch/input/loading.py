@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import (
@@ -158,17 +158,14 @@ class PartitionedLoader(PartitionedSource):
         keeps_order = type(self.order_sampler) is SequentialSampler
         return data if keeps_order and isinstance(data, NumberedSamples) else None
 
-    def __iter__(self) -> Iterator[Any]:
-        # Use a copy, so that a running iteration keeps its worker processes.
-        apart = copy.copy(self)
-        apart._kept_loader = apart._iteration = None
-        return apart.batches(self.current_epoch or 0, 0)
+    def _apart(self) -> Self:
+        apart = super()._apart()
+        apart._kept_loader = None
+        return apart
 
-    def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
-    ) -> Iterator[Any]:
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         order, partition = self._order_of(epoch, offset), self.partition
-        first, again = itertools.tee(partition.batches(offset, num_steps, may_split))
+        first, again = itertools.tee(partition.batches(offset, num_steps))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
             return self._complete(rows, order, again, epoch)

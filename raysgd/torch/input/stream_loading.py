@@ -7,7 +7,6 @@ digest of the samples, so a stream that gives them different samples is an error
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -63,8 +62,7 @@ class StreamSource(PartitionedSource):
         return replace(self._partition, total=self._length).num_batches()
 
     def __iter__(self) -> Iterator[Any]:
-        apart = copy.copy(self)
-        apart._iteration = None
+        apart = self._apart()
         apart.close_workers()
         for batch in apart.batches(self.current_epoch or 0, 0):
             yield batch
@@ -72,9 +70,7 @@ class StreamSource(PartitionedSource):
 
     # ---- batches
 
-    def batches(
-        self, epoch: int, offset: int, num_steps: int | None = None, may_split: bool = False
-    ) -> Iterator[Any]:
+    def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         self._go_to(epoch, offset)
         partition = self._partition
         unit = partition.stride if partition.even else partition.batch_size
@@ -87,7 +83,7 @@ class StreamSource(PartitionedSource):
             self._steps_read = number // turns + 1
             if partition.even:
                 step = replace(partition, total=size, drop_last=False)
-                for start, stop in step.batches(0, None, may_split):
+                for start, stop in step.batches():
                     yield self._batch(offset + start, offset + stop)
             else:
                 if number % turns == partition.rank:
@@ -110,13 +106,13 @@ class StreamSource(PartitionedSource):
             )
         return batch
 
-    def plan(self, offset: int, num_steps: int, may_split: bool) -> UpdatePlan:
+    def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         self._buffer.trim(offset)
         partition = self._partition
         starts = range(offset, offset + num_steps * partition.stride, partition.stride)
         sizes = [self._available(start, partition.stride) for start in starts]
         least = partition.stride if partition.drop_last else 1
-        return partition.plan(tuple(size for size in sizes if size >= least), may_split)
+        return partition.plan(tuple(size for size in sizes if size >= least))
 
     def batch_positions(self) -> Iterator[int]:
         return itertools.count(self._partition.rank, self._partition.world_size)

@@ -91,7 +91,7 @@ class PreparedLoader(DataLoader[Any]):
             seed=seed,
             layout=StepLayout(full_size),
         )
-        source.set_shares(shares if world_size == len(shares or ()) else None)
+        source.set_parts(shares=shares if world_size == len(shares or ()) else None)
         self.sampler = self._shared = _SharedSampler(source, seed, num_collectives)
         if loader.batch_size is not None:
             self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)
@@ -126,7 +126,7 @@ class PreparedLoader(DataLoader[Any]):
                 if shared is None:
                     offset += 1
                 else:
-                    plan, size = shared.source.plan(offset, 1, may_split=False), self._world_size
+                    plan, size = shared.source.plan(offset, 1), self._world_size
                     self._weigh(plan.samples * size / (plan.total or 1))
                     offset = shared.source.offset_after(offset, 1)
                 self._pass = epoch, offset, begun

@@ -163,20 +163,20 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
 ):
     """Each sample has the same weight, even if two workers have it."""
     max_rows = -(-max(sizes) // full_size)
-    shards = {
-        size: shared_group(workers, full_size, size, max_rows, global_batch=max(sizes))
-        for size in sizes
-    }
+    options = {"global_batch": max(sizes), "may_split": may_split}
+    shards = {size: shared_group(workers, full_size, size, max_rows, **options) for size in sizes}
     world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
     plans = [
-        EpochPartition(0, max_rows, world_size, rank, shares=weighted).plan(tuple(sizes), may_split)
+        EpochPartition(0, max_rows, world_size, rank, shares=weighted, may_split=may_split).plan(
+            tuple(sizes)
+        )
         for rank in range(world_size)
     ]
     weights = Counter()
     for rank, plan in enumerate(plans):
         start, planned = 0, iter(plan.batches)
         for size in sizes:
-            for low, high in shards[size][rank].batches(may_split=may_split):
+            for low, high in shards[size][rank].batches():
                 micro_batch = next(planned)
                 if weighted is None:
                     first, stop = part_of(size, world_size, rank)

@@ -64,13 +64,13 @@ def test_validation_counts_no_sample_twice(workers, samples, size, splits):
 def test_parts_of_a_step_follow_the_shares(splits):
     pair = sources(2, splits=splits)
     for source in pair:
-        assert source.set_shares((3.0, 1.0))
+        assert source.set_parts(shares=(3.0, 1.0))
     size = 8 if splits else 16
     for left, right in zip(*map(drawn, pair), strict=True):
         total = len(left) + len(right)
         assert total in (size, 8)
         assert (len(left), len(right)) == (total * 3 // 4, total // 4)
-    plans = [source.plan(0, 1, False) for source in pair]
+    plans = [source.plan(0, 1) for source in pair]
     assert [plan.samples / plan.total for plan in plans] == [0.75, 0.25]
     assert sorted(x for source in pair for batch in drawn(source) for x in batch) == list(range(40))
 

@@ -49,13 +49,13 @@ def numbers_of(batch):
     return batch[0].tolist()
 
 
-def read(source, offset, num_steps, group, may_split=False):
+def read(source, offset, num_steps, group):
     """Return batches with their roles, as the loop reads them, and the next offset."""
-    found, batches = [], source.batches(0, offset, None, may_split)
+    found, batches = [], source.batches(0, offset)
     for _ in range(0, num_steps, group):
         if (batch := next(batches, None)) is None:
             break
-        plan = source.plan(offset, group, may_split)
+        plan = source.plan(offset, group)
         for index, micro_batch in enumerate(plan.batches):
             if index:
                 batch = next(batches)
@@ -86,15 +86,16 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         stream = wrap(DataLoader(Numbers(size), **settings), **arguments)
         known = wrap(DataLoader(mapped, **settings), **arguments)
         assert (type(stream), type(known)) == (StreamSource, PartitionedLoader)
-        if shares:
-            for source in (stream, known):
-                source.set_shares(tuple(float(n + 1) for n in range(world_size)))
+        for source in (stream, known):
+            source.set_parts(may_split=may_split)
+            if shares:
+                source.set_parts(shares=tuple(float(n + 1) for n in range(world_size)))
         start = min(size, offset * stream.global_batch)
-        found, end = read(stream, start, 100, group, may_split)
+        found, end = read(stream, start, 100, group)
         expected = []
-        batches, at = known.batches(0, start, None, may_split), start
+        batches, at = known.batches(0, start), start
         while left := known.steps_left(at):
-            plan = known.plan(at, min(group, left), may_split)
+            plan = known.plan(at, min(group, left))
             expected += [(numbers_of(next(batches)), each, plan) for each in plan.batches]
             at = known.offset_after(at, min(group, left))
         assert found == expected
@@ -223,7 +224,7 @@ class Group:
         if any(batch is None for batch in batches):
             assert all(batch is None for batch in batches)
             return False
-        plans = [source.plan(self.offset, 1, False) for source in self.sources]
+        plans = [source.plan(self.offset, 1) for source in self.sources]
         if not commit:
             return True
         self.steps.append(
@@ -370,7 +371,7 @@ def test_loader_processes_continue_where_a_checkpoint_ends():
         pass
     source = wrap(make())
     list(itertools.islice(source.batches(0, 0), 9))
-    source.plan(27, 1, False)
+    source.plan(27, 1)
     resumed = Group(make)
     resumed.offset, resumed.position = 27, source.position(0, 27)
     assert resumed.position["mark"]["offset"] == 27
@@ -414,7 +415,7 @@ def test_hugging_face_stream_continues_at_any_position(kind, num_workers):
     whole = [batch["n"].tolist() for batch in complete.batches(0, 0)]
     batches = source.batches(0, 0)
     assert [next(batches)["n"].tolist() for _ in range(3)] == whole[:3]
-    source.plan(24, 1, False)
+    source.plan(24, 1)
     saved = source.position(0, 24)
     is_exact = is_at_least(datasets.__version__, "5.0.1")
     assert ("mark" in saved) == (is_exact and kind != "shuffled")
@@ -429,7 +430,7 @@ def test_hugging_face_stream_that_has_changed_since_the_checkpoint_is_an_error()
     loader, changed = (DataLoader(each, batch_size=4) for each in (data, data.map(dict)))
     source, resumed = wrap(loader), wrap(changed)
     next(source.batches(0, 0))
-    source.plan(4, 1, False)
+    source.plan(4, 1)
     saved = source.position(0, 4)
     if "mark" not in saved:
         pytest.skip("this version of datasets saves no exact state")
@@ -457,7 +458,7 @@ def test_stream_that_gives_other_samples_after_a_restart_is_an_error():
     loader = DataLoader(Unseeded(1000), batch_size=3)
     source = wrap(loader)
     next(source.batches(0, 0))
-    source.plan(3, 1, False)
+    source.plan(3, 1)
     resumed = wrap(loader)
     resumed.move_to(source.position(0, 3))
     with pytest.raises(RuntimeError, match=r"Unseeded, now gives other samples.*config\[BATCH"):
