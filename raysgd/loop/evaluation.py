@@ -152,9 +152,7 @@ class Evaluation:
 
 def check_samples(source: BatchSource, train_state: TrainState, has_batch: int = 1) -> int:
     """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
-    digest = source.step_digest() or 0
-    low, high = train_state.lowest(digest, -digest)
-    if low != -high:
+    if not train_state.is_equal(source.step_digest() or 0):
         raise RuntimeError(
             f"The workers read different samples from {source.describe()}. Every worker must "
             "read the same samples in one order, and raysgd selects its part. Seed shuffles "

@@ -266,7 +266,7 @@ class Loop:
         meters = self.train_state.meters
         is_bad = meters is not None and meters.has_bad_loss()
         if self.train_state.context.world_size > 1:
-            is_bad = self.train_state.minimum(-int(is_bad)) < 0
+            is_bad = self.train_state.is_any(is_bad)
         if is_bad:
             self.call_progress.state.ended, self.signal.callback_pause = True, 0
 

@@ -250,6 +250,15 @@ class TrainState(SavedState):
     def minimum(self, value: int) -> int:
         return self.lowest(value)[0]
 
+    def is_any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank. Every rank must call this."""
+        return self.minimum(-int(flag)) < 0
+
+    def is_equal(self, number: int) -> bool:
+        """Return whether all ranks pass the same number. Every rank must call this."""
+        low, of_negative = self.lowest(number, -number)
+        return low == -of_negative
+
     @abstractmethod
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""

@@ -61,7 +61,7 @@ class TorchTrainState(RegisteredState):
         """
         device, lacks = self.settings.device, follows
         # Do not read a large state if no other worker can have it.
-        if self.minimum(-int(follows and not self.is_new)) < 0:
+        if self.is_any(follows and not self.is_new):
             state = without(self.training_state(), self._unchanged())
             for index, model in enumerate(map(ddp.plain, self.models)):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
@@ -69,7 +69,7 @@ class TorchTrainState(RegisteredState):
             own = collectives.fingerprint((self.global_step, state))
             expected = collectives.broadcast_object(own, leader)
             lacks = follows and own != expected
-        if self.minimum(-int(lacks)) < 0:
+        if self.is_any(lacks):
             self.compare_setup(leader)
             state = collectives.broadcast_state(
                 lambda: self.without_frozen(self.training_state(), True), leader, device, lacks

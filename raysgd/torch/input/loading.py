@@ -288,9 +288,8 @@ class PartitionedLoader(PartitionedSource):
         digest = self.order_digest(epoch)
         if digest is None:
             return
-        low, high, agreed = train_state.lowest(digest, -digest, -int(self._orders_agreed))
-        if low != -high:
-            if agreed == 0:
+        if not train_state.is_equal(digest):
+            if not train_state.is_any(self._orders_agreed):
                 raise RuntimeError(
                     f"{type(self.order_sampler).__name__} gives the workers different orders of "
                     f"epoch {epoch}. Give its generator the same seed on all workers, or draw "

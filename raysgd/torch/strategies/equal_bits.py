@@ -106,7 +106,7 @@ class EqualBitsGradients(GradientExchange):
             return
         own = kind_of(self._state.settings.device)
         first = self._state.from_rank(lambda: own, 0)
-        if self._state.minimum(-int(own != first)) < 0:
+        if self._state.is_any(own != first):
             raise RuntimeError(
                 f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {own}). Choose equal hosts with "

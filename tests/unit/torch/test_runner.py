@@ -441,7 +441,7 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
         return sent[-1]
 
     monkeypatch.setattr(TorchTrainState, "from_rank", from_rank)
-    monkeypatch.setattr(TorchTrainState, "minimum", lambda self, value: value)
+    monkeypatch.setattr(TorchTrainState, "lowest", lambda self, *values: values)
     make_runner(context=WorkerContext(world_size=2, in_driver=True))
     assert "batch size 8" in str(sent)
 
