@@ -141,9 +141,7 @@ class Evaluation:
         with (
             unchanged(self._progress),
             unchanged(self),
-            unchanged(self._operator, [train_state]),
-            unchanged(train_state),
-            train_state.rehearsing(),
+            train_state.rehearsing(self._operator),
         ):
             metrics = self.validate(request)
         source.close_workers()

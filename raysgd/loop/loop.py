@@ -53,7 +53,6 @@ from functools import partial
 from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
-from raysgd._internal.nested import unchanged
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.epoch_arguments import epoch_arguments
@@ -331,21 +330,12 @@ class Loop:
             return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
         source.repartition(settings.options.num_workers, 0, config_batch)
-        batches = source.batches(0, 0, 1)
-        operator, tx = self.operator, train_state.transaction
-        positional, named = epoch_arguments(operator, {}, 1, train_state.epoch)
-        with (
-            unchanged(operator, [train_state]),
-            unchanged(train_state),
-            train_state.rehearsing(),
-            unchanged(tx),
-            unchanged(tx.weights),
-        ):
-            tx.is_warm_up = True
-            train_state.segment = StepIterator(
-                train_state, source, lambda: batches, 1, 1, None, self.signal
+        positional, named = epoch_arguments(self.operator, {}, 1, train_state.epoch)
+        with train_state.rehearsing(self.operator), contextlib.suppress(WarmedUp):
+            train_state.transaction.is_warm_up = True
+            segment = train_state.segment = StepIterator(
+                train_state, source, lambda: source.batches(0, 0, 1), 1, 1, None, self.signal
             )
-            with contextlib.suppress(WarmedUp):
-                operator.train_epoch(train_state.segment, *positional, **named)
+            self.operator.train_epoch(segment, *positional, **named)
         source.close_workers()
         source.repartition(context.world_size, context.world_rank, config_batch)

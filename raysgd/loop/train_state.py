@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Holdings, WorkerContext
-from raysgd._internal.nested import map_leaves
+from raysgd._internal.nested import map_leaves, unchanged
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.cluster.streams import Incoming
@@ -230,9 +230,21 @@ class TrainState(SavedState):
         self.modes = []
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def rehearsing(self, operator: Any) -> Iterator[None]:
+        """Return a context that restores the operator, the models, and this state at its end."""
+        tx = self.transaction
+        with (
+            unchanged(operator, [self]),
+            unchanged(self),
+            self.restoring_models(),
+            unchanged(tx),
+            unchanged(tx.weights),
+        ):
+            yield
+
+    def restoring_models(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that restores the models at its end."""
-        yield
+        return contextlib.nullcontext()
 
     # ---- the other workers
 

@@ -82,7 +82,7 @@ class RegisteredState(TrainState):
             yield
 
     @contextlib.contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def restoring_models(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.callback(self.roll_back)
             modules = itertools.chain(self.models, self.modules())  # models may be wrappers

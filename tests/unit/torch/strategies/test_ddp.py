@@ -319,6 +319,6 @@ def test_rehearsal_restores_attributes_of_a_wrapper(process_group):
     state = TorchTrainState(OperatorSettings(context=WorkerContext(distributed=True)))
     model = ddp.wrapped(torch.nn.Linear(1, 1), torch.device("cpu"), {})
     model.calls, state.models = 0, [model]
-    with state.rehearsing():
+    with state.restoring_models():
         model.calls += 1
     assert model.calls == 0
