@@ -23,7 +23,11 @@ class StepLayout:
     """
 
     num_parts: int | None = None  # of a full step; None: one for each current worker
-    is_fixed: bool = False  # fewer workers train as many parts, as for equal bits
+    fixed_by: str = ""  # the argument that lets fewer workers train as many parts, for messages
+
+    @functools.cached_property
+    def is_fixed(self) -> bool:
+        return bool(self.fixed_by)
 
     def num_full_parts(self, num_workers: int) -> int:
         """Return the number of parts that define the size of a step."""

@@ -65,7 +65,7 @@ class CallProgress:
     @property
     def _is_shared(self) -> bool:
         train_state = self._train_state
-        return train_state.transaction.gathers_metrics and train_state.meters is not None
+        return train_state.transaction.has_fixed_parts and train_state.meters is not None
 
     def saved(self) -> dict[str, Any]:
         """Return the state, with the shared metrics of a segment that runs."""

@@ -22,6 +22,7 @@ class StepFeature:
     needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
+    warning = ""  # what the newest generation has changed, for the driver to log
 
     # ---- the group of workers
 

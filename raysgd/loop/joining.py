@@ -65,8 +65,8 @@ def _load_from_leader(loop: Loop, leader: int) -> Mapping[str, Any] | None:
     state: Mapping[str, Any] = train_state.from_rank(lambda: state_for("replacement", loop), leader)
     if not is_leader:
         train_state.data.set_batch_size(state["batching"])
-        micro_batching = train_state.micro_batching
-        micro_batching.why_not_split = micro_batching.why_not_split or state["why_not_split"]
+        if why := state["why_not_split"]:
+            train_state.micro_batching.refuse(why)
     follows = train_state.replication.follows(is_leader, train_state.is_new)
     train_state.copy_training_state(leader, follows)
     if follows:

@@ -51,12 +51,11 @@ class LossWeights:
     micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
     total, so `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
     `LossCount.counting_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
-    `sums_gradients`, the total is that of case 2 in all cases, and the exchange divides by counts.
+    fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
     """
 
     def __init__(self, tx: Any) -> None:  # an UpdateTransaction
         self._tx = tx
-        self.sums_gradients = False  # workers add up gradients and counts, and average neither
         self.expected: float | None = None
         """Planned total of counted items, equal on all workers. None: unknown."""
         self.reset()
@@ -112,7 +111,7 @@ class LossWeights:
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
             planned = 0.0 if tx.is_only else self._planned(num_workers, add_up)
-            is_exact = tx.is_last and not self.sums_gradients
+            is_exact = tx.is_last and not tx.has_fixed_parts
             self._total = self._exact(num_workers, add_up) if is_exact else planned
             self.is_empty = self.is_empty and not self._total
             if self.has_earlier_losses and self._total:
@@ -142,7 +141,7 @@ class LossWeights:
         self._awaits_count = False
 
     def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        if self.sums_gradients:
+        if self._tx.has_fixed_parts:
             return float(self._tx.plan.total or 1)
         if self._count.items is not None:
             if self.expected is None:  # the first update of a generation

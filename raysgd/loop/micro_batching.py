@@ -30,19 +30,18 @@ class MicroBatching(StepFeature):
     and uses the helpers of raysgd for gradients and updates.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, transaction: UpdateTransaction) -> None:
+        self._settings, self._transaction = settings, transaction
         self.why_not_split: str | None = None  # why batches must not be split
         self.may_split = False  # the loop of the segment in progress takes batches in parts
-        self.must_split = ""  # what trains each part of a step on its own, for messages
         self.split = 1  # parts of each batch; more than 1 after memory ran out
 
-    def refuse(self, why: str, tx: UpdateTransaction, remedy: str = _ONCE) -> None:
+    def refuse(self, why: str, remedy: str = _ONCE) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
-        if self.must_split:
-            raise RuntimeError(f"{why}. With {self.must_split}, {remedy}")
+        if fixed_by := self._settings.options.layout.fixed_by:
+            raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")
         self.why_not_split = self.why_not_split or why
-        if tx.is_split:
+        if self._transaction.is_split:
             raise IndivisibleError(why)
 
     def begin(self, tx: UpdateTransaction) -> None:

@@ -125,7 +125,7 @@ class OperatorRunner(Runner, ABC):
             done = 0 if batches is None else batches.count
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
-        is_shared = segment is not None and train_state.transaction.gathers_metrics
+        is_shared = segment is not None and train_state.transaction.has_fixed_parts
         source, began_at = self._loop.source, self._loop.call_progress.state.began_at
         num_copies = train_state.context.world_size if is_shared else 1
         return Progress(
@@ -149,7 +149,7 @@ class OperatorRunner(Runner, ABC):
             holdings=train_state.holdings,
             timing=train_state.timing.totals,
             failed_at=self.signal.failed_at or f"after step {train_state.global_step}",
-            warning=train_state.warning,
+            warning="\n".join(filter(None, (each.warning for each in train_state.features))),
         )
 
     def release_points(self, step: int) -> None:

@@ -43,13 +43,12 @@ class TrainState(ABC):
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
         self.call_start = 0  # global step at which the call in progress began
         self.bad_steps: list[dict[str, Any]] = []  # that were not applied, oldest first
-        self.warning = ""  # what the newest generation has changed
         self.sets_modes = True  # the loop sets train mode: the segment does not follow a pause
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}
         self.seed = seed
-        self.transaction = UpdateTransaction()
-        self.micro_batching = MicroBatching(settings)
+        self.transaction = UpdateTransaction(settings.options.layout.is_fixed)
+        self.micro_batching = MicroBatching(settings, self.transaction)
         self.replication = Replication()
         self.set_features([self.micro_batching])
         self.meters: AverageMeterCollection | None = None

@@ -29,12 +29,13 @@ class UpdateTransaction:
     Each worker has one object, and `reset` prepares it for the next update.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_fixed_parts: bool = False) -> None:
+        self.has_fixed_parts = has_fixed_parts
+        """Whether workers add up gradients and counts of parts, and average neither. The commit
+        gives each worker the metrics of all workers, and the update counts then."""
         self.optimizers: Sequence[Any] = ()
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_partial = False  # an update or a load left changes that no feature could restore
-        # The commit gives each worker the metrics of all workers, and the update counts then.
-        self.gathers_metrics = False
         self.weights = LossWeights(self)
         self._most_steps: dict[int, int] = {}
         self.reset()
@@ -85,12 +86,12 @@ class UpdateTransaction:
     @property
     def is_only(self) -> bool:
         """Whether the update has only this micro-batch, and on any number of workers."""
-        return self.index <= 0 and self.is_last and not self.gathers_metrics
+        return self.index <= 0 and self.is_last and not self.has_fixed_parts
 
     @property
     def has_several_optimizer_steps(self) -> bool:
         """Whether optimizers make several steps in all, so that a failure can come between."""
-        if self.gathers_metrics:
+        if self.has_fixed_parts:
             return True  # a worker can be lost between its step and the commit
         return len(self.optimizers) > 1 or max(self._most_steps.values(), default=0) > 1
 
@@ -100,7 +101,7 @@ class UpdateTransaction:
 
         The steps then count, even if the loop raises.
         """
-        if self.gathers_metrics or self.stepping is not None or not self.optimizers:
+        if self.has_fixed_parts or self.stepping is not None or not self.optimizers:
             return False
         usual = {id(each): self._most_steps.get(id(each), 1) for each in self.optimizers}
         return all(self.optimizer_steps.get(key, 0) >= count for key, count in usual.items())

@@ -89,13 +89,13 @@ class KerasOptimization(StepFeature):
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         if tx.weights.has_gap:
-            self._state.micro_batching.refuse("train_batch does not call self.minimize()", tx)
+            self._state.micro_batching.refuse("train_batch does not call self.minimize()")
 
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over the workers and update, or accumulate them until the last part."""
         communication, tx = self._state.communication, self._state.transaction
         if tx.requested:
-            self._state.micro_batching.refuse("train_batch calls self.minimize() several times", tx)
+            self._state.micro_batching.refuse("train_batch calls self.minimize() several times")
         tx.requested.add(id(optimizer))
         weight = tx.weights.add(LossCount(), communication.size).loss
         if weight != 1.0:

@@ -143,7 +143,7 @@ class TorchOptions(Options):
         if self.exact is None:
             return super().layout
         num_parts = self.exact.num_shards if isinstance(self.exact, EqualBits) else self.num_workers
-        return StepLayout(num_parts, is_fixed=True)
+        return StepLayout(num_parts, fixed_by='exact="bits"')
 
     def _check_exact(self) -> None:
         if not isinstance(self.exact, EqualBits):

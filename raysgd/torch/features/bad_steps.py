@@ -56,7 +56,7 @@ class BadStepFilter(StepFeature):
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
         value = loss.detach()
         poison, part = value * 0, value.double() * factors.loss
-        if self._state.transaction.gathers_metrics:  # the sum must not depend on the workers
+        if self._state.transaction.has_fixed_parts:  # the sum must not depend on the workers
             part = (part.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
         self._part = self._part * factors.earlier + part + poison
         return loss * (poison + 1)

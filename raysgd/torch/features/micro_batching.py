@@ -30,7 +30,7 @@ class TorchMicroBatching(MicroBatching):
     """Samples of the current batch; 0 if unknown."""
 
     def __init__(self, train_state: RegisteredState) -> None:
-        super().__init__(train_state.settings)
+        super().__init__(train_state.settings, train_state.transaction)
         self._train_state = train_state
 
     @functools.cached_property
@@ -88,7 +88,7 @@ class TorchMicroBatching(MicroBatching):
             why_not = why_not or "smaller parts would have too few samples"
         if not self.may_split:
             why_not = why_not or "train_epoch is not the default one"
-        if self._train_state.transaction.is_partial:
+        if self._transaction.is_partial:
             why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))

@@ -63,4 +63,4 @@ class Schedules(StepFeature):
                 scheduler.load_state_dict(state)
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
-            train_state.micro_batching.refuse("train_batch steps a scheduler itself", tx)
+            train_state.micro_batching.refuse("train_batch steps a scheduler itself")

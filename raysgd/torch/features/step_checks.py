@@ -105,7 +105,6 @@ class StepChecks(StepFeature):
         self._collective = name
         self._state.micro_batching.refuse(
             f"train_batch calls {name}",
-            tx,
             f"leave out {name}, because the result would depend on the number of workers. For a "
             "mean over other items than samples, call self.backward(loss, num_samples=count).",
         )
@@ -131,7 +130,7 @@ class StepChecks(StepFeature):
 
     def before_backward(self, count: LossCount) -> None:
         tx, state = self._transaction, self._state
-        is_whole = state.accumulation_steps == 1 and not state.micro_batching.must_split
+        is_whole = state.accumulation_steps == 1 and not tx.has_fixed_parts
         if is_whole and tx.weights.has_loss and count.items is not None:
             self._refuse_parts("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
@@ -150,8 +149,8 @@ class StepChecks(StepFeature):
                 )
 
     def after_backward(self) -> None:
-        is_split = bool(self._state.micro_batching.must_split) or not self._transaction.is_last
-        self._note_gradients(self._precision.scales or is_split)
+        tx = self._transaction
+        self._note_gradients(self._precision.scales or tx.has_fixed_parts or not tx.is_last)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         tx = self._transaction
@@ -214,7 +213,7 @@ class StepChecks(StepFeature):
     # ---- errors
 
     def _refuse_parts(self, why: str) -> None:
-        self._state.micro_batching.refuse(why, self._transaction)
+        self._state.micro_batching.refuse(why)
 
     def _reject(self, why: str) -> None:
         self._refuse_parts(why)

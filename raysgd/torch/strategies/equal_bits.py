@@ -11,10 +11,9 @@ Elsewhere, code asks for what the mode changes, not for its name:
 - ``options.layout.is_fixed``: the shards of each step (`EpochPartition`), and seeds for their
   order, samples, and user code (`PartitionedLoader`).
 - ``options.exact``: deterministic operations (`TorchRunner`).
-- ``weights.sums_gradients``: the total of `LossWeights`.
-- ``transaction.gathers_metrics``: an update ends with its commit (`UpdateTransaction`), and each
-  worker has the metrics of all (`CallProgress`), whose sums have a fixed order (`BadStepFilter`).
-- ``micro_batching.must_split``: `StepChecks` rejects steps that cannot be made in parts.
+- ``transaction.has_fixed_parts``: an update ends with its commit (`UpdateTransaction`). Each worker
+  has the metrics of all (`CallProgress`), whose sums have a fixed order (`BadStepFilter`). The
+  total of losses (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`).
 """
 
 from __future__ import annotations
@@ -80,8 +79,6 @@ class EqualBitsGradients(GradientExchange):
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()
         _check_modules(self._state.models)
-        self._transaction.gathers_metrics = self._transaction.weights.sums_gradients = True
-        self._state.micro_batching.must_split = self.needs_helper
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)

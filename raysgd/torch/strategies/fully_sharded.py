@@ -55,8 +55,7 @@ class FullyShardedModel(ShardedOptimizer):
                 f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
             )
         if state.micro_batching.batch_norms:
-            why = "batch normalization may need fewer parts on some workers"
-            state.micro_batching.why_not_split = why
+            state.micro_batching.refuse("batch normalization may need fewer parts on some workers")
         models, device, (optimizer,) = state.models, state.settings.device, state.optimizers
         precision = state.optimization.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None

@@ -52,13 +52,13 @@ class UserWrappers(GradientExchange):
         self._averaged = list(map(ddp.averaged_parameters, self._wrappers))
         if any(wrapper.static_graph for wrapper in self._wrappers):
             why = "DistributedDataParallel(static_graph=True) cannot accumulate"
-            state.micro_batching.why_not_split = why
+            state.micro_batching.refuse(why)
             if state.accumulation_steps > 1:
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
         warnings = map(ddp.rebuild, self._wrappers, self._averaged)
-        self._state.warning = "\n".join(filter(None, [*warnings]))
+        self.warning = "\n".join(filter(None, [*warnings]))
 
     def sync_buffers(self) -> None:
         buffers: list[torch.Tensor] = []
