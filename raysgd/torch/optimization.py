@@ -39,7 +39,16 @@ class Optimization(StepFeature):
     """Computes the updates of one operator, from losses to the steps of optimizers.
 
     Batches come in groups of ``accumulation_steps``, and large batches in parts. The last
-    micro-batch makes the update. If a loop does not use its iterator, each batch is a group.
+    micro-batch makes the update. If a loop does not use its iterator, each batch is a group. The
+    methods have the order of a micro-batch. `StepChecks` checks each of them::
+
+        begin_micro_batch     AccumulatedGradients takes earlier gradients out of ``.grad``
+        backward              puts them back, and scales them and the loss by LossWeights. In the
+                              last micro-batch, models average their gradients in this pass.
+        step before the last  the exchange, or else AccumulatedGradients, takes the gradients
+        step in the last one  the exchange averages the rest, features change gradients or refuse
+                              the update, and the optimizer steps
+        commit, roll_back     forget the gradients
     """
 
     def __init__(self, state: RegisteredState, precision: Precision, checks: StepChecks) -> None:
@@ -67,29 +76,12 @@ class Optimization(StepFeature):
                     inner.register_step_pre_hook(lambda inner, *_: exchange.average(inner))
         self._state.replication.wrap_steps()
 
-    # ---- hooks of a step
+    # ---- a micro-batch
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         if tx.weights.has_earlier_losses:
             for optimizer in self._state.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
-
-    def commit(self, tx: UpdateTransaction) -> None:
-        self._accumulated.clear()
-        if tx.weights.uses_backward and len(self._state.optimizers) > 1 and tx.optimizer_steps:
-            # A loss may leave gradients in parameters of another optimizer. If no optimizer
-            # stepped, keep them, because user code accumulates gradients.
-            self._zero_gradients()
-
-    def roll_back(self, tx: UpdateTransaction) -> None:
-        self._accumulated.clear()
-        self._zero_gradients()
-
-    def _zero_gradients(self) -> None:
-        for optimizer in self._state.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-    # ---- within a micro-batch
 
     def backward(self, loss: torch.Tensor, count: LossCount | float | torch.Tensor | None) -> None:
         tx, state = self._transaction, self._state
@@ -112,6 +104,14 @@ class Optimization(StepFeature):
             loss = self.loss_filter(loss, factors)
         self.precision.backward(loss if factors.loss == 1.0 else loss * factors.loss, tx.is_last)
         self._checks.after_backward()
+
+    def _multiply_gradients(self, factor: float) -> None:
+        parameters = [p for model in self._state.models for p in model.parameters()]
+        for optimizer in self._state.optimizers:
+            parameters += parameters_of(optimizer)
+        gradients = [*self._accumulated.copied(), *(p.grad for p in parameters)]
+        unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
+        multiply_all(unique.values(), factor)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         tx = self._transaction
@@ -139,21 +139,6 @@ class Optimization(StepFeature):
         if tx.weights.has_earlier_losses:
             self._accumulated.release(parameters_of(optimizer))
         return True
-
-    def _multiply_gradients(self, factor: float) -> None:
-        parameters = [p for model in self._state.models for p in model.parameters()]
-        for optimizer in self._state.optimizers:
-            parameters += parameters_of(optimizer)
-        gradients = [*self._accumulated.copied(), *(p.grad for p in parameters)]
-        unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
-        multiply_all(unique.values(), factor)
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients of an optimizer, so that user code may change them."""
-        self.precision.unscale(optimizer)
-        self._checks.forget(optimizer)
-
-    # ---- hooks of the optimizers
 
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
@@ -188,6 +173,30 @@ class Optimization(StepFeature):
             self._transaction.end_optimizer_step(optimizer)
             if not self._transaction.in_helper:
                 self._state.timing.enter(OTHER)
+
+    # ---- the end of an update
+
+    def commit(self, tx: UpdateTransaction) -> None:
+        self._accumulated.clear()
+        if tx.weights.uses_backward and len(self._state.optimizers) > 1 and tx.optimizer_steps:
+            # A loss may leave gradients in parameters of another optimizer. If no optimizer
+            # stepped, keep them, because user code accumulates gradients.
+            self._zero_gradients()
+
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        self._accumulated.clear()
+        self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
+        for optimizer in self._state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    # ---- for user code
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer, so that user code may change them."""
+        self.precision.unscale(optimizer)
+        self._checks.forget(optimizer)
 
 
 class AccumulatedGradients:
