@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.loop.transaction import UpdateTransaction
@@ -22,6 +22,7 @@ class StepFeature:
     needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
+    bad_steps: Sequence[dict[str, Any]] = ()  # that were not applied, oldest first
     warning = ""  # what the newest generation has changed, for the driver to log
 
     # ---- the group of workers

@@ -117,7 +117,7 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._train_state.segment
-        evaluation = self._loop.evaluation
+        evaluation, features = self._loop.evaluation, train_state.features
         if segment is not None:
             done, total = segment.num_finished_steps, segment.total_steps
         else:
@@ -138,18 +138,18 @@ class OperatorRunner(Runner, ABC):
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             epoch_samples=0 if source is None else source.epoch_samples,
             step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
-            samples_per_s=max(feature.samples_per_s for feature in train_state.features),
+            samples_per_s=max(each.samples_per_s for each in features),
             snapshot=self._loop.snapshots.step,
             num_changes=self._loop.snapshots.num_changes,
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._loss.read(meters),
             points=tuple(self._loop.call_progress.points),
-            bad_steps=[each for each in train_state.bad_steps if each["step"] > began_at],
+            bad_steps=[s for each in features for s in each.bad_steps if s["step"] > began_at],
             holdings=train_state.holdings,
             timing=train_state.timing.totals,
             failed_at=self.signal.failed_at or f"after step {train_state.global_step}",
-            warning="\n".join(filter(None, (each.warning for each in train_state.features))),
+            warning="\n".join(filter(None, (each.warning for each in features))),
         )
 
     def release_points(self, step: int) -> None:

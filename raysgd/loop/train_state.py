@@ -42,7 +42,6 @@ class TrainState(ABC):
         self.is_new = False  # joins the group, and does not have its state yet
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
         self.call_start = 0  # global step at which the call in progress began
-        self.bad_steps: list[dict[str, Any]] = []  # that were not applied, oldest first
         self.sets_modes = True  # the loop sets train mode: the segment does not follow a pause
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}

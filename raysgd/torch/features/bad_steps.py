@@ -43,6 +43,7 @@ class BadStepFilter(StepFeature):
             )
         self._state, self._options = state, options
         self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self.bad_steps: list[dict[str, Any]] = []
         state.optimization.loss_filter = self.filter_loss
 
     def begin_call(self, logs_steps: bool) -> None:
@@ -96,7 +97,7 @@ class BadStepFilter(StepFeature):
             "value": value,
             "samples": source.sample_names(state.epoch, state.offset, tx.plan.total or 0),
         }
-        steps = [each for each in state.bad_steps if each["step"] > state.call_start]
+        steps = [each for each in self.bad_steps if each["step"] > state.call_start]
         steps.append(tx.bad_step)
         if len(steps) > options.max_skipped:
             named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)
@@ -108,7 +109,7 @@ class BadStepFilter(StepFeature):
 
     def commit(self, tx: UpdateTransaction) -> None:
         if tx.bad_step is not None:
-            self._state.bad_steps.append(tx.bad_step)
+            self.bad_steps.append(tx.bad_step)
             self._state.buffers.write(self._state.buffers.copies)
             if self._state.meters is not None:
                 self._state.meters.discard_held()
@@ -118,7 +119,7 @@ class BadStepFilter(StepFeature):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        return {_KEY: {"losses": [*self._losses], "records": [*self._state.bad_steps]}}
+        return {_KEY: {"losses": [*self._losses], "records": [*self.bad_steps]}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         saved = state.get(_KEY, {})
@@ -128,4 +129,4 @@ class BadStepFilter(StepFeature):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state.get(_KEY, {})
         self._losses = deque(saved.get("losses", ()), maxlen=_WINDOW)
-        self._state.bad_steps = [*saved.get("records", ())]
+        self.bad_steps = [*saved.get("records", ())]
