@@ -56,7 +56,6 @@ class KerasSources(DataSources):
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
             splits = settings.options.splits_batches
-            del partition_arguments["global_batch"]  # the batches of the data set exist already
             source = DatasetSource(loader, training=training, splits=splits, **partition_arguments)
             source.is_compared = settings.options.num_workers > 1
             return source
@@ -159,10 +158,9 @@ class DatasetSource(PartitionedSource):
         loader: Any,
         *,
         training: bool,
-        world_size: int,
-        rank: int,
         splits: bool = False,
         layout: StepLayout = BY_WORKERS,
+        **partition_arguments: Any,
     ) -> None:
         total = int(loader.cardinality().numpy())
         self._total = total if total >= 0 else None
@@ -174,9 +172,8 @@ class DatasetSource(PartitionedSource):
             1,
             False,
             training=training,
-            world_size=world_size,
-            rank=rank,
             layout=StepLayout(1) if splits else counted,
+            **partition_arguments,
         )
         self._layout, self._training, self._splits = layout, training, splits
         self._plan = UpdatePlan()
