@@ -80,7 +80,7 @@ class Progress:
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    points: Sequence[Point] = ()  # that the driver has not acknowledged
+    points: Sequence[Point] = ()  # that the driver has not shown
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
     holdings: Holdings = Holdings()  # what the worker has of the state
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
@@ -127,9 +127,9 @@ class OutOfMemoryError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    `progress`, `release_points`, `request_stop`, `pause_at`, `snapshot`, and `snapshot_sent` run in
-    *control* threads while the worker is busy, so they must not wait. The other methods run one at
-    a time in the *work* thread.
+    `progress`, `request_stop`, `pause_at`, `snapshot`, and `snapshot_sent` run in *control* threads
+    while the worker is busy, so they must not wait. The other methods run one at a time in the
+    *work* thread.
     """
 
     def prepare(self, context: WorkerContext) -> None:
@@ -141,12 +141,8 @@ class Runner(Protocol):
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Join a new generation and load the state of rank `leader`. The process group exists."""
 
-    def progress(self) -> Progress:
-        """Return the progress of the work."""
-
-    def release_points(self, step: int) -> None:
-        """Release the points up to a step, which the driver has."""
-        return None
+    def progress(self, shown: int = -1) -> Progress:
+        """Return the progress of the work, without the points up to the step `shown`."""
 
     def request_stop(self, requested: bool) -> None:
         """Make the current work raise at its next step. False withdraws the request."""

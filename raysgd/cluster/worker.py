@@ -96,7 +96,6 @@ CONTROL_METHODS = (
     "interrupt",
     "watch_driver",
     "progress",
-    "release_points",
     "pause_at",
     "snapshot",
     "stacks",
@@ -236,20 +235,16 @@ class Worker:
         self._cut_off = True
         self.interrupt()
 
-    def progress(self) -> Progress:
+    def progress(self, shown: int = -1) -> Progress:
         if self.runner is None:
             return Progress()
-        progress = self.runner.progress()
+        progress = self.runner.progress(shown)
         if self._terminated_at is not None:
             progress = replace(progress, terminated_s=time.monotonic() - self._terminated_at)
         if self._backend is not None and progress.timing is not None:
             progress = replace(progress, links=self._backend.links())
         collective = None if self._backend is None else self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
-
-    def release_points(self, step: int) -> None:
-        if self.runner is not None:
-            self.runner.release_points(step)
 
     def _note_sigterm(self) -> None:
         self._terminated_at = self._terminated_at or time.monotonic()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Point, Progress
-from raysgd.cluster.worker import Worker
 
 Part = tuple[Any, Point]
 """A worker, and its part of a point."""
@@ -18,8 +17,8 @@ class Points:
     """The points of one call.
 
     A point is a step at which a log is due. Each worker has a part of it, and repeats the part in
-    its progress until the driver acknowledges it. Each point is shown once, also if a restart
-    repeats its steps.
+    its progress until a later request names the point as shown. Each point is shown once, also if a
+    restart repeats its steps.
     """
 
     call: int | None = None
@@ -28,7 +27,8 @@ class Points:
     _parts: dict[tuple[int, Any], Point] = field(default_factory=dict)
     _reached: dict[Any, int] = field(default_factory=dict)
     """The newest point of each worker, or the step at which the worker has joined."""
-    _shown: int = -1
+    shown: int = -1
+    """Step of the newest point that was shown."""
 
     def begin(self, step: int, members: Sequence[Any]) -> None:
         """Begin an attempt at `step`. Drop the parts of steps that do not count."""
@@ -43,10 +43,8 @@ class Points:
             for part in each.points:
                 if part.call == self.call:
                     self._reached[worker] = part.global_step
-                    if part.global_step > self._shown:
+                    if part.global_step > self.shown:
                         self._parts[part.global_step, worker] = part
-            if each.points:
-                worker.control(Worker.release_points, each.points[-1].global_step)
         until = min((self._reached.get(member, 0) for member in members), default=-1)
         whole = {part.global_step for part in self._parts.values() if part.is_whole}
         for step in sorted(each for each in whole if each <= until):
@@ -54,6 +52,6 @@ class Points:
             keys = sorted((key for key in self._parts if key[0] <= step), key=lambda key: key[0])
             if self.show is not None:
                 self.show([(worker, self._parts[step, worker]) for step, worker in keys])
-            self._shown = step
+            self.shown = step
             for key in keys:
                 del self._parts[key]

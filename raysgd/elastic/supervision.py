@@ -129,7 +129,7 @@ class Supervision:
 
         def poll() -> None:
             while not ended.wait(_TICK_S):
-                self._show(call, self._commands.ask_progress())
+                self._ask_progress(call)
 
         thread = threading.Thread(target=poll, name="raysgd-progress", daemon=True)
         thread.start()
@@ -139,10 +139,13 @@ class Supervision:
             ended.set()
             thread.join()
 
-    def _show(self, call: Call, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def _ask_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
+        """Return the progress of the members that answer, and show it."""
+        progress = self._commands.ask_progress(call.points.shown)
         if call.on_wait is not None:
             call.on_wait(list(progress.values()))
         call.points.add(progress, self._group.members)
+        return progress
 
     def _failure(self, call: Call, attempt: Attempt, progress: Progress | None) -> GroupEvent:
         """Return the event of a failed attempt, and decide whether to repeat the call."""
@@ -183,8 +186,7 @@ class Supervision:
                 continue
             if self._group.is_cut_off():
                 continue  # the workers wait for the network too
-            progress = self._commands.ask_progress()
-            self._show(call, progress)
+            progress = self._ask_progress(call)
             newest = (
                 furthest([p for p in (newest, *progress.values()) if p]) if progress else newest
             )

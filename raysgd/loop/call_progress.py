@@ -42,7 +42,7 @@ class CallProgress:
         self._before = train_state.timing.totals
         # Start step and metrics of this worker's segments, without the shared metrics.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
-        self.points: deque[Point] = deque()  # the driver may release them in another thread
+        self._points: deque[Point] = deque()  # `points_after` may release them in another thread
         self._measured_s = 0.0
 
     def begin(self, number: int) -> None:
@@ -50,6 +50,7 @@ class CallProgress:
             self.state, number=number, point=0, more_epochs=0, keeps_modes=False, ended=False
         )
         self.clear()
+        self._points.clear()
         self._train_state.timers.reset()
         self._before = self._train_state.timing.totals
         self._measured_s = sum(self._before.seconds)
@@ -103,7 +104,7 @@ class CallProgress:
         timing, before = train_state.timing.totals, self._measured_s
         self._measured_s = sum(timing.seconds)
         self.state.point = train_state.global_step
-        self.points.append(
+        self._points.append(
             Point(
                 call=self.state.number,
                 global_step=train_state.global_step,
@@ -115,9 +116,11 @@ class CallProgress:
             )
         )
 
-    def release_points(self, step: int) -> None:
-        while self.points and self.points[0].global_step <= step:
-            self.points.popleft()
+    def points_after(self, step: int) -> tuple[Point, ...]:
+        """Release the points up to a step, and return the others."""
+        while self._points and self._points[0].global_step <= step:
+            self._points.popleft()
+        return tuple(self._points)
 
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
         """Return the merged metrics. The others have the shared metrics of a leaving worker."""

@@ -113,7 +113,7 @@ class OperatorRunner(Runner, ABC):
 
     # ---- access from another thread
 
-    def progress(self) -> Progress:
+    def progress(self, shown: int = -1) -> Progress:
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._train_state.segment
@@ -144,17 +144,13 @@ class OperatorRunner(Runner, ABC):
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._loss.read(meters),
-            points=tuple(self._loop.call_progress.points),
+            points=self._loop.call_progress.points_after(shown),
             bad_steps=[s for each in features for s in each.bad_steps if s["step"] > began_at],
             holdings=train_state.holdings,
             timing=train_state.timing.totals,
             failed_at=self.signal.failed_at or f"after step {train_state.global_step}",
             warning="\n".join(filter(None, (each.warning for each in features))),
         )
-
-    def release_points(self, step: int) -> None:
-        if self._loop is not None:
-            self._loop.call_progress.release_points(step)
 
     def request_stop(self, requested: bool) -> None:
         self.signal.stop = requested

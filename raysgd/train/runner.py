@@ -71,7 +71,7 @@ class FunctionRunner(Runner):
 
     # ---- access from another thread
 
-    def progress(self) -> Progress:
+    def progress(self, shown: int = -1) -> Progress:
         running = self._session
         if running is None:
             return Progress()

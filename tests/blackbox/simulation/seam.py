@@ -355,7 +355,7 @@ class SimMember(WorkerHandle):
         """End its step like a worker that has lost a peer."""
         self.end("communication", ConnectionError("closed by peer"))
 
-    def _progress(self):
+    def _progress(self, shown=-1):
         return Progress(
             global_step=self.step,
             num_batches=self.step,

@@ -41,7 +41,7 @@ class FakeRunner:
     def rejoin(self, context, leader):
         self.calls.append(("rejoin", context.generation, leader))
 
-    def progress(self):
+    def progress(self, shown=-1):
         return Progress(global_step=self.step)
 
     def request_stop(self, requested):

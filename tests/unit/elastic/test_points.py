@@ -6,22 +6,14 @@ import pytest
 
 from raysgd._internal.context import Point, Progress
 from raysgd._internal.step_timing import Totals
-from raysgd.cluster import worker
 from raysgd.elastic.points import Points
 
 
 class Worker:
-    """A worker that repeats its points until the driver acknowledges them."""
+    """A worker that repeats its points in each progress."""
 
     def __init__(self):
         self.points = []
-
-    def control(self, method, step):
-        assert method is worker.Worker.release_points
-        self.points = [each for each in self.points if each.global_step > step]
-
-
-WORKER = Worker()
 
 
 def part(call, step, num_samples, is_whole=True):
@@ -55,12 +47,11 @@ def run():
 
 def test_a_point_waits_for_all_workers_and_counts_once(run):
     run.a.points, run.b.points = [part(7, 10, 1), part(7, 20, 2)], [part(7, 10, 3)]
-    kept = run.a.points
     run.take(run.a)
-    assert (run.shown, run.a.points) == ([], [])
-    run.a.points = kept  # the acknowledgment is late
+    assert (run.shown, run.points.shown) == ([], -1)
     run.take(run.a, run.b)
     assert run.shown == [(10, [1, 3])]
+    assert run.points.shown == 10
     run.b.points = [part(6, 15, 9), part(7, 20, 4)]  # one of an earlier call
     run.take(run.a, run.b)
     assert run.shown[1:] == [(20, [2, 4])]

@@ -17,7 +17,7 @@ from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import OpenFile
 from raysgd.errors import CheckpointError
 from tests.operators import Classifier, make_model
-from tests.unit.elastic.test_points import WORKER, part
+from tests.unit.elastic.test_points import part
 from tests.unit.recorder import Recorder
 
 
@@ -41,7 +41,7 @@ def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer):
 
         def on_pause(self, trainer):  # as if a second worker had left after step 1
             points = trainer._dispatcher._newest.points
-            points.add({WORKER: Progress(points=[part(points.call, 1, 4, False)])}, ())
+            points.add({"worker": Progress(points=[part(points.call, 1, 4, False)])}, ())
 
         def on_log(self, trainer, call, metrics):
             points.append(metrics["num_samples"])
