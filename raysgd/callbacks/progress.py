@@ -36,8 +36,7 @@ class EpochLines(Callback):
     losses first. The callback prints to standard error, and in a notebook to standard output.
     """
 
-    def __init__(self) -> None:
-        self._measured = ""
+    _measured = ""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._measured = _measured(trainer, metrics)
@@ -71,7 +70,6 @@ class ProgressBar(EpochLines):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._kind = ""
         """``train`` or ``validate`` during a call."""
         self._bar: Any = None

@@ -96,14 +96,11 @@ class CallbackHandler:
         with contextlib.ExitStack() as started:
             for callback in self._callbacks:
                 started.push(functools.partial(_finish, callback))
-                arguments: dict[str, Any] = {"logdir": str(logdir)}
-                parameters = inspect.signature(callback.start_training).parameters.values()
+                parameters = inspect.signature(callback.start_training).parameters
+                takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
                 # Callbacks for Ray 1.9 take no config.
-                if any(
-                    each.name == "config" or each.kind == each.VAR_KEYWORD for each in parameters
-                ):
-                    arguments["config"] = config
-                callback.start_training(**arguments)
+                others = {"config": config} if takes_any or "config" in parameters else {}
+                callback.start_training(logdir=str(logdir), **others)
             yield
 
     def handle(self, results: list[dict[str, Any]]) -> None:
