@@ -81,8 +81,9 @@ SURFACE = {
         prepare_trainer
     """,
     "raysgd.train.torch": """
-        TorchBackend TorchConfig TorchTrainer TorchWorkerProfiler accelerate backward
-        enable_reproducibility get_device prepare_data_loader prepare_model prepare_optimizer
+        TorchAccelerator TorchBackend TorchConfig TorchTrainer TorchWorkerProfiler accelerate
+        backward enable_reproducibility get_device prepare_data_loader prepare_model
+        prepare_optimizer
     """,
     "raysgd.train.trainer": "TrainWorkerGroup Trainer TrainingIterator",
     "raysgd.tune": "BaseTorchTrainable BaseTrainable TFTrainable trainable_class",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raysgd.train.torch.accelerator import (
+    TorchAccelerator,
     accelerate,
     backward,
     enable_reproducibility,
@@ -15,6 +16,7 @@ from raysgd.train.torch.config import TorchBackend, TorchConfig, TorchTrainer
 from raysgd.train.torch.profiler import TorchWorkerProfiler
 
 __all__ = [
+    "TorchAccelerator",
     "TorchBackend",
     "TorchConfig",
     "TorchTrainer",

@@ -249,3 +249,17 @@ def _in_autocast(
 ) -> Any:
     with precision.autocast():
         return map_leaves(forward(*args, **kwargs), in_full_precision)
+
+
+class TorchAccelerator:
+    """The functions of ``raysgd.train.torch`` as methods, as in Ray Train 1."""
+
+    def __init__(self, amp: bool = False) -> None:
+        accelerate(amp)
+
+    backward = staticmethod(backward)
+    enable_reproducibility = staticmethod(enable_reproducibility)
+    get_device = staticmethod(get_device)
+    prepare_data_loader = staticmethod(prepare_data_loader)
+    prepare_model = staticmethod(prepare_model)
+    prepare_optimizer = staticmethod(prepare_optimizer)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import train
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.train import worker_session
+from raysgd.train.torch import TorchAccelerator
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,7 @@ def test_a_frozen_model_is_not_wrapped(monkeypatch):
     [
         train.torch.accelerate,
         lambda: train.torch.prepare_model(torch.nn.Linear(1, 1)),
+        lambda: TorchAccelerator(amp=True).get_device(),
     ],
 )
 def test_accelerate_is_called_once_and_first(prepare):
