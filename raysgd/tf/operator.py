@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.arguments import naming_typos
+from raysgd._internal.arguments import check_flags, check_int, naming_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, listed
@@ -206,6 +206,9 @@ class TrainingOperator(OperatorBase):
                 32 without that key.
             shuffle: Whether to shuffle arrays in each epoch of training.
         """
+        check_flags("register_data", shuffle=shuffle)
+        if batch_size is not None:
+            batch_size = check_int("register_data", "batch_size", batch_size, lowest=1)
         data = self._train_state.data
         data.batch_size, data.shuffle = batch_size, shuffle
         data.register(train_loader, validation_loader)

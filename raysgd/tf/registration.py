@@ -62,6 +62,11 @@ def register(
     ):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
     state.class_weight = check_dict("register", "class_weight", class_weight)
+    if texts := [key for key in state.class_weight if isinstance(key, str)]:
+        raise TypeError(
+            f"register(class_weight={class_weight!r}): keys must be numbers of classes, such as 0, "
+            f"but {texts[0]!r} is text."
+        )
     state.metrics = BatchMetrics(model, metrics)
     state.registered = True
     registered = (

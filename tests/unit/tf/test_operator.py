@@ -179,11 +179,17 @@ def test_an_overflow_does_not_change_the_size_of_updates(build):
         ({"models": object()}, TypeError, "Keras 3 models"),
         ({"optimizers": object()}, ValueError, "optimizer identifier"),
         ({"optimizers": None}, ValueError, "compiled"),
+        ({"class_weight": {0: 1.0, "1": 5.0}}, TypeError, "'1' is text"),
+        ({"batch_size": 0}, ValueError, "batch_size=0.*at least 1"),
+        ({"shuffle": "no"}, TypeError, "shuffle='no'.*True or False"),
     ],
 )
-def test_register_refuses_objects_of_other_libraries(build, given, error, text):
+def test_wrong_arguments_of_register_and_register_data_are_errors(build, given, error, text):
     class Wrong(TrainingOperator):
         def setup(self, config):
+            data = {name: given[name] for name in given.keys() & {"batch_size", "shuffle"}}
+            if data:
+                self.register_data(train_loader=np.ones((8, 4)), **data)
             parts = {
                 "models": make_model(),
                 "optimizers": "sgd",
