@@ -90,7 +90,8 @@ def _check_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
 
 def build_registered(state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
-    if len(state.models) == 1 and not state.models[0].built:
+    # `build` of a subclassed model may leave its layers unbuilt.
+    if len(state.models) == 1 and not (state.models[0].built and state.models[0].weights):
         sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))
         spec = next((source.reads() for source in sources if source.is_partitioned), None)
         if spec is not None:

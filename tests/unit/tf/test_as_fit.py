@@ -358,6 +358,26 @@ def test_layers_that_connect_workers_or_batches_need_one_worker(build, workers, 
         build(Given, {"make": make, "loss": "mse", "metrics": []}, num_workers=workers)
 
 
+def test_layers_that_build_leaves_unbuilt_are_built(build):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+    class Built(TrainingOperator):
+        def setup(self, config):
+            model = Own()
+            with pytest.warns(UserWarning, match="not being actually built"):
+                model.build((None, 4))
+            self.model, *_ = self.register(model, "sgd", "mse")
+            self.register_data(train_loader=(FEATURES, BITS))
+
+    assert len(build(Built).model.trainable_variables) == 2
+
+
 @pytest.mark.parametrize("step", ["train_step", "test_step", "compute_metrics"])
 def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, step):
     kind = type("Own", (keras.Model,), {step: lambda self, *given, **named: {}})
