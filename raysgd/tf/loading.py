@@ -27,6 +27,8 @@ from raysgd.tf.options import TFSettings
 _DEFAULT_BATCH_SIZE = 32
 _NUM_COMPARED = 512
 """Number of elements of each tensor that workers compare, evenly spaced."""
+_NUM_EQUAL = 100
+"""Number of equal targets that may be a rare class, and after which they are placeholders."""
 
 
 class KerasSources(DataSources):
@@ -311,6 +313,8 @@ class _Iteration:
         self._kept = collections.deque[tuple[Any, int]]()
         self._first = 0  # offset of the first such batch
         self._read_digest = self.digest = 0  # of all samples, and of those up to the newest step
+        self._num_equal = 0  # targets so far that are all equal; -1 once they differ
+        self._targets: list[set[Any]] = []  # their values
 
     def can_continue(self, epoch: int, offset: int) -> bool:
         return self._epoch == epoch and self._first <= offset
@@ -326,22 +330,35 @@ class _Iteration:
             if len(kept) >= size or (batch := next(self._batches, None)) is None:
                 break
             if self._is_compared:
-                self._read_digest = _digest_after(self._read_digest, batch)
+                self._add_to_digest(batch)
             kept.append((batch, self._read_digest))
         self._epoch, group = epoch, list(itertools.islice(kept, size))
         self.digest = group[-1][1] if group else self._read_digest
         return [batch for batch, _ in group]
 
+    def _add_to_digest(self, batch: Any) -> None:
+        """Add elements of a batch: of its targets, because features can be noisy.
 
-def _digest_after(digest: int, batch: Any) -> int:
-    """Add elements of a batch to a digest: of its targets, because features can be noisy."""
-    has_target = isinstance(batch, tuple) and len(batch) > 1
-    for leaf in tf.nest.flatten(batch[1:] if has_target else batch, expand_composites=True):
-        array = np.ravel(leaf.numpy())
-        array = array[:: len(array) // _NUM_COMPARED + 1]
-        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-        digest = zlib.crc32(content, digest)
-    return digest
+        Features count too after many equal targets, which may be placeholders.
+        """
+        has_target = isinstance(batch, tuple) and len(batch) > 1
+        arrays = _compared(batch[1:] if has_target else batch)
+        if has_target and self._num_equal >= 0:
+            values = [set(array.tolist()) for array in arrays]
+            self._targets = [a | b for a, b in zip(self._targets or values, values, strict=True)]
+            self._num_equal += len(arrays[0])
+            if any(len(each) > 1 for each in self._targets):
+                self._num_equal = -1
+            if self._num_equal > _NUM_EQUAL:
+                arrays += _compared(batch[0])
+        for array in arrays:
+            content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+            self._read_digest = zlib.crc32(content, self._read_digest)
+
+
+def _compared(nest: Any) -> list[Any]:
+    arrays = [np.ravel(leaf.numpy()) for leaf in tf.nest.flatten(nest, expand_composites=True)]
+    return [array[:: len(array) // _NUM_COMPARED + 1] for array in arrays]
 
 
 def _join(*columns: Any) -> Any:

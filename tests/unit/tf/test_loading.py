@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.tf.loading import ArraySource, DatasetSource  # noqa: E402
+from raysgd.tf.loading import ArraySource, DatasetSource, _Iteration  # noqa: E402
 from raysgd.train.tensorflow import prepare_dataset_shard  # noqa: E402
 
 
@@ -162,6 +162,17 @@ def test_workers_share_one_order_despite_additional_iterations(training):
         next(iter(group[0]))
     parts = [x for batches in begun(group, 0, 0) for batch in batches for x in batch.numpy()]
     assert sorted(parts) == list(range(40))
+
+
+@pytest.mark.parametrize("is_placeholder", [True, False])
+def test_features_are_compared_if_targets_are_placeholders(is_placeholder):
+    digests = set()
+    for features in (np.arange(160), np.arange(160)[::-1]):
+        targets = np.arange(160) > 99 + 100 * is_placeholder
+        iteration = _Iteration(tf.data.Dataset.from_tensor_slices((features, targets)).batch(8), 0, True)
+        iteration.read(0, 20)
+        digests.add(iteration.digest)
+    assert len(digests) == 1 + is_placeholder
 
 
 # ---- arrays
