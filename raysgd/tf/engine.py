@@ -85,9 +85,9 @@ def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequen
         for variable, gradient in zip(variables, gradients, strict=True):
             if gradient is not None and id(variable) not in known:
                 raise RuntimeError(
-                    f"{variable.path} is trainable now, but it was frozen when the optimizer was "
-                    "built. In setup, call optimizer.build(model.trainable_variables) before you "
-                    f"freeze layers. {NEXT_PHASE}"
+                    f"{variable.path} is trainable now, but the optimizer was not built for it. In "
+                    "setup, register models and their optimizers in the same order, and call "
+                    f"optimizer.build(model.trainable_variables) before you freeze. {NEXT_PHASE}"
                 )
         # Gradients of embeddings are sparse.
         return result, [each if each is None else tf.convert_to_tensor(each) for each in gradients]

@@ -49,7 +49,7 @@ class KerasTrainState(TrainState):
         self._losses: list[Any] | None = None
         self.class_weight: Mapping[Any, float] = {}
         self.not_finite: list[str] = []  # weights that were not finite before training
-        self.compiled: list[Any] = []  # what the models were compiled with when `setup` ended
+        self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
         self.optimization = KerasOptimization(self)
         self.set_features(
             [ReplicaSync(self), self.optimization, self.micro_batching, Averages(self)]
@@ -57,16 +57,17 @@ class KerasTrainState(TrainState):
 
     def compile_arguments(self) -> list[Any]:
         names = ("optimizer", "_compile_loss", "_compile_metrics")
-        return [getattr(model, name, None) for model in self.models for name in names]
+        arguments = [getattr(model, name, None) for model in self.models for name in names]
+        return arguments + [_fixed_options(optimizer) for optimizer in self.optimizers]
 
     def check_compiled(self) -> None:
-        """Raise an error if a model was compiled after `setup`, which would have no effect."""
-        pairs = zip(self.compile_arguments(), self.compiled, strict=True)
-        if any(now is not then for now, then in pairs):
+        """Raise an error for a change after `setup` that would have no effect."""
+        if self.compile_arguments() != self.compiled:
             raise RuntimeError(
-                "A model was compiled after setup, but TFTrainer trains with the optimizer, loss, "
-                "and metrics of setup. Change rates by optimizer.learning_rate, and freeze layers "
-                f"by layer.trainable. {NEXT_PHASE}"
+                "A model was compiled after setup, or an attribute of an optimizer was changed, "
+                "but TFTrainer trains with the optimizer, loss, and metrics of setup. Only a rate "
+                "that is a number can change, by optimizer.learning_rate. Freeze layers by "
+                f"layer.trainable. {NEXT_PHASE}"
             )
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
@@ -191,7 +192,8 @@ class KerasTrainState(TrainState):
         message = (
             f"After step {self.global_step}, the workers differ in: {'; '.join(names[:5])}. Common "
             "causes: code that changes them on one worker only; data of other lengths, or in other "
-            "orders, such as deterministic=False, shuffles without a seed, and names from a set. "
+            "orders, such as deterministic=False, shuffles without a seed, and names from a set; "
+            "data that each worker selects itself, without TFTrainer(add_dist_sampler=False). "
             "Correct the cause, and load a checkpoint or the state of worker 0: "
             "trainer.load_state_dict(trainer.state_dict())."
         )
@@ -255,6 +257,13 @@ class KerasTrainState(TrainState):
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
         self.transaction.is_partial = False
+
+
+def _fixed_options(optimizer: Any) -> str:
+    config = getattr(optimizer, "inner_optimizer", optimizer).get_config()
+    if isinstance(config.get("learning_rate"), float):  # a variable, and no schedule
+        del config["learning_rate"]
+    return str(config)
 
 
 def _with_class_weight(class_weight: Mapping[Any, float], target: Any, sample_weight: Any) -> Any:

@@ -216,15 +216,24 @@ def compile_again(operator):
     operator.model.compile("sgd", "mse")
 
 
-def test_another_phase_of_training_is_an_error_that_names_the_way():
+def decay(operator):
+    operator.optimizer.weight_decay = 0.1
+
+
+def schedule(operator):
+    operator.optimizer.learning_rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
+
+
+@pytest.mark.parametrize("change", [compile_again, decay, schedule])
+def test_another_phase_of_training_is_an_error_that_names_the_way(change):
     with TFTrainer(training_operator_cls=Frozen, config={}, use_local=True) as trainer:
         trainer.apply_all_operators(make_trainable(True))
         with pytest.raises(RuntimeError, match=r"dense\w*/kernel is trainable now.*set_weights"):
             trainer.train(num_steps=1)
         trainer.apply_all_operators(make_trainable(False))
         assert trainer.train(num_steps=1)["batch_count"] == 1  # nothing had changed
-        trainer.apply_all_operators(compile_again)
-        with pytest.raises(RuntimeError, match="was compiled after setup"):
+        trainer.apply_all_operators(change)
+        with pytest.raises(RuntimeError, match="was compiled after setup, or an attribute"):
             trainer.train(num_steps=1)
         weights = trainer.get_model().get_weights()
 
