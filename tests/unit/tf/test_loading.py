@@ -169,7 +169,8 @@ def test_features_are_compared_if_targets_are_placeholders(is_placeholder):
     digests = set()
     for features in (np.arange(160), np.arange(160)[::-1]):
         targets = np.arange(160) > 99 + 100 * is_placeholder
-        iteration = _Iteration(tf.data.Dataset.from_tensor_slices((features, targets)).batch(8), 0, True)
+        data = tf.data.Dataset.from_tensor_slices((features, targets)).batch(8)
+        iteration = _Iteration(data, 0, True)
         iteration.read(0, 20)
         digests.add(iteration.digest)
     assert len(digests) == 1 + is_placeholder
