@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd._internal.imports import import_extra
-from raysgd.metrics import BATCH_COUNT, computed
+from raysgd.metrics import BATCH_COUNT, values_of
 from raysgd.torch import TrainingOperator
 from raysgd.torch.interop.logged import MergedStates, alone, members
 from raysgd.torch.precision import in_full_precision
@@ -105,7 +105,7 @@ class WithMetrics(TrainingOperator):
                 with warnings.catch_warnings():
                     # Warnings about this worker's part alone are misleading.
                     warnings.simplefilter("ignore")
-                    result.update(computed(f"val_{name}", states))
+                    result.update(values_of(f"val_{name}", states))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def _numbers(value: Any) -> dict[str, float]:
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
 
-def computed(name: str, metric: MergeableMetric, raises: bool = False) -> dict[str, Computed]:
+def values_of(name: str, metric: MergeableMetric, raises: bool = False) -> dict[str, Computed]:
     """Return the values of a metric, by name.
 
     A metric can fail on this worker's part of the data alone. Its value is then NaN, unless
@@ -364,7 +364,7 @@ class AverageMeterCollection:
     def _newest(self, name: str) -> dict[str, float]:
         if name in self._meters:
             return _numbers(self._meters[name].val)
-        values = computed(name, self._mergeable[name][1]).values()
+        values = values_of(name, self._mergeable[name][1]).values()
         return {value.end: float(value) for value in values}
 
     def _last(self, name: str) -> dict[str, float]:
@@ -378,10 +378,10 @@ class AverageMeterCollection:
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         for name, meter in self._meters.items():
-            values.update(computed(name, meter._mean()))
+            values.update(values_of(name, meter._mean()))
             values.update(self._last(name))
         for name, (merged, _) in self._mergeable.items():
-            values.update(computed(name, merged))
+            values.update(values_of(name, merged))
             values.update(self._last(name))
         for name, value in self._others.items():
             values[name] = values[f"last_{name}"] = value
@@ -398,13 +398,13 @@ def _mean(value: Any, weight: float) -> Sums:
     return Sums(ratio, total=_on_cpu(value) * weight if weight else 0.0, weight=weight)
 
 
-def weighted(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
+def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
     """Return the metrics of a part with the weight `weight`, unless it has ``num_samples``."""
     result = dict(metrics)
     for name, value in metrics.items():
         if NUM_SAMPLES in metrics or isinstance(value, Computed) or not _is_mean(name, value):
             continue
-        result |= computed(name, _mean(value, weight))
+        result |= values_of(name, _mean(value, weight))
     return result
 
 
@@ -431,7 +431,7 @@ def _merge(
             metrics[name] = {i: _mean(value, weights[i]) for i, value in values.items()}
     for name, by_part in metrics.items():
         total = reduce(lambda metric, other: metric.merge(other), by_part.values())
-        merged = {**computed(name, total, raises), **merged}
+        merged = {**values_of(name, total, raises), **merged}
     return {name: merged[name] for name in names if name in merged} | merged
 
 

@@ -24,8 +24,8 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 def override(overridden: type) -> Callable[[_Method], _Method]:
     """Mark a method that overrides a method of `overridden`, for older scripts."""
 
-    def marked(method: _Method) -> _Method:
+    def mark(method: _Method) -> _Method:
         getattr(overridden, method.__name__)
         return method
 
-    return marked
+    return mark

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysgd._internal.arguments import as_int
-from raysgd._internal.nested import deep_copied
+from raysgd._internal.nested import try_copy
 
 BATCH_SIZE = "*batch_size"
 """Key of the global batch size in a config. A worker's config has the worker's share instead."""
@@ -57,7 +57,7 @@ def worker_config(
 
     With `copies`, copy the values, so that a worker in the driver's process cannot change them.
     """
-    own = {key: deep_copied(value) if copies else value for key, value in config.items()}
+    own = {key: try_copy(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:
         own[BATCH_SIZE] //= world_size
     return own

@@ -7,6 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 
-def forwarded(source: str | Callable[[Any], Any], doc: str) -> Any:
+def forward_to(source: str | Callable[[Any], Any], doc: str) -> Any:
     """Return a property: a function, or an attribute such as ``"_options.num_workers"``."""
     return property(operator.attrgetter(source) if isinstance(source, str) else source, doc=doc)

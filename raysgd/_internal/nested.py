@@ -36,7 +36,7 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
         names, context = tree.__tensor_flatten__()
         inner = {name: getattr(tree, name) for name in names}
         tree = _FlatTensor(type(tree), inner, (context, tree.size(), tree.stride()))
-    return tree.mapped(convert) if isinstance(tree, _FlatTensor) else convert(tree)
+    return tree.map(convert) if isinstance(tree, _FlatTensor) else convert(tree)
 
 
 class _FlatTensor(NamedTuple):
@@ -46,7 +46,7 @@ class _FlatTensor(NamedTuple):
     inner: dict[str, Any]
     others: tuple[Any, ...]
 
-    def mapped(self, convert: Callable[[Any], Any]) -> Any:
+    def map(self, convert: Callable[[Any], Any]) -> Any:
         """Return the tensor with converted parts. If these are no tensors, it stays flat."""
         inner = map_leaves(self.inner, convert)
         if all(hasattr(part, "detach") for part in inner.values()):
@@ -54,21 +54,21 @@ class _FlatTensor(NamedTuple):
         return self._replace(inner=inner)
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return the types and shapes in a batch or an output, shortened.
 
-    >>> described({"names": ["a", "b"], "ages": (1.5, 2)})
+    >>> describe({"names": ["a", "b"], "ages": (1.5, 2)})
     '{names: [str, str], ages: (float, int)}'
     """
     with contextlib.suppress(Exception):  # also a nested tensor has no shape
         dtype = str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
         return f"{dtype}{list(value.shape)}"
     if (named := named_values(value)) is not None:
-        inner = ", ".join(f"{name}: {described(each)}" for name, each in named.items())
+        inner = ", ".join(f"{name}: {describe(each)}" for name, each in named.items())
         kind = "" if type(value) is dict else type(value).__name__
         return f"{kind}{{{inner:.300}}}"
     if isinstance(value, tuple | list):
-        inner = ", ".join(map(described, value[:10])) + (", …" if len(value) > 10 else "")
+        inner = ", ".join(map(describe, value[:10])) + (", …" if len(value) > 10 else "")
         return f"({inner:.300})" if isinstance(value, tuple) else f"[{inner:.300}]"
     return type(value).__name__
 
@@ -127,7 +127,7 @@ def check_rows(output: Any, num_samples: int | None, num_rows: int = 0) -> None:
         )
 
 
-def deep_copied(leaf: Any) -> Any:
+def try_copy(leaf: Any) -> Any:
     """Return a deep copy, or `leaf` itself if it cannot be copied, such as a lock."""
     try:
         return copy.deepcopy(leaf)
@@ -136,7 +136,7 @@ def deep_copied(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged(owner: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
+def preserving(owner: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
     """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
 
     With `known`, also restore what these contain, such as tensors and metrics, except the `known`

@@ -24,12 +24,12 @@ _MAYBE_SECRET = re.compile(
 )
 
 
-def shown_url(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return a URL without passwords or its query, which can contain a signature.
 
-    >>> shown_url("simplecache::s3://me:pa@ss@host/x.pt?sig=abc")
+    >>> redact_url("simplecache::s3://me:pa@ss@host/x.pt?sig=abc")
     'simplecache::s3://me:***@host/x.pt?***'
-    >>> shown_url("https://token@host/x.pt")
+    >>> redact_url("https://token@host/x.pt")
     'https://***@host/x.pt'
     """
     url = _PASSWORD.sub(rf"//\1:{HIDDEN}@", url)
@@ -62,7 +62,7 @@ def check_path(argument: str, path: Any, advice: str = "Mount the storage.") -> 
         raise ValueError(f"{argument}='': must be a path. The current folder is '.'.")
     if "://" in text:
         raise ValueError(
-            f"{argument}={shown_url(text)!r}: must be a local path, not a URL. {advice}"
+            f"{argument}={redact_url(text)!r}: must be a local path, not a URL. {advice}"
         )
     try:
         return Path(text).expanduser()

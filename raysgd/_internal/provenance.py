@@ -31,7 +31,7 @@ def of_process() -> Mapping[str, Any]:
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is None or Path(script).name == "default_worker.py":  # a notebook, or a Ray worker
         return facts
-    facts["command"], path = shown_command(sys.orig_argv), Path(script).resolve()
+    facts["command"], path = redact_command(sys.orig_argv), Path(script).resolve()
     if path.parent == Path(sys.executable).parent.resolve():  # a command, such as raysgd
         path = Path.cwd() / path.name
     if commit := _git(path, "describe", "--always", "--dirty", "--abbrev=64", "--exclude=*"):
@@ -51,10 +51,10 @@ def _git(script: Path, *arguments: str) -> str:
     return done.stdout.decode(errors="replace").strip()
 
 
-def shown_command(arguments: Sequence[str]) -> str:
+def redact_command(arguments: Sequence[str]) -> str:
     """Return a command line without secrets and home folders.
 
-    >>> shown_command(["/root/bin/python", "a.py", "TOKEN=x", "--api-key", "x", "--lr=0.5"])
+    >>> redact_command(["/root/bin/python", "a.py", "TOKEN=x", "--api-key", "x", "--lr=0.5"])
     "~/bin/python a.py 'TOKEN=***' --api-key '***' --lr=0.5"
     """
     shown, hides = [], False

@@ -15,15 +15,15 @@ import cloudpickle
 
 def send_classes_of_the_script() -> None:
     """Pickle classes and functions of ``__main__`` by value between this and other processes."""
-    ForkingPickler.reducer_override = _reduced  # type: ignore[method-assign]
+    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign]
 
 
-def _reduced(pickler: Any, obj: Any) -> Any:
+def _reduce(pickler: Any, obj: Any) -> Any:
     if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
-        return _received, (cloudpickle.dumps(obj),)
+        return _unpickle, (cloudpickle.dumps(obj),)
     return NotImplemented
 
 
-def _received(blob: bytes) -> Any:
+def _unpickle(blob: bytes) -> Any:
     send_classes_of_the_script()  # the new process may return such objects
     return pickle.loads(blob)

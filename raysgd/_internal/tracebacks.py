@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from raysgd._internal.arguments import naming_typos
+from raysgd._internal.arguments import name_typos
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Tracebacks of exception groups have a margin.
@@ -112,9 +112,9 @@ def _of_user(entry: TracebackType) -> bool:
     return is_the_users(entry.tb_frame.f_code.co_filename)
 
 
-def folding_tracebacks(kind: _T) -> _T:
+def fold_tracebacks(kind: _T) -> _T:
     """Fold the tracebacks of errors that leave public methods of a class."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
-            setattr(kind, name, naming_typos(method, FoldingTracebacks()))
+            setattr(kind, name, name_typos(method, FoldingTracebacks()))
     return kind

@@ -19,12 +19,12 @@ def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
     )
 
 
-def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with ``***`` in place of secrets, which their names identify.
 
-    >>> shown_config({"lr": 0.5, "wandb": {"apiKey": "abc"}, "max_tokens": 5, "db_password": 1})
+    >>> redact_config({"lr": 0.5, "wandb": {"apiKey": "abc"}, "max_tokens": 5, "db_password": 1})
     {'lr': 0.5, 'wandb': {'apiKey': '***'}, 'max_tokens': 5, 'db_password': '***'}
-    >>> shown_config({"db_pass": "abc", "auth": ["abc"], "num_passes": "all", "author": "me"})
+    >>> redact_config({"db_pass": "abc", "auth": ["abc"], "num_passes": "all", "author": "me"})
     {'db_pass': '***', 'auth': '***', 'num_passes': 'all', 'author': 'me'}
     """
     shown = {}

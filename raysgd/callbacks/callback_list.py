@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.context import Progress
-from raysgd._internal.nested import deep_copied, loading, map_leaves
+from raysgd._internal.nested import loading, map_leaves, try_copy
 from raysgd._internal.paths import check_path, without_secrets
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.checkpoint import CheckpointCallback
@@ -243,7 +243,7 @@ class CallbackList:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the callbacks' states, and of loaded states without a callback."""
-        states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, deep_copied)
+        states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, try_copy)
         states |= {entry.key: _state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}
 
@@ -270,7 +270,7 @@ class CallbackList:
         claiming = [entry for entry in entries if entry.key in self._loaded]
         for entry in claiming:
             try:
-                entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], deep_copied))
+                entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], try_copy))
             except Exception as error:
                 raise _failure(entry, "load_state_dict", error) from error
         for entry in claiming:
@@ -279,7 +279,7 @@ class CallbackList:
 
 def _state_of(entry: _Entry) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = map_leaves(entry.callback.state_dict(), deep_copied)
+        state: dict[str, Any] = map_leaves(entry.callback.state_dict(), try_copy)
     except Exception as error:
         raise _failure(entry, "state_dict", error) from error
     return state

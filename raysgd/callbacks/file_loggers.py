@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.files import replacing
-from raysgd._internal.values import json_dict, scalars, shown_config
+from raysgd._internal.values import json_dict, redact_config, scalars
 from raysgd.callbacks.base import (
     LastCall,
     LoggerCallback,
@@ -54,7 +54,7 @@ class JsonlLogger(LoggerCallback):
             "device": "GPU" if getattr(trainer, "use_gpu", False) else "CPU",
             # Without installed libraries that the script does not use.
             "versions": {n: v for n, v in versions().items() if n == "python" or n in sys.modules},
-            "config": json_dict(shown_config(trainer.config)),
+            "config": json_dict(redact_config(trainer.config)),
             "epoch": trainer.epoch,
             "global_step": trainer.global_step,
             "num_workers": trainer.num_workers,

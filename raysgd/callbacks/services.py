@@ -14,7 +14,7 @@ from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd._internal.step_timing import PHASES
-from raysgd._internal.values import json_dict, numbers_in, scalars, shown_config
+from raysgd._internal.values import json_dict, numbers_in, redact_config, scalars
 from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of
 from raysgd.elastic.events import Event
 from raysgd.metrics import NUM_SAMPLES
@@ -101,7 +101,7 @@ class TensorBoardLogger(ServiceLogger):
         folder = logdir_of(trainer) / "tensorboard"
         # Hide later steps, which were trained after the checkpoint.
         board = self._new_board(str(folder), purge_step=trainer.global_step + 1)
-        shown = json.dumps(json_dict(shown_config(trainer.config)), indent=1)
+        shown = json.dumps(json_dict(redact_config(trainer.config)), indent=1)
         board.add_text("config", f"```json\n{shown}\n```")
         return board
 
@@ -211,7 +211,7 @@ class MLflowRun:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and strings in a config as parameters."""
         # Use a dict, because two names may become one, and MLflow refuses a second value.
-        parameters = {_allowed(name): v for name, v in scalars(shown_config(config)).items()}
+        parameters = {_allowed(name): v for name, v in scalars(redact_config(config)).items()}
         for name, value in parameters.items():
             self.client.log_param(self.id, name, str(value)[:_LONGEST_VALUE])
 
@@ -280,7 +280,7 @@ class WandbLogger(ServiceLogger):
         import wandb
 
         arguments = {
-            "config": json_dict(shown_config(trainer.config)),
+            "config": json_dict(redact_config(trainer.config)),
             "reinit": "create_new",  # otherwise wandb returns the process's open run
             "dir": None if trainer.logdir is None else str(logdir_of(trainer)),
             **self._arguments,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raysgd._internal.files import check_regular, replacing, sync_folder, temporary_name
-from raysgd._internal.paths import check_path, shown_url, without_secrets
+from raysgd._internal.paths import check_path, redact_url, without_secrets
 from raysgd.errors import CheckpointError
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
@@ -40,7 +40,7 @@ class Location:
                 raise CheckpointError(str(error)) from error
             self.name = self.shown = str(local.absolute())
         else:
-            self.name, self.shown = text, shown_url(text)
+            self.name, self.shown = text, redact_url(text)
 
     def child(self, name: str) -> Location:
         return Location(f"{self.name.rstrip('/')}/{name}")

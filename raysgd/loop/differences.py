@@ -26,7 +26,7 @@ def hash_of(values: Any) -> int:
     return int.from_bytes(content, "little", signed=True)
 
 
-def differing(contents: list[dict[Key, Any]]) -> dict[Key, list[Any]]:
+def compare(contents: list[dict[Key, Any]]) -> dict[Key, list[Any]]:
     """Return the contents that differ, with their values by rank."""
     differences = {}
     for key in dict.fromkeys(itertools.chain.from_iterable(contents)):
@@ -43,14 +43,14 @@ def minority_of(differences: Mapping[Any, list[Any]], size: int) -> list[int]:
     return [rank for rank in range(size) if of_rank[rank] != common and 2 * count > size]
 
 
-def named_workers(ranks: list[int]) -> str:
+def name_workers(ranks: list[int]) -> str:
     return f"worker{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def shown(values: list[Any]) -> str:
+def format_values(values: list[Any]) -> str:
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, value in enumerate(values):
         ranks[repr(value)].append(rank)
     return ", ".join(
-        f"{value[:100]} on {named_workers(holders)}" for value, holders in ranks.items()
+        f"{value[:100]} on {name_workers(holders)}" for value, holders in ranks.items()
     )

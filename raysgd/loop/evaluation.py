@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from raysgd._internal.nested import described, unchanged
+from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.operator_base import check_result
 from raysgd.loop.requests import ValidateRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import weighted
+from raysgd.metrics import with_weight
 
 
 class Evaluation:
@@ -69,7 +69,7 @@ class Evaluation:
             metrics = check_result(operator.validate, metrics)
             self._check_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
-            metrics = weighted(metrics, batches.count or not batches.exhausted)
+            metrics = with_weight(metrics, batches.count or not batches.exhausted)
             self._progress.results.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = limit
@@ -139,8 +139,8 @@ class Evaluation:
         if isinstance(source.loader, Iterator):
             return None
         with (
-            unchanged(self._progress),
-            unchanged(self),
+            preserving(self._progress),
+            preserving(self),
             train_state.rehearsing(self._operator),
         ):
             metrics = self.validate(request)
@@ -180,7 +180,7 @@ class _Counted:
         """Return the number of the batch that the loop evaluates, and the batch, as text."""
         if self._batch is None:
             return f"when reading batch {self.count + 1}"
-        return f"in batch {self.count}, {described(self._batch)}"
+        return f"in batch {self.count}, {describe(self._batch)}"
 
     def __iter__(self) -> _Counted:
         return self

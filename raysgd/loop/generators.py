@@ -31,7 +31,7 @@ class Generators:
     def check(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
         """Check the states of all workers. Return () if the number of workers has changed."""
         try:
-            with self.unchanged():
+            with self.preserving():
                 for state in states:
                     self.set(state)
         except Exception as error:
@@ -42,7 +42,7 @@ class Generators:
         return states if len(states) == num_workers else ()
 
     @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def preserving(self) -> Iterator[None]:
         own = self.state()
         try:
             yield

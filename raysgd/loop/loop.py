@@ -66,7 +66,7 @@ from raysgd.loop.state_schema import state_for
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import WarmedUp
-from raysgd.metrics import weighted
+from raysgd.metrics import with_weight
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class Loop:
         metrics = check_result(operator.train_epoch, metrics)
         if segment.num_steps or not segment.drawn_from:
             num_steps = max(1, segment.num_steps)
-            self.call_progress.add(started_at, weighted(metrics, num_steps))
+            self.call_progress.add(started_at, with_weight(metrics, num_steps))
         if not segment.drawn_from:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:

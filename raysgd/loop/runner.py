@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd._internal.imports import frozen_imports
-from raysgd._internal.nested import deep_copied, loading, map_leaves
+from raysgd._internal.nested import loading, map_leaves, try_copy
 from raysgd.checkpoint.file import facts_of, write_state
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.cluster.streams import Content, Incoming
@@ -177,7 +177,7 @@ class OperatorRunner(Runner, ABC):
                     with self._train_state.timing.running():
                         return self._hosted_loop.train(request)
                 case requests.ValidateRequest(rehearses=True):
-                    with self.generators.unchanged():
+                    with self.generators.preserving():
                         return self._hosted_loop.evaluation.rehearse(request)
                 case requests.ValidateRequest():
                     with self._hosted_loop.snapshots.before_validation():
@@ -219,7 +219,7 @@ class OperatorRunner(Runner, ABC):
         """Compute the gradients of a batch, so that compilation does not delay the group later."""
         if not any(feature.needs_warm_up for feature in self._train_state.features):
             return
-        with self.generators.unchanged():
+        with self.generators.preserving():
             try:
                 self._hosted_loop.warm_up()
                 if self._options.elastic.shares == "measured":
@@ -272,7 +272,7 @@ class OperatorRunner(Runner, ABC):
         train_state = self._train_state
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
-            state = map_leaves(state, deep_copied)
+            state = map_leaves(state, try_copy)
         train_state.check_training_state(state)
         if incoming is not None:
             state = train_state.reuse_memory(state, incoming)

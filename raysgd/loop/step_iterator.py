@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from raysgd._internal.nested import described
+from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
@@ -98,7 +98,7 @@ class StepIterator:
         step = f"step {self.start_step + self.num_finished_steps + 1}"
         if self.loader_failed:
             return f"when reading the batch of {step}"
-        return f"in {step}, batch {described(self.batch)}"
+        return f"in {step}, batch {describe(self.batch)}"
 
     @property
     def in_update(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Holdings, WorkerContext
-from raysgd._internal.nested import map_leaves, unchanged
+from raysgd._internal.nested import map_leaves, preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.cluster.streams import Incoming
@@ -230,11 +230,11 @@ class TrainState(ABC):
         """Return a context that restores the operator, the models, and this state at its end."""
         tx = self.transaction
         with (
-            unchanged(operator, [self]),
-            unchanged(self),
+            preserving(operator, [self]),
+            preserving(self),
             self.restoring_models(),
-            unchanged(tx),
-            unchanged(tx.weights),
+            preserving(tx),
+            preserving(tx.weights),
         ):
             yield
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.arguments import check_flags, check_int, naming_typos
+from raysgd._internal.arguments import check_flags, check_int, name_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, listed
@@ -140,7 +140,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- methods for user code
 
-    @naming_typos
+    @name_typos
     def register(
         self,
         models: Any,
@@ -183,7 +183,7 @@ class TrainingOperator(OperatorBase):
             self._check_own_steps("validate_batch")
         return registered
 
-    @naming_typos
+    @name_typos
     def register_data(
         self,
         *,

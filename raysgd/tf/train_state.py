@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd._internal.nested import deep_copied
+from raysgd._internal.nested import try_copy
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.differences import cpu_model, differing, hash_of, minority_of, shown
+from raysgd.loop.differences import compare, cpu_model, format_values, hash_of, minority_of
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
@@ -185,10 +185,10 @@ class KerasTrainState(TrainState):
             return bool(found)
         size = self.communication.size
         reports = [self.from_rank(lambda: values, rank) for rank in range(size)]
-        differences = differing([dict(zip(contents, each, strict=False)) for each in reports])
+        differences = compare([dict(zip(contents, each, strict=False)) for each in reports])
         if differences.keys() == {"CPU"}:
             return False
-        names = [f"{name} ({shown(values)})" for name, values in differences.items()]
+        names = [f"{name} ({format_values(values)})" for name, values in differences.items()]
         message = (
             f"After step {self.global_step}, the workers differ in: {'; '.join(names[:5])}. Common "
             "causes: code that changes them on one worker only; data of other lengths, or in other "
@@ -214,7 +214,7 @@ class KerasTrainState(TrainState):
             return np.array(leaf.numpy())
         if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
             return np.array(leaf)
-        return deep_copied(leaf)
+        return try_copy(leaf)
 
     def whole_models(self) -> list[Any]:
         with self.evaluating():

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raysgd._internal.arguments import check_flags
-from raysgd._internal.forwarding import forwarded
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import load_triton_first
-from raysgd._internal.tracebacks import folding_tracebacks
+from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
@@ -40,7 +40,7 @@ class KerasTrainerState(TrainerState):
         return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
 
 
-@folding_tracebacks
+@fold_tracebacks
 class TFTrainer(OperatorTrainer):
     """Trains a Keras model on one or several workers.
 
@@ -175,8 +175,8 @@ class TFTrainer(OperatorTrainer):
 
     # ---- older names
 
-    num_replicas: int = forwarded("max_workers", "Older name of ``max_workers``.")
-    verbose: bool = forwarded("use_tqdm", "Older name of ``use_tqdm``.")
+    num_replicas: int = forward_to("max_workers", "Older name of ``max_workers``.")
+    verbose: bool = forward_to("use_tqdm", "Older name of ``use_tqdm``.")
     model_creator = argument("training_operator_cls._model_creator")
     data_creator = argument("training_operator_cls._data_creator")
 

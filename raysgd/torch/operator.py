@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.arguments import naming_typos
-from raysgd._internal.forwarding import forwarded
+from raysgd._internal.arguments import name_typos
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, OTHER
 from raysgd.loop.creators import creator_class
 from raysgd.loop.loss_weights import LossCount
@@ -70,21 +70,21 @@ class TrainingOperator(OperatorBase):
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
 
-    device: torch.device = forwarded("_train_state.settings.device", "This worker's device.")
-    device_ids: list[int] | None = forwarded(
+    device: torch.device = forward_to("_train_state.settings.device", "This worker's device.")
+    device_ids: list[int] | None = forward_to(
         lambda self: None if self.device.index is None else [self.device.index],
         "List with the index of this worker's GPU, or None without a GPU.",
     )
-    use_gpu: bool = forwarded(lambda self: self.device.type == "cuda", "Whether it has a GPU.")
-    use_fp16_native: bool = forwarded(
+    use_gpu: bool = forward_to(lambda self: self.device.type == "cuda", "Whether it has a GPU.")
+    use_fp16_native: bool = forward_to(
         lambda self: self._train_state.settings.options.use_fp16 is True,
         "Whether ``torch.amp`` provides mixed precision.",
     )
-    use_fp16_apex: bool = forwarded(
+    use_fp16_apex: bool = forward_to(
         lambda self: self._train_state.settings.options.use_fp16 == "apex",
         "Whether NVIDIA Apex provides mixed precision.",
     )
-    scheduler_step_freq: str | None = forwarded(
+    scheduler_step_freq: str | None = forward_to(
         "_train_state.settings.options.scheduler_step_freq",
         'When schedulers step: "batch", "epoch", "manual", or None.',
     )
@@ -277,7 +277,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- registration, in setup
 
-    @naming_typos
+    @name_typos
     def register(
         self,
         *,
@@ -322,7 +322,7 @@ class TrainingOperator(OperatorBase):
         arguments = {name: value for name, value in locals().items() if name != "self"}
         return register(self._train_state, **arguments)
 
-    @naming_typos
+    @name_typos
     def register_data(
         self,
         *,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from raysgd._internal.nested import unchanged
+from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.options import Settings
 from raysgd.loop.train_state import TrainState
@@ -88,7 +88,7 @@ class RegisteredState(TrainState):
             modules = itertools.chain(self.models, self.modules())  # models may be wrappers
             for module in modules if self.has_unsharded_models else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
-                    stack.enter_context(unchanged(module))
+                    stack.enter_context(preserving(module))
             yield
 
     @property

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
-from raysgd._internal.nested import deep_copied
+from raysgd._internal.nested import try_copy
 from raysgd.cluster.streams import Incoming
 from raysgd.comm.mesh import as_bytes
 from raysgd.loop.differences import cpu_model
@@ -48,7 +48,7 @@ def copy_leaf(leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
         return leaf.detach().to("cpu" if on_host else leaf.device, copy=not may_alias)
     # Copying a scheduler inside another one's state, or its method, would copy the optimizer.
     is_data = not (callable(leaf) or hasattr(leaf, "optimizer"))
-    return deep_copied(leaf) if is_data and not may_alias else leaf
+    return try_copy(leaf) if is_data and not may_alias else leaf
 
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
@@ -65,7 +65,7 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
         ) from error
     for module in copied.modules():
         if parametrize.is_parametrized(module):
-            copyreg.pickle(type(module), _reduced)
+            copyreg.pickle(type(module), _reduce)
     return copied
 
 
@@ -79,7 +79,7 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(each, seen)
 
 
-def _reduced(module: Any) -> tuple[Any, ...]:
+def _reduce(module: Any) -> tuple[Any, ...]:
     """Reduce a parametrized module, whose generated class cannot be pickled."""
     kind: Any = parametrize.type_before_parametrizations(module)
     return kind.__new__, (kind,), kind.__getstate__(module), None, None, _parametrize

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from raysgd._internal.arguments import unknown_argument
-from raysgd._internal.forwarding import forwarded
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import lazy_names
-from raysgd._internal.tracebacks import folding_tracebacks
+from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
@@ -39,7 +39,7 @@ class _State(TrainerState):
         return gather_state(state)
 
 
-@folding_tracebacks
+@fold_tracebacks
 class TorchTrainer(OperatorTrainer):
     """Trains a :class:`TrainingOperator` on one or several workers.
 
@@ -141,7 +141,7 @@ class TorchTrainer(OperatorTrainer):
 
     wrap_ddp = argument("wrap_ddp")
     scheduler_step_freq = argument("scheduler_step_freq")
-    max_replicas: int = forwarded("max_workers", "Older name of ``max_workers``.")
+    max_replicas: int = forward_to("max_workers", "Older name of ``max_workers``.")
 
     @property
     def bad_steps(self) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd._internal.arguments import check_dict, check_function, check_int
 from raysgd._internal.context import Request
-from raysgd._internal.forwarding import forwarded
+from raysgd._internal.forwarding import forward_to
 from raysgd.cluster import actor_group as core
 from raysgd.cluster import functions
 from raysgd.elastic.call import Call
@@ -367,19 +367,19 @@ class BackendExecutor:
 
     # ---- checkpoints
 
-    latest_checkpoint = forwarded(
+    latest_checkpoint = forward_to(
         "_saved.latest", "The newest checkpoint of the newest run that saved one, or None."
     )
-    latest_checkpoint_path = forwarded(
+    latest_checkpoint_path = forward_to(
         "_saved.latest_path",
         "Path of the newest checkpoint on disk of the newest run, or None.",
     )
-    best_checkpoint_path = forwarded(
+    best_checkpoint_path = forward_to(
         "_saved.best_path",
         "Path of the best checkpoint on disk of the newest run, or None.",
     )
 
-    latest_checkpoint_id: int = forwarded("checkpoints.number", "Number of the newest checkpoint.")
+    latest_checkpoint_id: int = forward_to("checkpoints.number", "Number of the newest checkpoint.")
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:

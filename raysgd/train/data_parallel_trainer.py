@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import cloudpickle
 
 from raysgd._internal.arguments import check_dict, unknown_argument
-from raysgd._internal.tracebacks import folding_tracebacks
+from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _TRAINER = "trainer.pkl"
 
 
-@folding_tracebacks
+@fold_tracebacks
 @dataclasses.dataclass(eq=False, repr=False)
 class DataParallelTrainer:
     """Runs a training function on several workers, each with its shard of the data.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.forwarding import forwarded
-from raysgd._internal.tracebacks import folding_tracebacks
+from raysgd._internal.forwarding import forward_to
+from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.arguments import bound_function, make_folder, new_folder, run_folder
 from raysgd.train.backend import BackendExecutor, executor_for
@@ -27,10 +27,10 @@ __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
 def _of_executor(name: str) -> Any:
     """Return a property of the trainer: a property of its executor."""
     doc = getattr(BackendExecutor, name).__doc__
-    return forwarded(f"_executor.{name}", doc or "")
+    return forward_to(f"_executor.{name}", doc or "")
 
 
-@folding_tracebacks
+@fold_tracebacks
 class Trainer:
     """Runs training functions on a group of workers.
 

@@ -23,7 +23,7 @@ from raysgd._internal.arguments import (
 from raysgd._internal.config import BATCH_SIZE, env_seconds
 from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
-from raysgd._internal.tracebacks import folding_tracebacks
+from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList, check_logdir, trainer_callbacks
 from raysgd.cluster.actor_group import ActorGroup
@@ -48,7 +48,7 @@ from raysgd.trainer.info import TrainerInfo
 from raysgd.trainer.state import TrainerState
 
 
-@folding_tracebacks
+@fold_tracebacks
 class OperatorTrainer(TrainerInfo):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 

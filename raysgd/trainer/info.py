@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE
-from raysgd._internal.forwarding import forwarded
+from raysgd._internal.forwarding import forward_to
 from raysgd.callbacks.base import LastCall
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -19,7 +19,7 @@ from raysgd.trainer.state import TrainerState
 
 def argument(name: str) -> Any:
     """Return a property of trainers: an argument of the constructor."""
-    return forwarded(f"_options.{name}", "The argument of the constructor.")
+    return forward_to(f"_options.{name}", "The argument of the constructor.")
 
 
 class TrainerInfo:
@@ -59,27 +59,27 @@ class TrainerInfo:
     max_workers = argument("num_workers")
     backend = argument("backend")
     use_fp16 = argument("use_fp16")
-    use_gpu: bool = forwarded("_options.use_gpu", "Whether workers use GPUs.")
-    operator_name: str = forwarded(
+    use_gpu: bool = forward_to("_options.use_gpu", "Whether workers use GPUs.")
+    operator_name: str = forward_to(
         "_options.training_operator_cls.__qualname__", "Name of the class of the operator."
     )
-    logdir: Path | None = forwarded("_logdir", "The run folder.")
-    global_step: int = forwarded(
+    logdir: Path | None = forward_to("_logdir", "The run folder.")
+    global_step: int = forward_to(
         "_controller.progress.global_step", "Finished training steps of all calls."
     )
-    split: int = forwarded(
+    split: int = forward_to(
         "_controller.progress.split", "Micro-batches per batch, above 1 after memory ran out."
     )
-    latest_metrics: dict[str, Any] = forwarded(
+    latest_metrics: dict[str, Any] = forward_to(
         "_dispatcher.metrics", "The newest metrics of `train` and `validate`, in one dict."
     )
-    last_call: LastCall | None = forwarded(
+    last_call: LastCall | None = forward_to(
         "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
-    num_epochs: int | None = forwarded(
+    num_epochs: int | None = forward_to(
         "_fit_loop.running.num_epochs", "Number of epochs at which the current `fit` ends, or None."
     )
-    stop_reason: str | None = forwarded(
+    stop_reason: str | None = forward_to(
         "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."
     )
 

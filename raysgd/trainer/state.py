@@ -14,9 +14,9 @@ from typing import IO, Any
 from raysgd import checkpoint
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.context import Request
-from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd._internal.nested import map_leaves, try_copy
 from raysgd._internal.provenance import of_process, without_homes
-from raysgd._internal.values import scalars, shown_config
+from raysgd._internal.values import redact_config, scalars
 from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
@@ -79,7 +79,7 @@ class TrainerState:
     def _of_driver(self, provenance: bool) -> dict[str, Any]:
         callbacks = self.dispatcher.callback_list.state_dict()
         parts = {"callbacks": callbacks} if callbacks else {}
-        parts["config"] = scalars(shown_config(self.options.config))
+        parts["config"] = scalars(redact_config(self.options.config))
         if provenance:
             parts["provenance"] = self.provenance()
         if self.fit_loop.lacks_validation:
@@ -106,7 +106,7 @@ class TrainerState:
                 text = "%s(): no worker starts, so the state is that of step %d, not %d."
                 logger.warning(text, method, kept, reached)
         # Copy the state, because it may be one that the user loaded.
-        copied: dict[str, Any] = map_leaves(without_call(self.assemble(snapshot)), deep_copied)
+        copied: dict[str, Any] = map_leaves(without_call(self.assemble(snapshot)), try_copy)
         return copied
 
     def models(self, method: str = "get_model") -> Any:
@@ -210,7 +210,7 @@ class TrainerState:
         self._warn_of_changes(of_driver["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
-        own = scalars(shown_config(self.options.config))
+        own = scalars(redact_config(self.options.config))
         changed = [
             f"{name} {saved[name]!r} → {own[name]!r}"
             for name in own

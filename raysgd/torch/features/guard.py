@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.differences import differing, hash_of, minority_of, named_workers, shown
+from raysgd.loop.differences import compare, format_values, hash_of, minority_of, name_workers
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
@@ -219,7 +219,7 @@ class ReplicaGuard(StepFeature):
         reports = [collectives.broadcast_object(mine, r) for r in range(context.world_size)]
         kinds = {kind for _, kind, _ in reports}
         self._equal_at = max(step for _, _, step in reports)  # a new worker has compared nothing
-        differences = differing([contents for contents, _, _ in reports])
+        differences = compare([contents for contents, _, _ in reports])
         self._problem = ""
         if not differences:  # the replicas differed for a moment
             return
@@ -242,9 +242,9 @@ class ReplicaGuard(StepFeature):
             raise ReplicasDifferError(message, ranks=minority)
 
     def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:
-        who = f"{named_workers(minority)} and the majority" if minority else "the workers"
+        who = f"{name_workers(minority)} and the majority" if minority else "the workers"
         options = {name: value for (kind, name), value in differences.items() if kind == "options"}
-        names = [f"{name} ({shown(values)})" for name, values in options.items()]
+        names = [f"{name} ({format_values(values)})" for name, values in options.items()]
         names += [name for _, name in differences if name not in options]
         text = "; ".join(names[:_MOST_SHOWN])
         of_modules = any(n.startswith("models") for n in options)

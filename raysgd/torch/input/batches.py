@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raysgd._internal.nested import described, named_values
+from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.strategies.ddp import plain
 
@@ -141,7 +141,7 @@ def _inputs_of(model: torch.nn.Module) -> list[inspect.Parameter]:
 def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
     takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _inputs_of(model))
     return TypeError(
-        f"The batch is {described(batch)}, and forward of {type(plain(model)).__name__} takes "
+        f"The batch is {describe(batch)}, and forward of {type(plain(model)).__name__} takes "
         f"({takes}). It must be (*features, target), or a dict or data class with the arguments of "
         "forward and the target. Change the collate_fn of the loader, or override train_batch, "
         "validate_batch, and predict_batch."
@@ -158,8 +158,8 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
             return own
         if batch.target is None:
             raise TypeError(
-                f"The output {described(output)} has no loss, and the batch has no target: "
-                f"forward takes all of {described(dict(batch.keywords))}. Return an output with "
+                f"The output {describe(output)} has no loss, and the batch has no target: "
+                f"forward takes all of {describe(dict(batch.keywords))}. Return an output with "
                 ".loss, add a target to the batch that forward does not take, or override "
                 "train_batch."
             )

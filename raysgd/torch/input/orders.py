@@ -59,7 +59,7 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
     """
     own = generator if isinstance(generator, torch.Generator) else torch.Generator()
     before = own.get_state()
-    with Generators().unchanged(), torch.random.fork_rng(devices=[]):
+    with Generators().preserving(), torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         for each in (torch.default_generator, own):  # torch.manual_seed would reseed GPUs as well

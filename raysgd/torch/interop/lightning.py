@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.arguments import set_fields
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
-from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, alone, computed_values
+from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, alone, compute_logged
 
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
 
@@ -198,7 +198,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
             if self._epoch_is_over():
                 module.on_train_epoch_end()
-            result.update(computed_values(surroundings.pop_logged()))
+            result.update(compute_logged(surroundings.pop_logged()))
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             result: dict[str, Any] = super().validate(val_iterator, info)
             module.on_validation_epoch_end()
             module.on_validation_end()
-            result.update(computed_values(surroundings.pop_logged()))
+            result.update(compute_logged(surroundings.pop_logged()))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

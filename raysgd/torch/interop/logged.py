@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.metrics import MergeableMetric, computed
+from raysgd.metrics import MergeableMetric, values_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -45,18 +45,18 @@ class MergedStates(MergeableMetric):
     def merge(self, other: MergedStates) -> MergedStates:
         merged = MergedStates(*self._parts, *other._parts)
         # Other reductions, such as means, need all states together.
-        return MergedStates(merged._reduced()) if _are_associative(self._parts[0]) else merged
+        return MergedStates(merged._reduce_states()) if _are_associative(self._parts[0]) else merged
 
     def compute(self) -> Any:
-        return _named(self._reduced().compute())
+        return _with_underscores(self._reduce_states().compute())
 
-    def _reduced(self) -> Metric:
+    def _reduce_states(self) -> Metric:
         # Copy, because some metrics change their states in compute(). The newest is the smallest.
         metric = self._parts[-1].clone()
         for member, *parts in zip(*map(members, (metric, *self._parts)), strict=True):
             for name, reduce in member._reductions.items():
                 if len(parts) > 1:
-                    setattr(member, name, _joined([getattr(p, name) for p in parts], reduce))
+                    setattr(member, name, _join([getattr(p, name) for p in parts], reduce))
             member._update_count, member._computed = 1, None
         return metric
 
@@ -91,7 +91,7 @@ def _are_associative(metric: Metric) -> bool:
     )
 
 
-def _joined(states: list[Any], reduce: Any) -> Any:
+def _join(states: list[Any], reduce: Any) -> Any:
     if isinstance(states[0], list):
         # Lists of batches are concatenated.
         return [batch for state in states for batch in state]
@@ -99,21 +99,21 @@ def _joined(states: list[Any], reduce: Any) -> Any:
     return stacked if reduce is None else reduce(stacked)
 
 
-def _named(value: Any) -> Any:
+def _with_underscores(value: Any) -> Any:
     """Return the result of a metric, with an underscore before each name."""
     if isinstance(value, Mapping):
-        return {f"_{key}": _named(entry) for key, entry in value.items()}
+        return {f"_{key}": _with_underscores(entry) for key, entry in value.items()}
     return value
 
 
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
 
 
-def computed_values(logged: Mapping[str, Any]) -> dict[str, Any]:
+def compute_logged(logged: Mapping[str, Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for name, value in logged.items():
         if isinstance(value, MergeableMetric):
-            metrics.update(computed(name, value))
+            metrics.update(values_of(name, value))
         else:
             metrics[name] = value.item() if isinstance(value, torch.Tensor) else value
     return metrics

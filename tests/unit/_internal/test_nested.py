@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.nested import described, map_leaves
+from raysgd._internal.nested import describe, map_leaves
 
 LEAVES = st.one_of(st.integers(), st.text(max_size=3), st.none())
 TREES = st.recursive(
@@ -57,4 +57,4 @@ class Slots:
 def test_every_batch_can_be_described():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     batch = [Slots(torch.ones(4, 5)), {"nested": nested}, Slots]
-    assert described(batch) == "[Slots{image: float32[4, 5]}, {nested: Tensor}, type]"
+    assert describe(batch) == "[Slots{image: float32[4, 5]}, {nested: Tensor}, type]"

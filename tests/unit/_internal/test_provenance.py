@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd._internal.provenance import shown_command, without_homes
+from raysgd._internal.provenance import redact_command, without_homes
 from raysgd.checkpoint import Manifest
 
 PRINT = "import json; from raysgd._internal.provenance import of_process\n"
@@ -46,7 +46,7 @@ PRINT += "print(json.dumps(dict(of_process())))\n"
     ],
 )
 def test_a_shown_command_has_no_secrets(arguments):
-    shown = shown_command(["a.py", *shlex.split(arguments), "--lr", "0.1"])
+    shown = redact_command(["a.py", *shlex.split(arguments), "--lr", "0.1"])
     assert "HIDE" not in shown
     assert shown.startswith("a.py ")
     assert shown.endswith(" --lr 0.1")
@@ -54,9 +54,9 @@ def test_a_shown_command_has_no_secrets(arguments):
 
 def test_a_shown_command_keeps_what_is_no_secret():
     plain = "a.py --tokenizer gpt2 --keyboard x src/home/page.py p=0.5"
-    assert shown_command(shlex.split(plain)) == plain
-    assert shown_command(["--secret", "--lr", "1"]) == "--secret --lr 1"
-    assert shown_command(["data", "--token", "12345", "--lr"]) == "data --token '***' --lr"
+    assert redact_command(shlex.split(plain)) == plain
+    assert redact_command(["--secret", "--lr", "1"]) == "--secret --lr 1"
+    assert redact_command(["data", "--token", "12345", "--lr"]) == "data --token '***' --lr"
 
 
 def test_the_own_home_is_a_tilde_wherever_it_is(monkeypatch):

@@ -46,7 +46,7 @@ def test_a_spawned_process_gets_and_returns_objects_of_the_script(monkeypatch):
 
 
 def test_other_objects_are_pickled_as_before(monkeypatch):
-    monkeypatch.setattr(ForkingPickler, "reducer_override", spawning._reduced, raising=False)
+    monkeypatch.setattr(ForkingPickler, "reducer_override", spawning._reduce, raising=False)
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     for value in (torch.ones(2), DataLoader, len, [str]):
         queue.put(value)
