@@ -18,7 +18,7 @@ from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.location import Location, first_line
-from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, sealed_size, verify
+from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, unsealed_size, verify
 from raysgd.errors import CheckpointError
 
 REQUIRED = ("models", "optimizers", "epoch")
@@ -91,7 +91,7 @@ def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
         return
     operator = f"operator on worker 0 after step {state.get('global_step')}"
     for key, owner in (("operator", operator), ("callbacks", "callbacks")):
-        if refused := _refused(state.get(key), "state_dict()"):
+        if refused := _find_unloadable(state.get(key), "state_dict()"):
             raise CheckpointError(
                 f"Cannot save to {shown}: the result of state_dict() of the {owner} could not be "
                 f"loaded again: {refused}. {_ADVICE}"
@@ -178,7 +178,7 @@ def _read(
     return state, manifest
 
 
-def _refused(tree: Any, key: str) -> str:
+def _find_unloadable(tree: Any, key: str) -> str:
     """Return the key and the type of the first value that cannot be loaded again, or ""."""
     try:
         _torch().save(tree, buffer := io.BytesIO())
@@ -187,7 +187,7 @@ def _refused(tree: Any, key: str) -> str:
     except Exception:
         items: Any = tree.items() if isinstance(tree, dict) else ()
         items = enumerate(tree) if isinstance(tree, list | tuple) else items
-        inner = (_refused(value, f"{key}[{name!r}]") for name, value in items)
+        inner = (_find_unloadable(value, f"{key}[{name!r}]") for name, value in items)
         kind = f"{type(tree).__module__}.{type(tree).__qualname__}"
         return next(filter(None, inner), f"{key} has the type {kind}")
     return ""
@@ -212,7 +212,7 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
     source = Location(path)
     with source.open() as file:
         manifest = verify(file, source.shown)
-        size = sealed_size(file) if manifest else -1
+        size = unsealed_size(file) if manifest else -1
         file.seek(0)
         blob = file.read(size)
     if not blob.endswith(b"."):  # the last byte of every pickle

@@ -96,7 +96,7 @@ class HashingFile(io.RawIOBase):
         self._parts: list[Future[bytes]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS)
 
-    def emptied(self) -> Self:
+    def empty(self) -> Self:
         """Delete the content, and return this file."""
         self._file.seek(0)
         self._file.truncate()
@@ -193,7 +193,7 @@ def is_archive(file: IO[bytes]) -> bool:
     return file.read(4) == b"PK\x03\x04"
 
 
-def sealed_size(file: IO[bytes]) -> int:
+def unsealed_size(file: IO[bytes]) -> int:
     """Return the size of a file without the archive that `HashingFile.seal` appended."""
     with zipfile.ZipFile(file) as archive:
         return archive.infolist()[0].header_offset

@@ -100,7 +100,7 @@ class CheckpointFolder:
 
     def _tidy(self, newest: str | None) -> None:
         """Remove all checkpoints but `newest` and the best ones. Only log errors."""
-        surplus = [] if self._keep is None else self._ranked()[self._keep :]
+        surplus = [] if self._keep is None else self._rank_names()[self._keep :]
         try:
             for name in surplus:
                 if name != newest:
@@ -113,7 +113,7 @@ class CheckpointFolder:
         except CheckpointError as error:
             logger.warning("Could not remove older checkpoints: %s", error)
 
-    def _ranked(self) -> list[str]:
+    def _rank_names(self) -> list[str]:
         """Return the names of the readable checkpoints, best first, then newest first."""
         known = (name for name, manifest in self._manifests.items() if manifest)
         return sorted(known, key=self._goodness, reverse=True)
@@ -221,7 +221,7 @@ class CheckpointStore(CheckpointFolder):
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
         self._learn(self._names())
-        rated = [name for name in self._ranked() if self._goodness(name)[0]]
+        rated = [name for name in self._rank_names() if self._goodness(name)[0]]
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:

@@ -195,16 +195,14 @@ def reserve(
         # Spend the remaining time on the minimum.
         left = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left, SETTLE_S)
-        group = _granted([bundle] * size, strategy, wait_s, is_wanted)
+        group = _request_group([bundle] * size, strategy, wait_s, is_wanted)
         if group is not None:
             room = Reservation(group, range(size), owned=True, strategy=strategy)
-            return _topped_up(room, bundle, num_workers)
+            return _top_up(room, bundle, num_workers)
     raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
 
-def _topped_up(
-    reservation: Reservation, bundle: Mapping[str, float], num_workers: int
-) -> Reservation:
+def _top_up(reservation: Reservation, bundle: Mapping[str, float], num_workers: int) -> Reservation:
     """Request slots for the missing workers, and wait briefly for them."""
     size = len(reservation.slots)
     if size == num_workers:
@@ -218,7 +216,7 @@ def _topped_up(
         while time.monotonic() < deadline and not all(slot.is_ready for slot in requested):
             time.sleep(POLL_S)
         reservation.drop_pending(requested)
-        where = f"The cluster has {_described(ray.cluster_resources(), bundle)}, and"
+        where = f"The cluster has {_format(ray.cluster_resources(), bundle)}, and"
         _warn_of_few(len(reservation.slots), num_workers, bundle, where)
     except BaseException:  # most likely Ctrl-C
         reservation.release()
@@ -226,7 +224,7 @@ def _topped_up(
     return reservation
 
 
-def _granted(
+def _request_group(
     bundles: Sequence[Mapping[str, float]],
     strategy: str,
     timeout_s: float,
@@ -276,11 +274,11 @@ def _reserve_within(
 ) -> Reservation:
     """Reserve resources in the placement group of the caller, which never grows."""
     own = ray.get_runtime_context().worker.core_worker.resource_ids()
-    left = _left_beside(group.bundle_specs, own)
+    left = _subtract(group.bundle_specs, own)
     num_beside = sum(workers_that_fit(each, bundle) for each in left)
     if num_beside < min_workers:
         raise InsufficientResourcesError(
-            f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
+            f"No room for {_plural(min_workers)} with {_format(bundle)} each in the placement "
             f"group of this trainer, which has room for {num_beside} next to the caller. Give the "
             "group a bundle for each worker. In Ray Tune, pass trainer.as_trainable() to the "
             "Tuner, or wrap your function in tune.with_resources(...)."
@@ -292,10 +290,10 @@ def _reserve_within(
 def _warn_of_few(number: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:
     if number < wanted:
         text = "Starting with %d of %d workers, each with %s. %s no room for more now."
-        logger.warning(text, number, wanted, _described(bundle), where)
+        logger.warning(text, number, wanted, _format(bundle), where)
 
 
-def _left_beside(
+def _subtract(
     bundles: Iterable[Mapping[str, float]], own: Mapping[str, Sequence[tuple[int, float]]]
 ) -> list[dict[str, float]]:
     """Return the resources of each bundle of a placement group that a process does not hold.
@@ -313,9 +311,9 @@ def _left_beside(
 
 def demand(bundle: Mapping[str, float], size: int = 1) -> str:
     return (
-        f"{_plural(size)} with {_described(bundle)} each: the cluster has "
-        f"{_described(ray.cluster_resources(), bundle)}, of which "
-        f"{_described(ray.available_resources(), bundle)} are free."
+        f"{_plural(size)} with {_format(bundle)} each: the cluster has "
+        f"{_format(ray.cluster_resources(), bundle)}, of which "
+        f"{_format(ray.available_resources(), bundle)} are free."
     )
 
 
@@ -323,6 +321,6 @@ def _plural(num_workers: int) -> str:
     return f"{num_workers} worker{'s' * (num_workers > 1)}"
 
 
-def _described(resources: Mapping[str, float], names: Mapping[str, float] | None = None) -> str:
+def _format(resources: Mapping[str, float], names: Mapping[str, float] | None = None) -> str:
     shown = resources if names is None else {name: resources.get(name, 0) for name in names}
     return ", ".join(f"{amount:g} {name}" for name, amount in shown.items()) or "nothing"

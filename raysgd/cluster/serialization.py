@@ -49,7 +49,7 @@ class Parcel:
         for part in self.parts():
             file.write(part)
 
-    def stored(self) -> Any:
+    def store(self) -> Any:
         """Return this object, or a reference to it in Ray's object store if it is large."""
         if self.reference is None and self.is_large:
             import ray

@@ -51,7 +51,7 @@ def send(
 ) -> Address:
     """Send a value to an `Inbox`, and wait until the driver has it. Return the address."""
     with messages.connect(inbox, _CONNECT_S) as connection:
-        connection.sendall(messages.framed(pickle.dumps((data, sizes))))
+        connection.sendall(messages.add_length(pickle.dumps((data, sizes))))
         with connection.makefile("wb", _CHUNK_BYTES) as file:
             write(file)
         connection.shutdown(socket.SHUT_WR)
@@ -150,7 +150,7 @@ def unnamed_file() -> Any:
     return tempfile.TemporaryFile(prefix="raysgd-")
 
 
-def stored_copy(parcel: Parcel) -> Parcel:
+def store_copy(parcel: Parcel) -> Parcel:
     """Return a value that shares no memory with this one, in a file if it is large."""
     if callable(parcel.buffers):  # it was received, and belongs to the caller
         return parcel
@@ -186,7 +186,7 @@ def _on_disk(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def offered(parcel: Parcel, hosts: Sequence[str]) -> Iterator[Parcel | Address]:
+def offering(parcel: Parcel, hosts: Sequence[str]) -> Iterator[Parcel | Address]:
     """Yield what the workers need: a small value itself, or the address of a large value."""
     if is_small(parcel):
         yield parcel

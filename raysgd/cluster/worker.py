@@ -72,7 +72,7 @@ class Outcome:
 
     def value(self) -> Any:
         """Return the value or the exception."""
-        return _unpacked(self.payload)
+        return _unpack(self.payload)
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""
@@ -159,12 +159,12 @@ class Worker:
                 process.is_worker = True
                 process.end_forks_with_this_process()
             sys.path.extend(path for path in import_path if path not in sys.path)
-            function: Callable[[], None] | None = _unpacked(hook)
+            function: Callable[[], None] | None = _unpack(hook)
             if function is not None:
                 function()
             with frozen_imports() if self._remote else contextlib.nullcontext():
-                self.runner = _unpacked(runner, own=not self._remote)
-                self._backend = _unpacked(backend)
+                self.runner = _unpack(runner, own=not self._remote)
+                self._backend = _unpack(backend)
 
         return self._attempt(create)
 
@@ -208,7 +208,7 @@ class Worker:
             if isinstance(request, Address):
                 with contextlib.closing(Incoming(request)) as large:
                     return self._success(self._hosted.handle(replace(large.value, incoming=large)))
-            return self._success(self._hosted.handle(_unpacked(request)), inbox)
+            return self._success(self._hosted.handle(_unpack(request)), inbox)
         except BaseException as error:
             return self._failure(error)
 
@@ -277,7 +277,7 @@ class Worker:
             return None
         began = time.monotonic()
         try:
-            return _sent_if_large(pack(state), inbox)
+            return _send_if_large(pack(state), inbox)
         finally:
             self._hosted.snapshot_sent(state, time.monotonic() - began)
 
@@ -314,9 +314,9 @@ class Worker:
             try:
                 payload = send(inbox, pickle.dumps(value.facts), (), value.write)
             except Exception as error:  # the answer is why the content could not be written
-                payload = _packed_error(_bare(error))
+                payload = _pack_error(_bare(error))
         elif self._remote:
-            payload = _sent_if_large(_packed(value), inbox)
+            payload = _send_if_large(_pack_answer(value), inbox)
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
@@ -342,7 +342,7 @@ class Worker:
             kind = "cut off" if self._cut_off else "stopped"
         elif advice:
             error.add_note(advice)
-        elif self._backend is not None and _caused_by(error, self._backend.is_communication_error):
+        elif self._backend is not None and _has_cause(error, self._backend.is_communication_error):
             kind = "communication"
         progress = self._safe_progress()
         if split and kind == "user":
@@ -357,7 +357,7 @@ class Worker:
         text = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _bare(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
-        packed = _packed_error(bare) if kind == "user" else pack(_as_text(bare))
+        packed = _pack_error(bare) if kind == "user" else pack(_as_text(bare))
         return Outcome(kind, packed, progress, text, split)
 
     def _safe_progress(self) -> Progress:
@@ -366,18 +366,18 @@ class Worker:
         return Progress()
 
 
-def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
+def _has_cause(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
     while error is not None and not test(error):
         cause = error.__cause__ or error.__context__
         error = None if cause is error else cause  # ``raise error from error``
     return error is not None
 
 
-def _unpacked(value: Any, own: bool = True) -> Any:
+def _unpack(value: Any, own: bool = True) -> Any:
     return value.value(own) if isinstance(value, Parcel) else value
 
 
-def _packed(value: Any) -> Parcel:
+def _pack_answer(value: Any) -> Parcel:
     try:
         return pack(value, getattr(value, "is_portable", False))
     except Exception as error:
@@ -390,7 +390,7 @@ def _packed(value: Any) -> Parcel:
         raise TypeError(f"A worker cannot send {what()}{place} to the driver: {error}") from error
 
 
-def _sent_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:
+def _send_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:
     if inbox is None or is_small(parcel):
         return parcel
     return send(inbox, bytes(parcel.data), parcel.sizes, parcel.write)
@@ -403,7 +403,7 @@ def _bare(error: BaseException) -> BaseException:
     return bare
 
 
-def _packed_error(error: BaseException) -> Parcel:
+def _pack_error(error: BaseException) -> Parcel:
     """Pack an exception, or a RemoteError with its text if it cannot be pickled."""
     try:
         packed = pack(error)

@@ -129,13 +129,13 @@ class ActorHandle(WorkerHandle):
 
     def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
         self._check_alive()
-        sent = [each.stored() if isinstance(each, Parcel) else each for each in arguments]
+        sent = [each.store() if isinstance(each, Parcel) else each for each in arguments]
         answer: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
-        return answer if self.watch is None else self._unless_lost(answer)
+        return answer if self.watch is None else self._fail_if_lost(answer)
 
     control = work  # the actor's method defines the concurrency group
 
-    def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
+    def _fail_if_lost(self, answer: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails if the host is lost.
 
         A lock could deadlock with a garbage collection.

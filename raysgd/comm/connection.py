@@ -62,7 +62,7 @@ class Address(NamedTuple):
     key: str
 
 
-def derived_key(key: str, purpose: str) -> str:
+def derive_key(key: str, purpose: str) -> str:
     return hmac.digest(key.encode(), b"key for " + purpose.encode(), "sha256").hex()
 
 
@@ -125,7 +125,7 @@ def _keep_alive(connection: socket.socket) -> None:
 # ---- messages
 
 
-def framed(content: bytes) -> bytes:
+def add_length(content: bytes) -> bytes:
     """Return `content` with its length in front."""
     return _LENGTH.pack(len(content)) + content
 
@@ -147,7 +147,7 @@ async def receive(connection: socket.socket) -> bytes:
 
 
 async def send(connection: socket.socket, content: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, framed(content))
+    await asyncio.get_running_loop().sock_sendall(connection, add_length(content))
 
 
 async def exactly(connection: socket.socket, length: int) -> bytes:

@@ -329,7 +329,7 @@ class _Operation(Work):
                 future = work.get_future()
             except RuntimeError:  # operations without a future need a thread that waits
                 outputs = self._outputs = output if isinstance(output, list) else [output]
-                args = (lambda: _waited_for(work, outputs),)
+                args = (lambda: _wait_for(work, outputs),)
                 threading.Thread(target=finish, args=args, name="raysgd-gloo", daemon=True).start()
             else:
                 future.add_done_callback(lambda done: finish(done.value))
@@ -369,7 +369,7 @@ class _Operation(Work):
         return int(self._work._source_rank())
 
 
-def _waited_for(work: Any, outputs: list[Any]) -> list[Any]:
+def _wait_for(work: Any, outputs: list[Any]) -> list[Any]:
     # gloo writes the result in the waiting thread, and the outputs can be inference tensors.
     with torch.inference_mode():
         work.wait()

@@ -78,16 +78,16 @@ class Endpoint:
     remote: tuple[str, int] | None
 
     def shut_down(self) -> None:
-        with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
+        with contextlib.suppress(OSError), _borrowing(self.descriptor) as sock:
             shut_down(sock)
 
-    def sent(self) -> tuple[int, float]:
+    def count_sent(self) -> tuple[int, float]:
         """Return the bytes that have arrived at the other end, and the seconds of sending them.
 
         The time does not include waiting until the other end reads. (0, 0.0) if unknown.
         """
         with contextlib.suppress(OSError, AttributeError, struct.error):
-            with _borrowed(self.descriptor) as sock:
+            with _borrowing(self.descriptor) as sock:
                 info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
             num_bytes, busy_us, unread_us = _INFO.unpack_from(info)
             return num_bytes, (busy_us - unread_us) / 1e6
@@ -95,7 +95,7 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+def _borrowing(descriptor: int) -> Iterator[socket.socket]:
     copy = os.dup(descriptor)
     try:
         sock = socket.socket(fileno=copy)
@@ -111,7 +111,7 @@ def endpoints() -> list[Endpoint]:
     sockets = []
     for name in os.listdir("/dev/fd"):
         # Some descriptors are not sockets, or another thread has just closed them.
-        with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
+        with contextlib.suppress(OSError), _borrowing(int(name)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or (
                 sock.type != socket.SOCK_STREAM
             ):

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from raysgd.comm.connection import Address, Listener, connect, framed, read, receive, send
+from raysgd.comm.connection import Address, Listener, add_length, connect, read, receive, send
 from raysgd.comm.network import shut_down
 
 _CONNECT_S = 10.0
@@ -110,7 +110,7 @@ class StoreClient:
         try:
             with self._lock:
                 self._socket.settimeout(wait_s + _ANSWER_S)
-                self._socket.sendall(framed(pickle.dumps((operation, *arguments))))
+                self._socket.sendall(add_length(pickle.dumps((operation, *arguments))))
                 return pickle.loads(read(self._answers))
         except TimeoutError as error:
             raise self._closed_error(

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from raysgd._internal.config import env_seconds
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.comm.connection import Address, derived_key
+from raysgd.comm.connection import Address, derive_key
 from raysgd.comm.gloo import Entry, GlooGroup
 from raysgd.comm.mesh import Mesh
 from raysgd.comm.network import (
@@ -215,7 +215,7 @@ class TorchProcessGroup(CollectiveBackend):
             ends = (each.local, each.remote)
             is_ours = each.local in meshed or not self._listening.isdisjoint(ends)
             if is_ours and each.remote is not None and each.remote[0] != each.local[0]:
-                (num_bytes, seconds), before = each.sent(), sent.get(each.remote[0], (0, 0.0))
+                (num_bytes, seconds), before = each.count_sent(), sent.get(each.remote[0], (0, 0.0))
                 sent[each.remote[0]] = before[0] + num_bytes, before[1] + seconds
         for host, (num_bytes, seconds) in sent.items():
             old_bytes, old_s = self._sent.get(host, (0, 0.0))
@@ -267,7 +267,7 @@ def _mesh(rank: int, key: str) -> Mesh | None:
     chosen = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
     for address, name in interfaces().items():
         if name == chosen:
-            return Mesh(rank, address, derived_key(key, "mesh"), 3 * _CONNECT.total_seconds())
+            return Mesh(rank, address, derive_key(key, "mesh"), 3 * _CONNECT.total_seconds())
     return None
 
 

@@ -106,7 +106,7 @@ class Records(ABC):
                 raise FileNotFoundError(f"No file matches {path!r}.")
             for name in names:
                 self.paths.append(fs.unstrip_protocol(name) if is_remote(fs) else name)
-                self._stamps.append(_retried(functools.partial(_stamp, fs, name)))
+                self._stamps.append(_retry(functools.partial(_stamp, fs, name)))
         self._storage_options = storage_options
         self.kept_rows = 0
         """Number of decoded records to keep in memory."""
@@ -189,7 +189,7 @@ class Records(ABC):
     # ---- files
 
     def _load_index(self, number: int) -> Any:
-        path = self._cached(number, f"{type(self).__name__}.npy")
+        path = self._cache_path(number, f"{type(self).__name__}.npy")
         with contextlib.suppress(Exception):  # it is missing or damaged
             index = np.load(path, mmap_mode="r" if path.stat().st_size > 2**16 else None)
             if index.dtype == np.int64 and index.ndim == 1 and len(index):
@@ -202,7 +202,7 @@ class Records(ABC):
             target.write(index.data)  # np.save hides why it cannot write
         return index
 
-    def _cached(self, number: int, kind: str) -> Path:
+    def _cache_path(self, number: int, kind: str) -> Path:
         path, stamp = self.paths[number], self._stamps[number]
         if "://" not in path:  # another file can have the same size and date
             status = os.stat(path)
@@ -239,7 +239,7 @@ class Records(ABC):
         fs, name = url_to_fs(path, **self._storage_options)
         self._check_stamp(number, _stamp(fs, name))
         if (decompress := decompressor_of(_without_query(path))) is not None:
-            target = self._cached(number, "raw")
+            target = self._cache_path(number, "raw")
             with self._caching(number):
                 if not target.exists():
                     with lock_of_node(target.stem) as lock:
@@ -286,7 +286,7 @@ class Records(ABC):
                 raise
 
         try:
-            return _retried(attempt)
+            return _retry(attempt)
         except Exception as error:
             # pyarrow and bz2 raise an OSError without a number for wrong content.
             is_bare = type(error) is OSError and error.errno is None
@@ -388,12 +388,12 @@ def _matches(fs: Any, pattern: str) -> list[str]:
     """Return the files that match a pattern. A path that exists is no pattern."""
     marks = "[*[]" if pattern.startswith(_WEB) else "[*?[]"
     path = literal = _without_query(pattern)
-    while re.search(marks, literal) and not _retried(functools.partial(fs.exists, literal)):
+    while re.search(marks, literal) and not _retry(functools.partial(fs.exists, literal)):
         literal = literal.rpartition("/")[0]
     if literal == path:
         return [pattern]
     pattern = re.sub(marks, r"[\g<0>]", literal) + pattern[len(literal) :]
-    names = sorted(_retried(functools.partial(fs.glob, pattern)))
+    names = sorted(_retry(functools.partial(fs.glob, pattern)))
     if os.path.basename(path).startswith("."):
         return names
     return [name for name in names if not os.path.basename(name).startswith(".")]
@@ -410,7 +410,7 @@ def _stamp(fs: Any, path: str) -> str:
     return f"{info['size']} {version}"
 
 
-def _retried(function: Callable[[], T]) -> T:
+def _retry(function: Callable[[], T]) -> T:
     """Call a function again after errors of the network, which can have any class."""
     for attempt in itertools.count(1):
         try:

@@ -196,7 +196,7 @@ class Stream(NumberedSamples):
             samples = list(map(self._transform, samples))
         if self._augment is None:
             return samples
-        return [self._augmented(*each) for each in zip(samples, itertools.repeat(epoch), numbers)]
+        return [self._augment_one(*each) for each in zip(samples, itertools.repeat(epoch), numbers)]
 
     def _read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
         if epoch != self._epoch_read:
@@ -207,7 +207,7 @@ class Stream(NumberedSamples):
     def locate(self, epoch: int, number: int) -> list[Any]:
         return self._records.locate(self._records_of(epoch, np.array([number]))[0])
 
-    def _augmented(self, sample: Any, epoch: int, number: int) -> Any:
+    def _augment_one(self, sample: Any, epoch: int, number: int) -> Any:
         if self._augment is None:
             return sample
         return self._augment(sample, np.random.default_rng((self._seed, epoch, number)))
@@ -262,7 +262,7 @@ class GroupedStream(Stream):
             for taken, sample in enumerate(self._samples(epoch, group)):
                 if taken >= skip:
                     self._state = {"group": group, "taken": taken + 1}
-                    yield self._augmented(sample, epoch, (group << 24) + taken)
+                    yield self._augment_one(sample, epoch, (group << 24) + taken)
             skip = 0
 
     def _samples(self, epoch: int, group: int) -> Iterable[Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.serialization import sendable
-from raysgd.cluster.streams import offered
+from raysgd.cluster.streams import offering
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
@@ -225,7 +225,7 @@ class GroupForming:
         if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
             return
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
-        with offered(packed, [member.info.node_ip for member in members]) as offer:
+        with offering(packed, [member.info.node_ip for member in members]) as offer:
             calls = {member: member.work(Worker.call, offer) for member in members}
             attempt = self._await_phase(calls, "load")
         yield True, attempt

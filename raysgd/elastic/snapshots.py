@@ -13,7 +13,7 @@ from raysgd._internal.context import Progress
 from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import Parcel, pack
-from raysgd.cluster.streams import Inbox, StorageError, stored_copy, unnamed_file
+from raysgd.cluster.streams import Inbox, StorageError, store_copy, unnamed_file
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
@@ -61,7 +61,7 @@ class SnapshotKeeper:
     def _stored(self, state: Any) -> Read:
         packed = state if isinstance(state, Parcel) else pack(state)
         try:
-            return stored_copy(packed).value
+            return store_copy(packed).value
         except StorageError as error:
             self._warn_of_disk(error)
             return functools.partial(packed.value, own=False)  # stays in memory

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.serialization import sendable
-from raysgd.cluster.streams import offered
+from raysgd.cluster.streams import offering
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
@@ -88,7 +88,7 @@ class Supervision:
             if call.receives is not None and not inline:
                 inbox = stack.enter_context(call.receives(hosts))
             elif isinstance(call.request, LoadRequest) and not inline:
-                packed = stack.enter_context(offered(packed, hosts))
+                packed = stack.enter_context(offering(packed, hosts))
             if inline and (call.on_wait is not None or call.points.show is not None):
                 stack.enter_context(self._showing_progress(call))
             self.attempt = attempt = Attempt({}, self._clock)

@@ -153,7 +153,7 @@ class TrainerState:
         def fill(file: IO[bytes]) -> None:
             hashing: Any = HashingFile(file)
             try:
-                receives = functools.partial(Inbox, open_file=hashing.emptied)
+                receives = functools.partial(Inbox, open_file=hashing.empty)
                 (answer,) = self._fetch(request, "save", receives=receives)
             except StorageError as error:
                 raise error.args[0] from None

@@ -59,9 +59,9 @@ def test_workers_use_a_placement_group_that_captures_child_tasks(monkeypatch, ca
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: "the caller's")
     monkeypatch.setattr(process, "is_worker", False)
     monkeypatch.setattr(placement, "_reserve_within", lambda *arguments: "within")
-    monkeypatch.setattr(placement, "_granted", lambda *arguments: "own")
+    monkeypatch.setattr(placement, "_request_group", lambda *arguments: "own")
     monkeypatch.setattr(placement, "Reservation", lambda group, *_, **__: group)
-    monkeypatch.setattr(placement, "_topped_up", lambda room, *_: room)
+    monkeypatch.setattr(placement, "_top_up", lambda room, *_: room)
     for name in ("cluster_resources", "available_resources"):
         monkeypatch.setattr(ray, name, lambda: {"CPU": 4})
     found = placement.reserve({"CPU": 1}, num_workers=2, min_workers=2, timeout_s=1)
@@ -71,7 +71,7 @@ def test_workers_use_a_placement_group_that_captures_child_tasks(monkeypatch, ca
 def test_resources_of_the_caller_are_subtracted_from_their_bundle():
     held = {name: [(0, 0.5), (1, 0.5)] for name in ("CPU_group_1_0a", "CPU_group_0a")}
     held |= {"bundle_group_0_0a": [(0, 0.001)]}
-    left = placement._left_beside([{"CPU": 1.0}, {"CPU": 3.0}], held)
+    left = placement._subtract([{"CPU": 1.0}, {"CPU": 3.0}], held)
     assert left == [{"CPU": 1.0}, {"CPU": 2.0}]
 
 
@@ -88,10 +88,10 @@ def test_no_more_workers_than_requested_start_in_the_group_of_the_caller(monkeyp
 def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: None)
     monkeypatch.setattr(
-        placement, "_granted", lambda bundles, *_: "own" if len(bundles) < 3 else None
+        placement, "_request_group", lambda bundles, *_: "own" if len(bundles) < 3 else None
     )
     monkeypatch.setattr(placement, "Reservation", lambda group, indexes, **_: len(indexes))
-    monkeypatch.setattr(placement, "_topped_up", lambda room, *_: room)
+    monkeypatch.setattr(placement, "_top_up", lambda room, *_: room)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4})
     asked = {"num_workers": 5, "min_workers": 1, "timeout_s": 1}
     assert placement.reserve({"CPU": 1}, strategy="STRICT_PACK", **asked) == 2
@@ -100,7 +100,7 @@ def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
 @pytest.mark.parametrize("strategy", ["STRICT_PACK", "SPREAD"])
 def test_a_group_with_a_strict_strategy_gets_no_slot_on_another_node(monkeypatch, strategy):
     monkeypatch.setattr(placement, "placement_group", lambda *arguments: "requested")
-    monkeypatch.setattr(placement, "_granted", lambda *arguments: "own")
+    monkeypatch.setattr(placement, "_request_group", lambda *arguments: "own")
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: None)
     monkeypatch.setattr(placement, "PlacementGroupSchedulingStrategy", lambda *arguments: None)
     for name in ("cluster_resources", "available_resources"):
@@ -118,7 +118,7 @@ def test_a_wait_for_resources_is_logged_with_the_time_left(monkeypatch, caplog):
     monkeypatch.setattr(placement, "remove_placement_group", lambda group: None)
     for name in ("cluster_resources", "available_resources"):
         monkeypatch.setattr(ray, name, lambda: {"CPU": 4})
-    assert placement._granted([{"CPU": 3.0}], "PACK", 14.9, lambda: True) is None
+    assert placement._request_group([{"CPU": 3.0}], "PACK", 14.9, lambda: True) is None
     waits = [record.getMessage().split(" for ")[0] for record in caplog.records]
     assert waits == ["Waiting up to 14 s", "Waiting up to 4 s"]
     assert "1 worker with 3 CPU each: the cluster has 4 CPU" in caplog.text

@@ -122,8 +122,8 @@ def store(monkeypatch):
 
 def test_large_value_is_stored_once_without_a_copy_on_the_driver(store):
     packed = pack({"array": np.ones(2**18), "text": "x" * 2**20})
-    reference = packed.stored()
-    assert packed.stored() is reference
+    reference = packed.store()
+    assert packed.store() is reference
     assert len(store) == 1
     assert len(store[0][0]) < 1000
     assert (packed.data, packed.buffers) == (b"", ())
@@ -133,7 +133,7 @@ def test_large_value_is_stored_once_without_a_copy_on_the_driver(store):
 def test_workers_share_large_arrays_and_have_their_own_tensors(store):
     config = {"array": np.ones(2**18), "tensor": torch.ones(2**18)}
     options = TorchOptions(training_operator_cls=print, config=config, num_workers=2)
-    sent = ray.get(pack(options).stored())
+    sent = ray.get(pack(options).store())
     arrived = sent.value(own=False)
     (_, first), (_, second) = arrived.unpacked(), arrived.unpacked()
     assert np.shares_memory(first["array"], second["array"])

@@ -52,7 +52,7 @@ def write_file(write, file):
     worker = Worker()
     worker.runner = FakeRunner()
     worker.runner.handle = lambda request: streams.Content(write, {"epoch": 3})
-    with streams.Inbox([LOOPBACK], file.emptied) as inbox:
+    with streams.Inbox([LOOPBACK], file.empty) as inbox:
         outcome = worker.call(None, inbox.address())
     outcome.payload = inbox.resolve(outcome.payload)
     return outcome.value()
@@ -69,7 +69,7 @@ def test_a_second_attempt_replaces_what_the_first_has_written(tmp_path):
 def test_a_full_disk_is_an_error_of_the_driver():
     with open("/dev/full", "wb", buffering=0) as file:
         hashing = HashingFile(file)
-        hashing.emptied = lambda: hashing  # a device cannot be truncated
+        hashing.empty = lambda: hashing  # a device cannot be truncated
         with pytest.raises(streams.StorageError, match="No space left on device"):
             write_file(write_all, hashing)
 
@@ -77,7 +77,7 @@ def test_a_full_disk_is_an_error_of_the_driver():
 def test_a_worker_receives_arrays_in_their_places():
     expected, place = make(LARGE), np.zeros(LARGE, np.uint8)
     with (
-        streams.offered(pack({"c": expected["c"], **expected}), [LOOPBACK]) as address,
+        streams.offering(pack({"c": expected["c"], **expected}), [LOOPBACK]) as address,
         contextlib.closing(streams.Incoming(address)) as found,
     ):
         at = found.value["a"].ctypes.data
@@ -92,7 +92,7 @@ def test_a_worker_receives_arrays_in_their_places():
 
 
 def test_a_lost_driver_is_an_error_of_a_value_that_is_still_to_come():
-    with streams.offered(pack(make(LARGE)), [LOOPBACK]) as address:
+    with streams.offering(pack(make(LARGE)), [LOOPBACK]) as address:
         found = streams.Incoming(address)
     with contextlib.closing(found), pytest.raises((EOFError, ConnectionError)):
         found.fill()
@@ -103,7 +103,7 @@ def test_a_lost_worker_is_no_error_of_the_disk():
         streams.Inbox([LOOPBACK], streams.unnamed_file) as inbox,
         connection.connect(inbox.address(), 9) as worker,
     ):
-        worker.sendall(connection.framed(pickle.dumps((b"", [LARGE]))) + bytes(10))
+        worker.sendall(connection.add_length(pickle.dumps((b"", [LARGE]))) + bytes(10))
         worker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         worker.close()  # an error for the driver
         wait_until(lambda: not inbox._listener._connections)

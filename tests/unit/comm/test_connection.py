@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.comm import connection as module
-from raysgd.comm.connection import Listener, connect, derived_key, framed, read, receive, send
+from raysgd.comm.connection import Listener, add_length, connect, derive_key, read, receive, send
 from tests.conftest import Script, examples, wait_until
 
 HOST = "127.0.0.1"
@@ -39,7 +39,7 @@ def listener():
 
 def echoed(connection, content):
     with connection.makefile("rb") as stream:
-        connection.sendall(framed(content))
+        connection.sendall(add_length(content))
         return read(stream)
 
 
@@ -53,13 +53,13 @@ def closed_at_once(connection):
 def test_messages_come_whole_and_in_order(shared, contents):
     with connect(shared[1], WAIT_S) as connection, connection.makefile("rb") as stream:
         for content in contents:
-            connection.sendall(framed(content))
+            connection.sendall(add_length(content))
             assert read(stream) == content
 
 
 def test_an_incomplete_message_is_not_delivered(listener):
     async def cut(connection):
-        connection.send(framed(b"whole") + framed(b"cut off")[:-1])
+        connection.send(add_length(b"whole") + add_length(b"cut off")[:-1])
 
     with connect(listener.expect(cut), WAIT_S) as connection, connection.makefile("rb") as stream:
         assert read(stream) == b"whole"
@@ -198,7 +198,7 @@ def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
 
 
 def test_forgotten_address_is_refused(listener):
-    first, second = listener.expect(echo), listener.expect(echo, key=derived_key("a", "b"))
+    first, second = listener.expect(echo), listener.expect(echo, key=derive_key("a", "b"))
     listener.forget(first)
     with pytest.raises(ConnectionError):
         connect(first, WAIT_S)

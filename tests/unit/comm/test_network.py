@@ -29,7 +29,7 @@ def test_an_endpoint_knows_what_it_has_sent_while_the_other_end_read():
         receiver, _ = server.accept()
     with sender, receiver:
         (endpoint,) = [each for each in endpoints() if each.local == sender.getsockname()]
-        assert endpoint.sent()[0] <= 1
+        assert endpoint.count_sent()[0] <= 1
         sender.setblocking(False)
         num_bytes = 0
         with contextlib.suppress(BlockingIOError):
@@ -41,16 +41,16 @@ def test_an_endpoint_knows_what_it_has_sent_while_the_other_end_read():
             return int.from_bytes(info[168:176], sys.byteorder) / 1e6
 
         wait_until(lambda: busy_s() > 0.3)
-        assert endpoint.sent()[1] < 0.2, "the receiver reads nothing"
+        assert endpoint.count_sent()[1] < 0.2, "the receiver reads nothing"
         receiver.setblocking(False)
 
         def has_arrived():
             with contextlib.suppress(BlockingIOError):
                 receiver.recv(2**24)
-            return endpoint.sent()[0] >= num_bytes
+            return endpoint.count_sent()[0] >= num_bytes
 
         wait_until(has_arrived)
-    assert Endpoint(endpoint.descriptor, ("", 0), None).sent() == (0, 0.0), "it is closed"
+    assert Endpoint(endpoint.descriptor, ("", 0), None).count_sent() == (0, 0.0), "it is closed"
 
 
 @pytest.mark.parametrize(

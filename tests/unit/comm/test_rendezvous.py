@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.comm import rendezvous as store_module
-from raysgd.comm.connection import Address, connect, framed, read
+from raysgd.comm.connection import Address, add_length, connect, read
 from raysgd.comm.rendezvous import StoreServer
 from raysgd.comm.torch import TorchStore
 from tests.conftest import examples
@@ -104,7 +104,7 @@ def test_closing_the_store_ends_the_waits_and_refuses_replacements(server, clien
 def test_a_client_with_many_requests_holds_no_other_up(server, client):
     client.add("count", 0)
     with connect(server.address, 10) as busy:
-        busy.sendall(framed(pickle.dumps(("add", "count", 1))) * 50_000)
+        busy.sendall(add_length(pickle.dumps(("add", "count", 1))) * 50_000)
         assert client.add("count", 0) < 50_000
 
 
@@ -123,7 +123,7 @@ def test_interrupting_a_client_ends_its_wait_and_no_others(server, client):
 def test_an_invalid_request_closes_only_its_own_connection(server, client, caplog):
     for request in [["unknown"], ["set", "a"], "text", [], ["add", "a", "b"], ["check", 3]]:
         with connect(server.address, 10) as other, other.makefile("rb") as answers:
-            other.sendall(framed(pickle.dumps(request)))
+            other.sendall(add_length(pickle.dumps(request)))
             with pytest.raises(EOFError):
                 read(answers)
     assert not client.check(["a"])

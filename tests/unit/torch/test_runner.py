@@ -338,7 +338,7 @@ def load_from_a_connection(runner, state, monkeypatch):
     monkeypatch.setattr(streams, "_SMALL_BYTES", 0)
     worker = Worker()
     worker.runner = runner
-    with streams.offered(pack(LoadRequest(state=state)), [LOOPBACK]) as address:
+    with streams.offering(pack(LoadRequest(state=state)), [LOOPBACK]) as address:
         return worker.call(address)
 
 

@@ -280,7 +280,7 @@ def load_late(runner, state):
         patch.setattr(streams, "_SMALL_BYTES", 0)
         patch.setattr(serialization, "_LARGE_BYTES", 0)
         packed = serialization.pack(state)
-        with streams.offered(packed, ["127.0.0.1"]) as address:
+        with streams.offering(packed, ["127.0.0.1"]) as address:
             large = streams.Incoming(address)
             runner.load_state_dict(large.value, large)
             large.close()
