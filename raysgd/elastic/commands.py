@@ -16,7 +16,7 @@ from raysgd.cluster.serialization import pack, sendable
 from raysgd.cluster.streams import Inbox
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
-from raysgd.elastic.journal import Journal
+from raysgd.elastic.journal import Journal, list_ranks
 from raysgd.errors import CollectiveError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -248,7 +248,7 @@ class Commands:
                 logger.warning(
                     "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
                     patience_s - quiet_s,
-                    self._journal.listed(attempt.pending),
+                    list_ranks(self._journal.ranks, attempt.pending),
                 )
                 attempt.collect_until(patience_s - quiet_s)
         finally:

@@ -295,10 +295,10 @@ class Controller:
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
             self.journal.record("lost", [member], cause=said)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
-            self._scale_up.lost(member)
+            self._scale_up.note_loss(member)
             self._group.discard(member)
         self._context.call.num_losses = self.state.budget.num_losses
-        self._scale_up.resized()
+        self._scale_up.start_cooldown()
 
     def _rescue_state(self) -> None:
         """Fetch the newest state of the remaining workers as the snapshot, for a restart."""

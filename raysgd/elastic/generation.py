@@ -17,6 +17,7 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRe
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
+from raysgd.elastic.journal import list_ranks
 from raysgd.elastic.policies import assign_contexts, backoff_s, choose_members, furthest
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -172,7 +173,7 @@ class GroupForming:
             if self._scale_up.are_enough(min_workers):
                 return
             now = self._clock.monotonic()
-            is_short = num_members + self._scale_up.coming() < min_workers
+            is_short = num_members + self._scale_up.num_started() < min_workers
             if is_short and now >= deadline and not self._group.drains.is_ray_silent:
                 room = self._group.room()
                 if number == config.max_attempts:
@@ -264,7 +265,7 @@ class GroupForming:
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._context.shares.configured(entering)
+        shares = self._context.shares.from_config(entering)
         entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
         if leader is None:
             self._scale_up.note_set_up(entries)
@@ -296,7 +297,7 @@ class GroupForming:
             self._context.check_open()
             if self._clock.monotonic() > mention_at:
                 mention_at += _MENTION_S
-                waiting = self._journal.listed(attempt.pending)
+                waiting = list_ranks(self._journal.ranks, attempt.pending)
                 logger.warning("Still waiting for workers %s to %s.", waiting, what)
             if listening and not has_collected:
                 _, lost = self._commands.probe_or_kill(
@@ -306,7 +307,7 @@ class GroupForming:
                 for member, error in lost.items():
                     attempt.declare_lost(member, error)
             if self._clock.monotonic() > deadline and not self._group.is_cut_off():
-                waiting = self._journal.listed(attempt.pending)
+                waiting = list_ranks(self._journal.ranks, attempt.pending)
                 self._end(attempt)
                 raise WorkerTimeoutError(
                     f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {what}."

@@ -6,7 +6,7 @@ This module does not detect dead workers: `commands.py` receives the Ray error o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.commands import Attempt
+from raysgd.elastic.journal import list_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class HealthMonitor:
         self._waiting: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
 
-    def blocked(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
+    def find_deadlock(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
         """Return a message if workers wait in a collective that cannot end, otherwise None.
 
         A collective cannot end if each busy worker waits in one and all others have returned.
@@ -61,10 +62,10 @@ class HealthMonitor:
             self._waiting, self._waiting_since = waiting, now
         elif now - self._waiting_since >= _BLOCKED_S:
             return (
-                f"Workers {self._listed(waiting)} wait in a collective for workers "
-                f"{self._listed(returned)}, which have returned, or reported or saved more often. "
-                "All workers must train, communicate, report, and save equally often and in the "
-                "same order."
+                f"Workers {list_ranks(self.ranks, waiting)} wait in a collective for workers "
+                f"{list_ranks(self.ranks, returned)}, which have returned, or reported or saved "
+                "more often. All workers must train, communicate, report, and save equally often "
+                "and in the same order."
             )
         return None
 
@@ -81,16 +82,13 @@ class HealthMonitor:
             asked = {member: member.control(Worker.stacks) for member in self.attempt.pending}
             self.clock.wait(asked.values(), _STACKS_S)
             stacks = [
-                f"Worker {self.ranks[member]} on {member.name}:\n{_shown_stack(answer)}"
+                f"Worker {self.ranks[member]} on {member.name}:\n{_stack_of(answer)}"
                 for member, answer in asked.items()
             ]
             logger.warning("No batch finished for %.0f s. %s", waited_s, "\n".join(stacks))
 
-    def _listed(self, members: Iterable[WorkerHandle]) -> str:
-        return ", ".join(str(rank) for rank in sorted(self.ranks[m] for m in members))
 
-
-def _shown_stack(answer: Future[str]) -> str:
+def _stack_of(answer: Future[str]) -> str:
     if answer.done() and answer.exception() is None:
         return answer.result()
     return "no answer: the process is stopped or gone"

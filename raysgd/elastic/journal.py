@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.context import Progress
@@ -23,12 +24,22 @@ _WARNINGS = {
     "split into %(factor)d micro-batches that make one update: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
     "resumed": "Training continues with %(num_workers)d of %(most)d workers, no step lost.",
-    "grown": "Worker %(listed)s joined: %(num_workers)d of %(most)d.",
-    "moved": "Worker %(listed)s joined: %(num_workers)d of %(most)d. %(cause)s.",
+    "grown": "Worker %(workers)s joined: %(num_workers)d of %(most)d.",
+    "moved": "Worker %(workers)s joined: %(num_workers)d of %(most)d. %(cause)s.",
     "restarted": "The workers restarted: %(num_workers)d of %(most)d.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
 }
 """Messages of the events that are logged as warnings."""
+
+
+def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle]) -> str:
+    """Return the ranks of workers, in order. A worker that has not joined has no rank.
+
+    >>> list_ranks({"a": 10, "b": 2}, "abc")
+    '2, 10, (new)'
+    """
+    in_order = sorted(ranks.get(member, math.inf) for member in members)
+    return ", ".join("(new)" if rank == math.inf else str(rank) for rank in in_order)
 
 
 class Journal:
@@ -47,9 +58,6 @@ class Journal:
         """Why the newest call ended, if Ctrl-C stopped its workers and no event followed."""
         self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
         """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
-
-    def listed(self, members: Iterable[WorkerHandle]) -> str:
-        return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))
 
     def record(
         self,
@@ -83,7 +91,7 @@ class Journal:
             shown = {
                 **vars(event),
                 "rank": next(iter(event.ranks), -1),
-                "listed": self.listed(members),
+                "workers": list_ranks(self.ranks, members),
                 "most": most,
                 "places": ", ".join(places),
                 "within": f" within {event.seconds:.0f} s" if event.seconds else "",
@@ -93,7 +101,7 @@ class Journal:
             logger.info(
                 "%s: workers %s, generation %d with %d of %d workers%s%s.%s",
                 kind.capitalize(),
-                self.listed(members) or "none",
+                list_ranks(self.ranks, members) or "none",
                 event.generation,
                 num_workers,
                 most,

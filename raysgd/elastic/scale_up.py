@@ -156,7 +156,7 @@ class ScaleUp:
         if self.policy.may_grow and self.policy.supports_live_join:
             self.tick()
 
-    def lost(self, member: WorkerHandle) -> None:
+    def note_loss(self, member: WorkerHandle) -> None:
         """Let the replacement of a lost member join without the cooldown."""
         self._lost_slots.append(self.group.slot_of(member))
         self.try_again()
@@ -173,7 +173,7 @@ class ScaleUp:
             return False
         return any(slot.is_ready for slot in self.group.vacant_slots())
 
-    def resized(self) -> None:
+    def start_cooldown(self) -> None:
         """Start the cooldown after a change of the group size."""
         self._resized_at = self.group.clock.monotonic()
 
@@ -209,7 +209,7 @@ class ScaleUp:
 
     def _num_missing(self) -> int:
         """Return the number of vacant ranks without a worker that starts."""
-        return self._num_places() - self.coming()
+        return self._num_places() - self.num_started()
 
     def _advance(self, replacements: Sequence[Replacement]) -> None:
         for replacement in list(replacements):
@@ -310,7 +310,7 @@ class ScaleUp:
             and (is_free or replacement.replaces_lost)
         ]
 
-    def coming(self) -> int:
+    def num_started(self) -> int:
         """Return the number of replacements with a process. The others wait for room."""
         return sum(replacement.member is not None for replacement in self._replacements)
 
@@ -361,7 +361,7 @@ class ScaleUp:
         self.is_first = False
         if members:
             self.try_again()
-        self.resized()
+        self.start_cooldown()
 
     def stop(self) -> None:
         for replacement in list(self._replacements):

@@ -43,7 +43,7 @@ class Shares:
             self._choose(members)
         return self._shares if _are_uneven(self._shares) else None
 
-    def configured(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
+    def from_config(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares that the user's mapping sets for workers. None means equal shares."""
         if not isinstance(self._config.shares, Mapping):
             return None
@@ -81,7 +81,7 @@ class Shares:
         self._journal.record(
             "rebalanced",
             members,
-            cause=f"shares {_listed(shares)}, before {_listed(old_shares)}",
+            cause=f"shares {_format(shares)}, before {_format(old_shares)}",
             shares=shares,
             old_shares=old_shares,
         )
@@ -106,21 +106,21 @@ class Shares:
         for member in members:
             traits = self._traits.get(member.node_id, set())
             by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
-        return _normalized(by_member)
+        return _normalize(by_member)
 
     def _by_speed(self, members: Sequence[WorkerHandle]) -> tuple[float, ...]:
         """Return shares proportional to speed. A worker of unknown speed gets the mean."""
         known = [self._speeds[member] for member in members if member in self._speeds]
         mean = sum(known) / len(known) if known else 1.0
-        shares = _normalized([self._speeds.get(member, mean) for member in members])
+        shares = _normalize([self._speeds.get(member, mean) for member in members])
         return tuple(max(0.001, round(share, 3)) for share in shares)
 
 
-def _listed(shares: Sequence[float]) -> str:
+def _format(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:.2f}" for share in shares)
 
 
-def _normalized(shares: Sequence[float]) -> tuple[float, ...]:
+def _normalize(shares: Sequence[float]) -> tuple[float, ...]:
     mean = sum(shares) / len(shares)
     return tuple(share / mean for share in shares)
 

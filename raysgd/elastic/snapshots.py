@@ -41,7 +41,7 @@ class SnapshotKeeper:
         self._group = group
         self._shards: Sequence[Read] = ()  # one for each rank if the state is sharded
         self._step = -1
-        self._coming: tuple[int, Inbox, list[Future[Any]]] | None = None  # requested snapshots
+        self._requested: tuple[int, Inbox, list[Future[Any]]] | None = None  # requested snapshots
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 
@@ -56,9 +56,9 @@ class SnapshotKeeper:
 
     def store(self, state: Mapping[str, Any]) -> None:
         """Keep a copy of a state, in a file if it is large."""
-        self.put(self._stored(state))
+        self.put(self._copy(state))
 
-    def _stored(self, state: Any) -> Read:
+    def _copy(self, state: Any) -> Read:
         packed = state if isinstance(state, Parcel) else pack(state)
         try:
             return store_copy(packed).value
@@ -79,7 +79,7 @@ class SnapshotKeeper:
             self._num_changes = newest.num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
-        elif self._coming is None and step > self._step:
+        elif self._requested is None and step > self._step:
             asked = {each: progress[each] for each in members_to_ask(progress)[0]}
             are_equal = all(each.snapshot == step for each in asked.values())
             if are_equal and any(each.remote for each in asked):
@@ -93,15 +93,15 @@ class SnapshotKeeper:
         except OSError as error:  # the driver's host has no network
             logger.debug("A snapshot was not requested: %r", error)
             return
-        self._coming = step, inbox, []
+        self._requested = step, inbox, []
         for member, each in progress.items():
             answer = member.control(Worker.snapshot, only, each.num_changes, inbox.address())
-            self._coming[2].append(answer)
+            self._requested[2].append(answer)
 
     def _forget(self) -> None:
-        if self._coming is not None:
-            self._coming[1].close()
-        self._coming = None
+        if self._requested is not None:
+            self._requested[1].close()
+        self._requested = None
 
     def fetch_at_end(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot at the end of a call.
@@ -111,8 +111,8 @@ class SnapshotKeeper:
         self.poll(progress)
         before = self._num_changes_at_end
         self._num_changes_at_end = next((p.num_changes for p in progress.values()), before)
-        if self._num_changes_at_end != before and self._coming is not None:
-            self._group.clock.wait(self._coming[2], _CHANGE_S)
+        if self._num_changes_at_end != before and self._requested is not None:
+            self._group.clock.wait(self._requested[2], _CHANGE_S)
 
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
@@ -132,7 +132,7 @@ class SnapshotKeeper:
             try:
                 with Inbox([member.info.node_ip for member in members], open_file) as inbox:
                     outcomes = commands.ask(members, request, inbox=inbox).values()
-                return [self._stored(inbox.resolve(o.payload)) for o in outcomes if o.kind == "ok"]
+                return [self._copy(inbox.resolve(o.payload)) for o in outcomes if o.kind == "ok"]
             except StorageError as error:
                 self._warn_of_disk(error)
         return []
@@ -153,9 +153,9 @@ class SnapshotKeeper:
             ) from error
 
     def _receive(self) -> None:
-        if self._coming is None or not all(answer.done() for answer in self._coming[2]):
+        if self._requested is None or not all(answer.done() for answer in self._requested[2]):
             return
-        (step, inbox, answers), self._coming = self._coming, None
+        (step, inbox, answers), self._requested = self._requested, None
         try:
             with inbox:
                 shards = [inbox.resolve(answer.result()) for answer in answers]
@@ -165,7 +165,7 @@ class SnapshotKeeper:
             logger.debug("A snapshot did not arrive: %r", error)
         else:
             if None not in shards:
-                self._shards, self._step = list(map(self._stored, shards)), step
+                self._shards, self._step = list(map(self._copy, shards)), step
 
     def _warn_of_disk(self, error: StorageError) -> None:
         if not self._has_warned:

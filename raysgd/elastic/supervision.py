@@ -80,7 +80,7 @@ class Supervision:
             self._group.members if call.rank is None else [self._group.members[call.rank]]
         )
         call.points.begin(self._journal.progress.global_step, members)
-        packed, inbox, inline = self._packed(call, members), None, self._group.options.inline
+        packed, inbox, inline = self._pack_request(call, members), None, self._group.options.inline
         self._split = 0
         self._context.check_open()
         with contextlib.ExitStack() as stack:
@@ -166,7 +166,7 @@ class Supervision:
             self._journal.record("user_error", [member], cause=repr(error), step=step)
         return CallFailed(error=error, progress=progress)
 
-    def _packed(self, call: Call, members: Sequence[WorkerHandle]) -> Any:
+    def _pack_request(self, call: Call, members: Sequence[WorkerHandle]) -> Any:
         request = call.request
         if call.rank is None:
             request = request.for_attempt(self._context.shares.of(members), self._split)
@@ -180,7 +180,7 @@ class Supervision:
         newest = None
         while attempt.under_way:
             self._context.check_open()
-            is_busy = call.on_wait is not None or self._context.scale_up.coming()
+            is_busy = call.on_wait is not None or self._context.scale_up.num_started()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
             if attempt.collect(_BUSY_TICK_S if is_busy else idle_s):
                 continue
@@ -192,7 +192,7 @@ class Supervision:
             )
             if call.has_batches:
                 monitor.log_standstill(progress)
-            if (why := monitor.blocked(progress)) is not None:
+            if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
             for observer in self._context.observers:
                 observer.poll(progress)

@@ -78,11 +78,11 @@ def uneven(clock):
 
 def test_a_collective_that_a_returned_worker_will_not_join_is_blocked(clock, uneven):
     monitor, members = uneven
-    assert monitor.blocked(waits(members, "held", 3, 3)) is None
+    assert monitor.find_deadlock(waits(members, "held", 3, 3)) is None
     clock.now += 0.6
-    assert monitor.blocked(waits(members, "held", 3, 3)) is None
+    assert monitor.find_deadlock(waits(members, "held", 3, 3)) is None
     clock.now += 0.2
-    said = monitor.blocked(waits(members, "held", 3, 3))
+    said = monitor.find_deadlock(waits(members, "held", 3, 3))
     assert "Workers 1, 2 wait in a collective for workers 0" in said
 
 
@@ -97,11 +97,11 @@ def test_a_collective_that_a_returned_worker_will_not_join_is_blocked(clock, une
 )
 def test_a_collective_that_may_end_is_not_blocked(clock, uneven, states):
     monitor, members = uneven
-    monitor.blocked(waits(members, "held", 3, 3))
+    monitor.find_deadlock(waits(members, "held", 3, 3))
     clock.now += 0.6
-    assert monitor.blocked(waits(members, *states)) is None
+    assert monitor.find_deadlock(waits(members, *states)) is None
     clock.now += 0.6
-    assert monitor.blocked(waits(members, "held", 3, 3)) is None
+    assert monitor.find_deadlock(waits(members, "held", 3, 3)) is None
 
 
 def test_a_collective_is_not_blocked_while_a_worker_does_not_answer(clock, uneven):
@@ -109,5 +109,5 @@ def test_a_collective_is_not_blocked_while_a_worker_does_not_answer(clock, uneve
     for _ in range(2):
         progress = waits(members, "held", 3, 3)
         del progress[members[2]]
-        assert monitor.blocked(progress) is None
+        assert monitor.find_deadlock(progress) is None
         clock.now += 1.0

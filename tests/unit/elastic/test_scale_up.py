@@ -53,7 +53,7 @@ class FakeGroup:
 
     def lose(self, scale_up, slot):
         member = next(each for each in self.members if each == f"member{slot}")
-        scale_up.lost(member)
+        scale_up.note_loss(member)
         self.members.remove(member)
         self.taken.remove(slot)
 
@@ -149,7 +149,7 @@ def test_one_worker_starts_for_each_leaving_member_until_it_stays(make):
     group.leaving = dict
     scale_up.tick()
     assert group.discarded == [replacements()[0].member]
-    assert not scale_up.coming()
+    assert not scale_up.num_started()
 
 
 def test_a_surplus_replacement_without_a_process_is_dropped_first(make):
@@ -161,7 +161,7 @@ def test_a_surplus_replacement_without_a_process_is_dropped_first(make):
     group.members.append(FakeMember("member1"))
     scale_up.tick()
     assert not group.discarded
-    assert scale_up.coming()
+    assert scale_up.num_started()
 
 
 # ---- failures
@@ -250,7 +250,7 @@ def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(
     first, second, third = replacements()
     third.error = LostError("killed")
     scale_up.tick(starting=True)
-    assert (len(replacements()), scale_up.coming()) == (4, 3)
+    assert (len(replacements()), scale_up.num_started()) == (4, 3)
     first.get_ready()
     second.get_ready()
     assert not scale_up.are_enough(2)
@@ -277,21 +277,21 @@ def test_replacements_start_again_after_a_new_loss(make, clock):
 
 def test_a_worker_for_new_room_waits_for_the_cooldown(make, clock):
     scale_up, _ = make(resize_cooldown_s=10.0)
-    scale_up.resized()
+    scale_up.start_cooldown()
     scale_up.tick()
     replacements()[0].get_ready()
     clock.now += 9.9
     assert scale_up.ready() == []
     clock.now += 0.2
     assert scale_up.ready() == [replacements()[0].member]
-    scale_up.resized()
+    scale_up.start_cooldown()
     assert scale_up.ready() == []
 
 
 def test_the_successor_of_a_lost_worker_joins_without_the_cooldown(make):
     scale_up, group = make(num_workers=3, present=2, resize_cooldown_s=1e6)
     group.lose(scale_up, 1)
-    scale_up.resized()
+    scale_up.start_cooldown()
     scale_up.tick()
     for replacement in replacements():
         replacement.get_ready()
@@ -306,7 +306,7 @@ def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
     replacements()[0].get_ready()
     group.take(replacements()[0])
     scale_up.forget_joined([replacements()[0].member])
-    assert not scale_up.coming()
+    assert not scale_up.num_started()
     assert scale_up.ready() == []
     # the worker leaves, but is not lost
     group.members.pop()
