@@ -80,7 +80,7 @@ class CallbackList:
         return added
 
     @contextlib.contextmanager
-    def attached(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
+    def attaching(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
         """Attach callbacks for a call of `fit`: start the new ones, and end them afterwards."""
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))

@@ -103,10 +103,10 @@ def _stop(operator: Any) -> bytes | None:
         return None
     profiler = _running.pop()
     profiler.stop()
-    return gzip.compress(exported(profiler))
+    return gzip.compress(export_trace(profiler))
 
 
-def exported(profiler: Any) -> bytes:
+def export_trace(profiler: Any) -> bytes:
     """Return the trace of a PyTorch profiler."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -39,7 +39,7 @@ class EpochLines(Callback):
     _measured = ""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        self._measured = _measured(trainer, metrics)
+        self._measured = _describe_samples(trainer, metrics)
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         if trainer.num_epochs is None:
@@ -234,7 +234,7 @@ def _position_in_run(trainer: Trainer, epoch: int) -> str:
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"
 
 
-def _measured(trainer: Trainer, metrics: Mapping[str, Any]) -> str:
+def _describe_samples(trainer: Trainer, metrics: Mapping[str, Any]) -> str:
     """Return how many samples the metrics of an epoch measure, if lost workers had others."""
     call, number = trainer.last_call, metrics.get(NUM_SAMPLES, 0)
     if call is None or not any(

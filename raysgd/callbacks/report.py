@@ -202,7 +202,7 @@ def _figures(log: RunLog, run: Record) -> Iterator[tuple[str, Any, str]]:
         points = [(value, call["epoch"]) for value, call in _values(log.calls_of(kind), name)]
         if points:
             best, epoch = best_of(points)
-            yield f"last {name}", points[-1][0], f"best {_shown(best)}, in epoch {epoch}"
+            yield f"last {name}", points[-1][0], f"best {_format(best)}, in epoch {epoch}"
 
 
 def _sections(log: RunLog, run: Record) -> Iterator[str]:
@@ -255,7 +255,7 @@ def _seconds_by_phase(call: Record) -> dict[str, float]:
 
 def _table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
     names = "".join(f"<th>{name}</th>" for name in head)
-    cells = ("".join(f"<td>{html.escape(_shown(cell))}</td>" for cell in row) for row in rows)
+    cells = ("".join(f"<td>{html.escape(_format(cell))}</td>" for cell in row) for row in rows)
     return f"<table><tr>{names}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
@@ -305,5 +305,5 @@ def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]
             yield value, call
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

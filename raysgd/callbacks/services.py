@@ -40,7 +40,7 @@ class ServiceLogger(LoggerCallback):
         """
         raise NotImplementedError
 
-    def _opened(self, trainer: Trainer) -> Any:
+    def _open_once(self, trainer: Trainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""
         if self._run is None:
             self._failed = False
@@ -56,11 +56,11 @@ class ServiceLogger(LoggerCallback):
         if NUM_SAMPLES in numbers and call.seconds > 0:
             values[f"speed/{call.kind}_samples_per_s"] = numbers[NUM_SAMPLES] / call.seconds
         values["workers/num_workers"] = trainer.num_workers
-        self._opened(trainer).log(values, trainer.global_step, call.time)
+        self._open_once(trainer).log(values, trainer.global_step, call.time)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"workers/num_workers": event.num_workers}
-        self._opened(trainer).log(values, event.step, event.time)
+        self._open_once(trainer).log(values, event.step, event.time)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         self._failed = True
@@ -95,7 +95,7 @@ class TensorBoardLogger(ServiceLogger):
         self._new_board = board_class("TensorBoardLogger")
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._opened(trainer)
+        self._open_once(trainer)
 
     def _open(self, trainer: Trainer) -> Any:
         folder = logdir_of(trainer) / "tensorboard"
@@ -211,7 +211,7 @@ class MLflowRun:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and strings in a config as parameters."""
         # Use a dict, because two names may become one, and MLflow refuses a second value.
-        parameters = {_allowed(name): v for name, v in scalars(redact_config(config)).items()}
+        parameters = {_clean(name): v for name, v in scalars(redact_config(config)).items()}
         for name, value in parameters.items():
             self.client.log_param(self.id, name, str(value)[:_LONGEST_VALUE])
 
@@ -222,7 +222,7 @@ class MLflowRun:
         """
         from mlflow.entities import Metric
 
-        names = {_allowed(name): float(value) for name, value in values.items()}
+        names = {_clean(name): float(value) for name, value in values.items()}
         for name in names.keys() - self._logged if self._continues else ():
             history = self.client.get_metric_history(self.id, name)
             self._logged[name] = max((each.step for each in history), default=-1)
@@ -247,7 +247,7 @@ def absolute_uri(uri: str | os.PathLike[str] | None) -> str | None:
     return Path(text).expanduser().absolute().as_uri()
 
 
-def _allowed(name: str) -> str:
+def _clean(name: str) -> str:
     """Return a name without characters that MLflow rejects, such as those in ``*batch_size``."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
@@ -274,7 +274,7 @@ class WandbLogger(ServiceLogger):
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"event": event.kind, "workers/num_workers": event.num_workers}
-        self._opened(trainer).log(values, event.step, event.time)
+        self._open_once(trainer).log(values, event.step, event.time)
 
     def _open(self, trainer: Trainer) -> Any:
         import wandb

@@ -41,7 +41,7 @@ class SnapshotKeeper:
         self._group = group
         self._shards: Sequence[Read] = ()  # one for each rank if the state is sharded
         self._step = -1
-        self._requested: tuple[int, Inbox, list[Future[Any]]] | None = None  # requested snapshots
+        self._requested: tuple[int, Inbox, list[Future[Any]]] | None = None  # step, inbox, answers
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 

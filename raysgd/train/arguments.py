@@ -20,9 +20,7 @@ from raysgd.cluster.serialization import dumps, unpicklable_key
 logger = logging.getLogger(__name__)
 
 
-def bound_function(
-    train_func: Callable[..., Any], config: dict[str, Any] | None
-) -> Callable[[], Any]:
+def bind_config(train_func: Callable[..., Any], config: dict[str, Any] | None) -> Callable[[], Any]:
     """Return the training function, bound to its config, as a function of no arguments."""
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
@@ -83,7 +81,7 @@ def new_folder(parent: Path, names: Iterable[str]) -> Path:
     return folder
 
 
-def pickled_function(function: Callable[[], Any]) -> bytes:
+def pickle_function(function: Callable[[], Any]) -> bytes:
     """Return the pickled training function, including its bound config."""
     try:
         return dumps(function)

@@ -25,7 +25,7 @@ from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import ApplyRequest
-from raysgd.train.arguments import pickled_function
+from raysgd.train.arguments import pickle_function
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
@@ -39,7 +39,7 @@ from raysgd.train.framework import (
     backend_class,
 )
 from raysgd.train.report_queue import Turn
-from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
+from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
 from raysgd.train.worker_session import Plan, receive_shards
@@ -220,7 +220,7 @@ class BackendExecutor:
     @property
     def worker_group(self) -> WorkerGroup:
         """The workers."""
-        self._supervised("worker_group")
+        self._require_workers("worker_group")
         assert self._workers is not None
         return self._workers
 
@@ -252,7 +252,7 @@ class BackendExecutor:
         `iteration` is the number of earlier reports. `resume` continues from the newest checkpoint
         in `run_dir`, if there is one.
         """
-        controller = self._supervised("start_training")
+        controller = self._require_workers("start_training")
         if self._run is not None:
             raise TrainBackendError(
                 "start_training(): another training function is running. Call finish_training() "
@@ -262,22 +262,22 @@ class BackendExecutor:
             None if run_dir is None else Path(run_dir) / TRAIN_CHECKPOINT_SUBDIR,
             checkpoint_strategy,
             latest_checkpoint_id or 0,
-            self._overridden("decode_data"),
+            self._find_override("decode_data"),
         )
         if resume and (manifest := checkpoints.restore()) is not None:
             iteration = manifest.global_step
         else:
-            checkpoints.blob = packed_checkpoint(checkpoint)
+            checkpoints.blob = pack_checkpoint(checkpoint)
         keeps_batch = self._elastic.global_batch == "keep"
         plan = Plan(
             uuid.uuid4().hex,
-            pickled_function(train_func),
+            pickle_function(train_func),
             checkpoints.blob,
             iteration,
             metadata=dict(metadata or {}),
             name=name,
             folder="" if run_dir is None else str(run_dir),
-            encode=self._overridden("encode_data"),
+            encode=self._find_override("encode_data"),
             full_size=self.options.num_workers if keeps_batch else None,
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
@@ -296,7 +296,7 @@ class BackendExecutor:
         Return None when the function has returned on all workers. Raise the exception of the
         function, or WorkerLostError if workers are lost more often than ``max_retries`` allows.
         """
-        run = self._training("fetch_next_result")
+        run = self._require_run("fetch_next_result")
         with self.aborting():
             while run.values is None:
                 turns: list[Turn] = run.send(NextRequest())
@@ -316,11 +316,11 @@ class BackendExecutor:
 
     def pause_reporting(self) -> None:
         """Skip reports from now on. Checkpoints are still kept."""
-        self._training("pause_reporting").is_silent = True
+        self._require_run("pause_reporting").is_silent = True
 
     def finish_training(self) -> list[Any]:
         """Skip reports until the end of the function, and return its results by rank."""
-        run = self._training("finish_training")
+        run = self._require_run("finish_training")
         run.is_silent = True
         while run.values is None:
             self.fetch_next_result()
@@ -358,7 +358,7 @@ class BackendExecutor:
 
         Raise WorkerLostError if a worker is lost. The call is not repeated.
         """
-        controller = self._supervised("run")
+        controller = self._require_workers("run")
         if self._run is not None:  # an error must not stop the other function
             return self.worker_group.execute(train_func)
         self._repair(controller)
@@ -418,18 +418,18 @@ class BackendExecutor:
         most = self._elastic.max_attempts
         controller.run(Call(request=EndRunRequest(), method="run", max_losses=most))
 
-    def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    def _find_override(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         own = getattr(self._backend, name)
         return None if own is getattr(Backend, name) else own
 
-    def _supervised(self, method: str) -> Controller:
+    def _require_workers(self, method: str) -> Controller:
         if self._controller is None:
             raise InactiveWorkerGroupError(f"{method}: there are no workers. Call start() first.")
         self._controller.check_process()
         return self._controller
 
-    def _training(self, method: str) -> _Run:
-        self._supervised(method)
+    def _require_run(self, method: str) -> _Run:
+        self._require_workers(method)
         if self._run is None:
             raise TrainBackendError(
                 f"{method}(): no training function is running. Call start_training() first."

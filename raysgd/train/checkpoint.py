@@ -89,7 +89,7 @@ class Checkpoint:
         return cls(path=path)
 
     @classmethod
-    def converted(cls, checkpoint: Any) -> Checkpoint:
+    def from_any(cls, checkpoint: Any) -> Checkpoint:
         """Convert a Ray checkpoint (a folder) to a raysgd checkpoint."""
         if isinstance(checkpoint, Checkpoint):
             return checkpoint

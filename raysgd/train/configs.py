@@ -75,15 +75,15 @@ def check_scaling(config: Any) -> ScalingConfig:
             f"ScalingConfig(label_selector={config.label_selector!r}) is not supported. Give the "
             "nodes a custom resource, and request it with resources_per_worker."
         )
-    return _converted(ScalingConfig, "scaling_config", config, "num_workers")
+    return _convert(ScalingConfig, "scaling_config", config, "num_workers")
 
 
 def check_run(run_config: Any) -> RunConfig:
     """Return the RunConfig for a trainer argument, from raysgd or Ray."""
-    config = _converted(RunConfig, "run_config", run_config, "failure_config")
+    config = _convert(RunConfig, "run_config", run_config, "failure_config")
     failure, checkpoint = config.failure_config, config.checkpoint_config
-    config.failure_config = _converted(FailureConfig, "failure_config", failure, "max_failures")
-    config.checkpoint_config = _converted(
+    config.failure_config = _convert(FailureConfig, "failure_config", failure, "max_failures")
+    config.checkpoint_config = _convert(
         CheckpointConfig, "checkpoint_config", checkpoint, "num_to_keep"
     )
     check_int("FailureConfig", "max_failures", config.failure_config.max_failures, -1)
@@ -104,7 +104,7 @@ def check_run(run_config: Any) -> RunConfig:
     return config
 
 
-def _converted(kind: type[_Config], name: str, config: Any, attribute: str) -> _Config:
+def _convert(kind: type[_Config], name: str, config: Any, attribute: str) -> _Config:
     """Return a raysgd config with the attributes of another config. None gives the defaults."""
     if config is None:
         return kind()

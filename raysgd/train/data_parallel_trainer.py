@@ -18,7 +18,7 @@ from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.train.arguments import bound_function, make_folder, run_folder
+from raysgd.train.arguments import bind_config, make_folder, run_folder
 from raysgd.train.backend import BackendExecutor, executor_for
 from raysgd.train.callbacks.callback import CallbackHandler
 from raysgd.train.configs import check_run, check_scaling
@@ -82,7 +82,7 @@ class DataParallelTrainer:
             self._check_split()
         self.scaling_config = check_scaling(self.scaling_config)
         self.run_config = check_run(self.run_config)
-        bound_function(self.train_loop_per_worker, self.train_loop_config)
+        bind_config(self.train_loop_per_worker, self.train_loop_config)
         CallbackHandler(self.run_config.callbacks)
         self.executor()
 
@@ -136,7 +136,7 @@ class DataParallelTrainer:
             "metadata": self.metadata,
             **others,
         }
-        function = bound_function(self.train_loop_per_worker, dict(self.train_loop_config))
+        function = bind_config(self.train_loop_per_worker, dict(self.train_loop_config))
         handler = CallbackHandler(self.run_config.callbacks)
         with handler.run(folder, self.train_loop_config):
             executor.start_training(function, resume=True, **arguments)

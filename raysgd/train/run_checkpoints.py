@@ -125,14 +125,14 @@ class RunCheckpoints(CheckpointFolder):
         return Path(self._folder.child(name).name)
 
 
-def packed_checkpoint(checkpoint: Any) -> bytes | None:
+def pack_checkpoint(checkpoint: Any) -> bytes | None:
     """Pickle the checkpoint that a run starts from: a dict, a Checkpoint, or a path."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = Checkpoint(path=checkpoint)
     if hasattr(checkpoint, "to_directory"):
-        checkpoint = Checkpoint.converted(checkpoint).to_dict()
+        checkpoint = Checkpoint.from_any(checkpoint).to_dict()
     if not isinstance(checkpoint, Mapping):
         raise TypeError(
             f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a checkpoint."

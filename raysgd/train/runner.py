@@ -92,9 +92,9 @@ class FunctionRunner(Runner):
             case BeginRequest(plan=plan):
                 if self._plan is None or self._plan.run != plan.run:
                     self._plan, self._session = plan, None
-                self._started()
+                self._ensure_started()
             case NextRequest():
-                return self._started().report_queue.get()
+                return self._ensure_started().report_queue.get()
             case EndRunRequest():
                 self.request_stop(True)
                 if self._session is not None:
@@ -106,7 +106,7 @@ class FunctionRunner(Runner):
             case _:
                 raise NotImplementedError(f"Training functions do not support {request.name}.")
 
-    def _started(self) -> Session:
+    def _ensure_started(self) -> Session:
         if self._session is None:
             if self._plan is None:
                 raise RuntimeError("This worker has no function to run.")

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.elastic.config import ElasticConfig
-from raysgd.train.arguments import bound_function, make_folder, new_folder, run_folder
+from raysgd.train.arguments import bind_config, make_folder, new_folder, run_folder
 from raysgd.train.backend import BackendExecutor, executor_for
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
@@ -144,7 +144,7 @@ class Trainer:
         The arguments are the same as in `run`. The iterator raises errors of the run. The next run
         ends this run.
         """
-        function = bound_function(train_func, config)
+        function = bind_config(train_func, config)
         if not self._executor.is_started:
             raise RuntimeError("The trainer is not started. Call start() first.")
         if self._iterator is not None:

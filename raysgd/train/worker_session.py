@@ -76,7 +76,7 @@ class Session:
                     "they train one model, wrap it with raysgd.train.torch.prepare_model().",
                     context.world_size,
                 )
-            end = Turn("end", content=_returned(value), iteration=self.iteration)
+            end = Turn("end", content=_pack_result(value), iteration=self.iteration)
         except BaseException as error:
             end = Turn("end", error=error)
         if here.session is self:
@@ -97,12 +97,12 @@ class Session:
         }
         if self.plan.encode is not None:
             encoded = self.plan.encode(encoded)
-        content = _reported(encoded)
+        content = _pack_report(encoded)
         self._reported_at = now
         if checkpoint is None:
             self._send("report", content)
         else:
-            state = Checkpoint.converted(checkpoint).to_dict()
+            state = Checkpoint.from_any(checkpoint).to_dict()
             # A number in the checkpoint rates it, even if the report has another of that name.
             own = {name: v for name, v in state.items() if not isinstance(v, Mapping)}
             self._send("report", content, numbers_in(metrics) | numbers_in(own), state)
@@ -136,9 +136,9 @@ class Session:
                 described = Checkpoint(checkpoint)
                 described.set_metadata({**self.plan.metadata, **described.get_metadata()})
                 checkpoint = described.to_dict()
-            self._checkpoint = blob = _pickled(checkpoint)
+            self._checkpoint = blob = _pickle(checkpoint)
             if self.plan.encode is not None:
-                blob = _pickled(self.plan.encode(checkpoint))
+                blob = _pickle(self.plan.encode(checkpoint))
         self.report_queue.put(
             Turn(
                 kind,
@@ -151,7 +151,7 @@ class Session:
         )
 
 
-def _pickled(state: Any) -> bytes:
+def _pickle(state: Any) -> bytes:
     """Pickle a checkpoint for readers without a GPU, a process group, or raysgd."""
     file = io.BytesIO()
     try:
@@ -164,7 +164,7 @@ def _pickled(state: Any) -> bytes:
     return file.getvalue()
 
 
-def _reported(metrics: Any) -> Parcel:
+def _pack_report(metrics: Any) -> Parcel:
     """Pack reported metrics immediately, so that the function may change the originals."""
     try:
         packed = pack(metrics, portable=True)  # its buffers still share memory with the originals
@@ -184,7 +184,7 @@ def num_collectives() -> int | None:
     return getattr(dist.group.WORLD, "num_operations", None)
 
 
-def _returned(value: Any) -> Parcel | None:
+def _pack_result(value: Any) -> Parcel | None:
     """Pack what the function returned; None, with a warning, if it cannot be pickled."""
     try:
         return pack(value, portable=True)

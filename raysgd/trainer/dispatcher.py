@@ -182,7 +182,7 @@ class Dispatcher:
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
-        merged = self._merged(results)
+        merged = self._merge(results)
         num_samples = controller.progress.epoch_samples
         last_call = LastCall(
             "train", ended, call.seconds, controller.speed.lap("train"), num_samples
@@ -202,7 +202,7 @@ class Dispatcher:
         journal.progress = replace(before, epoch=newest.epoch, in_epoch=False, global_step=step)
         try:
             measured = [each.value() if isinstance(each, Parcel) else each for each in packed]
-            merged = self._merged(measured)
+            merged = self._merge(measured)
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
             self.callback_list.call("on_log", trainer, call, metrics)
         finally:
@@ -225,7 +225,7 @@ class Dispatcher:
             new[-1]["reason"],
         )
 
-    def _merged(self, results: list[Any]) -> dict[str, Any]:
+    def _merge(self, results: list[Any]) -> dict[str, Any]:
         """Return the merged metrics, and warn once of a loss that is not finite."""
         merged = merge_workers(results)
         if (bad := bad_loss(merged)) and not (self._is_bad or self._ends_at_nan):
@@ -262,7 +262,7 @@ class Dispatcher:
         results = self.run(call)
         seconds = time.perf_counter() - started
         self._failed_validation = None
-        merged = self._merged(results)
+        merged = self._merge(results)
         is_complete = start == self.controller.progress.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
         return WorkerMetrics(results, merged, False, last_call)

@@ -100,14 +100,14 @@ class FitLoop:
                 "Call it outside of hooks."
             )
         self.stop_reason = None
-        with callback_list.attached(trainer, own):
+        with callback_list.attaching(trainer, own):
             why = "fit() does not validate."
             if options.validate_every and not self._can_validate():
                 why = f"{why} {missing_loader('validation')}"
                 options = replace(options, validate_every=None)
                 logger.info("%s", why)
             if options.validate_every is None:
-                _check_monitored(self._monitored(), (), why)
+                _check_monitors(self._find_monitors(), (), why)
             self.running, self._num_validated = options, self._num_completed
             try:
                 if options.validate_every and self._num_completed < options.num_epochs:
@@ -117,7 +117,7 @@ class FitLoop:
                     logger.warning("%s", sentence)
                 return history
             finally:
-                self._note_owed(self.lacks_validation)
+                self._note_due_validation(self.lacks_validation)
                 self.running = FitOptions()
 
     def train_request(self, **arguments: Any) -> TrainRequest:
@@ -146,7 +146,7 @@ class FitLoop:
             epoch = self._num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and options.validate_every is None:
-                for argument, name in self._monitored().items():
+                for argument, name in self._find_monitors().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
             if self._num_completed > epoch and self._is_due:
@@ -209,12 +209,12 @@ class FitLoop:
             return True
         return self._num_completed > self._num_validated and self._is_due
 
-    def _note_owed(self, owed: bool) -> None:
+    def _note_due_validation(self, owed: bool) -> None:
         self._owed_at = self.dispatcher.controller.progress.global_step if owed else None
 
     def note_loaded(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
-        self._note_owed(due is not None)
+        self._note_due_validation(due is not None)
         self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- results
@@ -270,14 +270,14 @@ class FitLoop:
             self._of_validation.update(names)
             if names:
                 why = f"a validation has: {', '.join(names)}."
-                _check_monitored(self._monitored(), list(names), why)
+                _check_monitors(self._find_monitors(), list(names), why)
         except Exception as error:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last
             raise
         self._has_validated = True
 
-    def _monitored(self) -> dict[str, str]:
+    def _find_monitors(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
         callbacks = list(self.dispatcher.callback_list)
         methods = [self.options.training_operator_cls.train_epoch]
@@ -289,7 +289,7 @@ class FitLoop:
         return {f"{who}(monitor={name!r})": name for who, name in named if isinstance(name, str)}
 
 
-def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str], why: str) -> None:
+def _check_monitors(monitored: Mapping[str, str], metrics: Sequence[str], why: str) -> None:
     """Check that monitored metrics of validation exist. Others may be metrics of training."""
     for argument, name in monitored.items():
         if name in metrics:

@@ -110,15 +110,15 @@ class PreparedLoader(DataLoader[Any]):
         else:
             batches = shared.source.batches(epoch, offset)
         if (device := self._device) is not None and self._ahead:
-            batches = _moved_ahead(batches, device)
+            batches = _move_ahead(batches, device)
         elif device is not None:
             whole = batches
             batches = (move_to_device(batch, device) for batch in whole)
         if shared is not None:
-            batches = shared.counted(batches, epoch)
-        return self._positioned(batches, epoch, offset)
+            batches = shared.count(batches, epoch)
+        return self._track_position(batches, epoch, offset)
 
-    def _positioned(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
+    def _track_position(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
         """Yield the batches of a pass. Set its position, and the weight of each batch."""
         begun, offset, shared = self._num_collectives(), start, self._shared
         try:
@@ -217,7 +217,7 @@ def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
         sampler.generator = torch.Generator().manual_seed(seed + epoch)
 
 
-def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _move_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Move each batch on a separate CUDA stream while the previous one is in use."""
     stream = torch.cuda.Stream(device)
 
@@ -272,14 +272,14 @@ class _SharedSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.begin()
-        return self.counted(self.source.indices(epoch), epoch)
+        return self.count(self.source.indices(epoch), epoch)
 
     def begin(self) -> int:
         """Return the epoch of a new pass."""
         self._count(*self._last)
         return self.epoch
 
-    def counted(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
+    def count(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
         """Yield the items of a pass. The next pass has the next epoch if this one counts.
 
         One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.profiler import exported
+from raysgd.callbacks.profiler import export_trace
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 from raysgd.train.session import world_rank
 
@@ -30,7 +30,7 @@ class TorchWorkerProfiler:
 
     def trace_handler(self, p: Any) -> None:
         """Collect a trace. Pass this method to the profiler."""
-        content = exported(p).decode()
+        content = export_trace(p).decode()
         name = f"worker_{world_rank()}_{os.getpid()}.step_{p.step_num}.pt.trace.json"
         self._traces.append((name, content))
         if self._folder is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.train.arguments import bound_function, make_folder, pickled_function, run_folder
+from raysgd.train.arguments import bind_config, make_folder, pickle_function, run_folder
 from raysgd.train.backend import BackendConfig, executor_for
 from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.constants import DEFAULT_RESULTS_DIR
@@ -114,8 +114,8 @@ def test_wrong_resources_are_refused(use_gpu, resources, error, match):
     ],
 )
 def test_a_function_with_one_required_parameter_gets_the_config(function):
-    assert bound_function(function, {"a": 2})() == {"a": 2}
-    assert bound_function(function, None)() == {}
+    assert bind_config(function, {"a": 2})() == {"a": 2}
+    assert bind_config(function, None)() == {}
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_a_function_with_one_required_parameter_gets_the_config(function):
     [lambda num_epochs=3: num_epochs, lambda **options: 3, functools.partial(lambda n: n, 3)],
 )
 def test_a_function_without_required_parameters_gets_no_argument(function, caplog):
-    assert bound_function(function, {})() == 3
+    assert bind_config(function, {})() == 3
     assert caplog.messages == []
-    assert bound_function(lambda num_epochs=3: num_epochs, {"lr": 0.1})() == 3
+    assert bind_config(lambda num_epochs=3: num_epochs, {"lr": 0.1})() == 3
     assert "is called without the config" in caplog.text
 
 
@@ -156,7 +156,7 @@ class Callable:
 )
 def test_a_wrong_function_is_refused(function, error, match):
     with pytest.raises(error, match=match):
-        bound_function(function, {})
+        bind_config(function, {})
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_what_cannot_be_pickled_is_named(locked_config, name):
     config = {"a": 1, "b": lock if locked_config else 2}
     function = (lambda config: 1) if locked_config else (lambda config: lock)
     with pytest.raises(TypeError, match=rf"Cannot send {name} .* cannot be pickled"):
-        pickled_function(bound_function(function, config))
+        pickle_function(bind_config(function, config))
 
 
 @pytest.mark.parametrize(

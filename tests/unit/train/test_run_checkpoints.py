@@ -12,7 +12,7 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
-from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
+from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
 from tests.unit.checkpoint.states import flip
 
 
@@ -109,12 +109,12 @@ def test_a_run_starts_from_a_dict_a_checkpoint_or_a_path(tmp_path, monkeypatch):
     made = Checkpoint.from_dict({"a": 1})
     folder = made.to_directory(tmp_path / "folder")
     for given in ({"a": 1}, made, tmp_path / "file", folder, "~/file", "~/folder"):
-        assert pickle.loads(packed_checkpoint(given)) == {"a": 1}
-    assert packed_checkpoint(None) is None
+        assert pickle.loads(pack_checkpoint(given)) == {"a": 1}
+    assert pack_checkpoint(None) is None
     with pytest.raises(TypeError, match="must be a dict"):
-        packed_checkpoint(3)
+        pack_checkpoint(3)
     with pytest.raises(CheckpointError, match="no such file"):
-        packed_checkpoint(tmp_path / "nothing")
+        pack_checkpoint(tmp_path / "nothing")
 
 
 def test_a_strategy_of_another_type_is_refused():
