@@ -83,7 +83,7 @@ def _rounded(total: Any) -> Any:
         return math.inf if total > 0 else -math.inf
 
 
-def _added(left: Any, right: Any) -> Any:
+def _add_exactly(left: Any, right: Any) -> Any:
     if isinstance(left, int) and isinstance(right, int):
         return left + right
     return _rounded(left) + _rounded(right)
@@ -112,7 +112,7 @@ class AverageMeter:
         """Add `val`, the mean of `n` samples. Tensors on an accelerator are read later."""
         self._last = _summable(val)
         if n:  # the mean of no samples can be NaN
-            self._total = _added(_exact(self._last * n), self._total)
+            self._total = _add_exactly(_exact(self._last * n), self._total)
             self.count += n
 
     @property
@@ -183,7 +183,7 @@ class Sums(MergeableMetric):
 
     def merge(self, other: Self) -> Self:
         """Return a metric with the added sums of both metrics."""
-        added = {name: _added(value, other._sums[name]) for name, value in self._sums.items()}
+        added = {name: _add_exactly(value, other._sums[name]) for name, value in self._sums.items()}
         merged = object.__new__(type(self))
         vars(merged).update(vars(self), _sums=added)
         return merged

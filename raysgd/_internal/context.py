@@ -127,9 +127,9 @@ class OutOfMemoryError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    `progress`, `request_stop`, `pause_at`, `snapshot`, and `snapshot_sent` run in *control* threads
-    while the worker is busy, so they must not wait. The other methods run one at a time in the
-    *work* thread.
+    `progress`, `request_stop`, `pause_at`, `snapshot`, and `release_snapshot` run in *control*
+    threads while the worker is busy, so they must not wait. The other methods run one at a time in
+    the *work* thread.
     """
 
     def prepare(self, context: WorkerContext) -> None:
@@ -161,7 +161,7 @@ class Runner(Protocol):
         """
         return None
 
-    def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
+    def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
         """Release a snapshot that was sent within `seconds`."""
         return None
 

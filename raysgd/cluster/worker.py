@@ -279,7 +279,7 @@ class Worker:
         try:
             return _send_if_large(pack(state), inbox)
         finally:
-            self._hosted.snapshot_sent(state, time.monotonic() - began)
+            self._hosted.release_snapshot(state, time.monotonic() - began)
 
     def stacks(self) -> str:
         return stacks()

@@ -68,7 +68,7 @@ class CallProgress:
         train_state = self._train_state
         return train_state.transaction.has_fixed_parts and train_state.meters is not None
 
-    def saved(self) -> dict[str, Any]:
+    def export(self) -> dict[str, Any]:
         """Return the state, with the shared metrics of a segment that runs."""
         state, train_state, shared = vars(self.state), self._train_state, self.state.shared
         if train_state.segment is None or train_state.meters is None or not self._is_shared:

@@ -143,7 +143,7 @@ class Loop:
             feature.sync_buffers()
         return self.call_progress.result()
 
-    def measured(self, call: int) -> Mapping[str, Any] | None:
+    def departure_metrics(self, call: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         progress = self.call_progress
         if progress.state.number != call or not progress.results:

@@ -110,7 +110,7 @@ class LossWeights:
             self.is_empty = self.is_empty or self._awaits_count
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
-            planned = 0.0 if tx.is_only else self._planned(num_workers, add_up)
+            planned = 0.0 if tx.is_only else self._plan_total(num_workers, add_up)
             is_exact = tx.is_last and not tx.has_fixed_parts
             self._total = self._exact(num_workers, add_up) if is_exact else planned
             self.is_empty = self.is_empty and not self._total
@@ -140,7 +140,7 @@ class LossWeights:
         self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
         self._awaits_count = False
 
-    def _planned(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+    def _plan_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._tx.has_fixed_parts:
             return float(self._tx.plan.total or 1)
         if self._count.items is not None:

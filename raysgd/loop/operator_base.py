@@ -297,12 +297,12 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
         )
 
 
-def listed(registered: Any) -> list[Any]:
+def as_list(registered: Any) -> list[Any]:
     """Return registered objects as a new list."""
     return list(registered) if isinstance(registered, list | tuple) else [registered]
 
 
-def shaped_like(registered: Any, members: list[Any]) -> Any:
+def in_shape_of(registered: Any, members: list[Any]) -> Any:
     """Return `members` in the shape of `registered`: a single one, a list, or a tuple."""
     if isinstance(registered, tuple):
         return tuple(members)

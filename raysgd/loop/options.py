@@ -143,7 +143,7 @@ class Options(ABC):
         contents = state.pop("training_operator_cls"), state.pop("config")
         return {**state, "packed": pack(contents)}
 
-    def unpacked(self) -> tuple[Any, dict[str, Any]]:
+    def unpack(self) -> tuple[Any, dict[str, Any]]:
         """Return the operator's class and the config. Each call on a worker returns new objects."""
         packed: Parcel | None = vars(self).get("packed")
         if packed is None:
@@ -167,7 +167,7 @@ class Options(ABC):
         """How a step is cut."""
         return StepLayout(self.num_workers if self.elastic.global_batch == "keep" else None)
 
-    def decided(self) -> Self:
+    def resolve(self) -> Self:
         """Return options without "auto", by whether the cluster, or this process, has GPUs."""
         asks_for_gpus = "GPU" in self.resources_per_worker
         if asks_for_gpus and self.use_gpu is False:
@@ -194,7 +194,7 @@ class Options(ABC):
         return dataclasses.replace(self, use_gpu=use_gpu)
 
     def group(self, start_timeout_s: float) -> GroupOptions:
-        """Return the resources of the workers. Requires options from `decided`."""
+        """Return the resources of the workers. Requires options from `resolve`."""
         resources = dict(self.resources_per_worker)
         return GroupOptions(
             num_workers=self.num_workers,

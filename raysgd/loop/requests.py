@@ -59,7 +59,7 @@ class PredictRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredRequest(Request):
+class DepartureRequest(Request):
     """Return the metrics of a worker that leaves before the end of a call of `train`."""
 
     call: int

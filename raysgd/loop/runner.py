@@ -53,7 +53,7 @@ class OperatorRunner(Runner, ABC):
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
         options = self._options
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
-            operator_cls, raw_config = options.unpacked()
+            operator_cls, raw_config = options.unpack()
         num_parts = options.layout.num_full_parts(context.world_size)
         config = worker_config(raw_config, num_parts, copies=context.in_driver)
         sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": raw_config.get(BATCH_SIZE)}
@@ -162,9 +162,9 @@ class OperatorRunner(Runner, ABC):
     def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
         return None if self._loop is None else self._loop.snapshots.get(num_changes)
 
-    def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
+    def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
         if self._loop is not None:
-            self._loop.snapshots.sent(snapshot, seconds)
+            self._loop.snapshots.release(snapshot, seconds)
 
     # ---- requests
 
@@ -184,8 +184,8 @@ class OperatorRunner(Runner, ABC):
                         return self._hosted_loop.evaluation.validate(request)
                 case requests.PredictRequest():
                     return self._hosted_loop.evaluation.predict(request.loader)
-                case requests.MeasuredRequest():
-                    return self._hosted_loop.measured(request.call)
+                case requests.DepartureRequest():
+                    return self._hosted_loop.departure_metrics(request.call)
                 case requests.UpdateSchedulersRequest():
                     return self.update_schedulers(request.call, request.metric)
                 case requests.StateRequest():

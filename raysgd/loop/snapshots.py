@@ -163,7 +163,7 @@ class Snapshots:
         self._is_sending = copy is not None
         return copy
 
-    def sent(self, copy: dict[str, Any], seconds: float) -> None:
+    def release(self, copy: dict[str, Any], seconds: float) -> None:
         """Release a copy after it was sent within `seconds`. Called from another thread."""
         if self._copy is copy:
             self._copy, self._is_sending, size = None, False, _num_bytes(copy)

@@ -31,7 +31,7 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
             return state
     state |= {"operator": loop.operator.state_dict(), "data": train_state.position()}
     if receiver != "file":
-        call = dict(loop.call_progress.saved())
+        call = dict(loop.call_progress.export())
         state |= {"call": call, "batching": data.batching(), "flags": train_state.module_modes()}
     if receiver == "replacement":
         return state | {

@@ -28,7 +28,7 @@ class Engine:
 
     def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Run a function of tensors in a graph."""
-        compiled = self.cached(lambda: tf.function(function, reduce_retracing=True), function)
+        compiled = self.cache(lambda: tf.function(function, reduce_retracing=True), function)
         return compiled(*arguments)
 
     def gradients(
@@ -42,7 +42,7 @@ class Engine:
 
         A gradient is None if the loss does not depend on the variable.
         """
-        compiled = self.cached(
+        compiled = self.cache(
             lambda: _gradients_of(loss_of, optimizer, variables), loss_of, optimizer, *variables
         )
         result, gradients = compiled(*arguments)
@@ -54,9 +54,9 @@ class Engine:
         def apply(means: Any) -> None:
             optimizer.apply_gradients(zip(means, variables, strict=True))
 
-        self.cached(lambda: tf.function(apply), optimizer, *variables)(means)
+        self.cache(lambda: tf.function(apply), optimizer, *variables)(means)
 
-    def cached(self, make: Callable[[], Any], *objects: Any) -> Any:
+    def cache(self, make: Callable[[], Any], *objects: Any) -> Any:
         """Return the result of `make`, which is called once for the same objects."""
         # Each lookup of a method makes a new object, which equals the earlier ones.
         key = tuple(each if isinstance(each, MethodType) else id(each) for each in objects)

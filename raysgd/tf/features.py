@@ -102,7 +102,7 @@ class KerasOptimization(StepFeature):
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
         if not tx.is_only:
             earlier = self._accumulated.get(id(optimizer))
-            gradients = gradients if earlier is None else list(map(_added, earlier, gradients))
+            gradients = gradients if earlier is None else list(map(_add, earlier, gradients))
             self._accumulated[id(optimizer)] = gradients
         if not tx.is_last:
             return
@@ -130,7 +130,7 @@ class KerasOptimization(StepFeature):
         self.commit(tx)
 
 
-def _added(left: Any, right: Any) -> Any:
+def _add(left: Any, right: Any) -> Any:
     if left is None or right is None:
         return right if left is None else left
     return left + right
@@ -145,7 +145,7 @@ class Averages(StepFeature):
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         saved_values = []
-        for optimizer, variables in self._state.trained():
+        for optimizer, variables in self._state.list_trained():
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             if getattr(inner, "use_ema", False) and int(inner.iterations) > 0:
                 saved_values += [(v, tf.identity(v.value)) for v in variables]

@@ -22,7 +22,7 @@ class MeanLoss:
     """
 
     def __init__(self, criterion: Any, model: Any = None) -> None:
-        self.compiled = _compiled(model, loss=criterion)
+        self.compiled = _compile(model, loss=criterion)
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
         tensors = _mapped(tf.convert_to_tensor, [target, output, sample_weight])
@@ -30,7 +30,7 @@ class MeanLoss:
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
 
-def _compiled(model: Any, **arguments: Any) -> Any:
+def _compile(model: Any, **arguments: Any) -> Any:
     """Return a compiled model without layers, which computes losses and metrics like ``fit()``."""
     shell = keras.Model(name="compiled")
     if names := getattr(model, "output_names", None):
@@ -63,7 +63,7 @@ class BatchMetrics:
     def __init__(self, model: Any, metrics: Any = None) -> None:
         if metrics is not None:
             metrics = metrics if isinstance(metrics, list | tuple | dict) else [metrics]
-            model = _compiled(model, metrics=metrics)
+            model = _compile(model, metrics=metrics)
         self._compiled_metrics = model._compile_metrics
         self._names: list[str] = []
         self._checked: set[str] = set()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.arguments import check_flags, check_int, name_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
-from raysgd.loop.operator_base import OperatorBase, listed
+from raysgd.loop.operator_base import OperatorBase, as_list
 from raysgd.loop.step_iterator import allow_split
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection
 
@@ -101,7 +101,7 @@ class TrainingOperator(OperatorBase):
         return {
             "train_loss": loss,
             NUM_SAMPLES: _length(parts),
-            **self._train_state.measured("train", target, _masked(output, masks), weights),
+            **self._train_state.measure("train", target, _mask(output, masks), weights),
         }
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -117,12 +117,12 @@ class TrainingOperator(OperatorBase):
         parts = self._train_state.unpack(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *parts, False)
-        batch_info["output"] = output = _masked(output, masks)
+        batch_info["output"] = output = _mask(output, masks)
         _, target, weights = parts
         return {
             "val_loss": loss,
             NUM_SAMPLES: _length(parts),
-            **self._train_state.measured("val", target, output, weights),
+            **self._train_state.measure("val", target, output, weights),
         }
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
@@ -134,7 +134,7 @@ class TrainingOperator(OperatorBase):
 
         self._check_own_steps("predict_batch")
         parts = self._train_state.unpack(batch, training=False)
-        output = keras.tree.lists_to_tuples(self.run(self._predicted, parts[0]))
+        output = keras.tree.lists_to_tuples(self.run(self._predict, parts[0]))
         check_rows(output, _length(parts))
         return output
 
@@ -238,7 +238,7 @@ class TrainingOperator(OperatorBase):
         """
         train_state = self._train_state
         optimizer = self._the_only("optimizer") if optimizer is None else optimizer
-        models = listed(self._the_only("model") if model is None else model)
+        models = as_list(self._the_only("model") if model is None else model)
         variables = [variable for each in models for variable in each.trainable_variables]
         with train_state.timing.within(BACKWARD):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
@@ -290,7 +290,7 @@ class TrainingOperator(OperatorBase):
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         return loss, output, masks
 
-    def _predicted(self, features: Any) -> Any:
+    def _predict(self, features: Any) -> Any:
         return self._the_only("model")(features, training=False)
 
 
@@ -306,7 +306,7 @@ def _is_default(operator: Any, *names: str) -> bool:
     return all(getattr(type(operator), name).__module__.startswith("raysgd.") for name in names)
 
 
-def _masked(output: Any, masks: Any) -> Any:
+def _mask(output: Any, masks: Any) -> Any:
     import tensorflow as tf
 
     for tensor, mask in zip(tf.nest.flatten(output), tf.nest.flatten(masks), strict=True):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from raysgd._internal.arguments import check_dict
 from raysgd._internal.finite import bad_arrays
-from raysgd.loop.operator_base import listed, shaped_like
+from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.keras import named_arrays, scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
@@ -26,7 +26,7 @@ def register(
     """See :meth:`TrainingOperator.register`."""
     if state.registered:
         raise RuntimeError("register() was called twice. Pass lists to register several models.")
-    state.models = listed(models)
+    state.models = as_list(models)
     for model in state.models:
         if not isinstance(model, keras.Model):
             raise TypeError(
@@ -53,7 +53,7 @@ def register(
                 "register(models=..., optimizers=None) needs one compiled model. Call "
                 "model.compile(optimizer=..., loss=...) before, or pass optimizers."
             )
-    state.optimizers = [_check_optimizer(state, each) for each in listed(optimizers)]
+    state.optimizers = [_check_optimizer(state, each) for each in as_list(optimizers)]
     state.transaction.optimizers = state.optimizers
     if criterion is not None:
         state.criterion = MeanLoss(criterion, model)
@@ -70,8 +70,8 @@ def register(
     state.metrics = BatchMetrics(model, metrics)
     state.registered = True
     registered = (
-        shaped_like(models, state.models),
-        shaped_like(optimizers, state.optimizers),
+        in_shape_of(models, state.models),
+        in_shape_of(optimizers, state.optimizers),
         state.criterion,
         metrics,
     )
@@ -103,7 +103,7 @@ def build_registered(state: KerasTrainState) -> None:
                 f"The model {model.name!r} is not built. Add an Input layer, or call the model "
                 "once in setup."
             )
-    for optimizer, variables in state.trained():
+    for optimizer, variables in state.list_trained():
         if not optimizer.built:
             optimizer.build(variables)
     state.compiled = state.compile_arguments()

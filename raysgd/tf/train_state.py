@@ -70,7 +70,7 @@ class KerasTrainState(TrainState):
                 f"layer.trainable. {NEXT_PHASE}"
             )
 
-    def trained(self) -> list[tuple[Any, list[Any]]]:
+    def list_trained(self) -> list[tuple[Any, list[Any]]]:
         groups = [self.models] * len(self.optimizers)
         if len(self.models) == len(self.optimizers):
             groups = [[model] for model in self.models]
@@ -108,7 +108,7 @@ class KerasTrainState(TrainState):
             losses.append(self.criterion(target, output, weights))
         return tf.add_n(losses)
 
-    def measured(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
+    def measure(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
         """Return the losses of the outputs and the registered metrics of a batch, by name."""
         assert self.metrics is not None
         if self._losses is None:  # the first batch creates them
@@ -153,7 +153,7 @@ class KerasTrainState(TrainState):
         """
         if self.communication.size == 1:
             return False
-        numbers = self.engine.cached(lambda: self._numbers_of(variables), *variables)
+        numbers = self.engine.cache(lambda: self._numbers_of(variables), *variables)
         contents = {
             "the samples that they have read": self.data.current.digest,
             "what they train": numbers,

@@ -30,7 +30,7 @@ class FrozenParameters(StepFeature):
         self.are_reproducible = False
         """Whether ``setup`` of all workers has made the same."""
 
-    def unchanged(self, models: Sequence[torch.nn.Module]) -> list[dict[str, int]]:
+    def digests_of_unchanged(self, models: Sequence[torch.nn.Module]) -> list[dict[str, int]]:
         """Return the digests of the parameters that have the bytes of ``setup``, by model."""
         pairs = zip(self._made, map(self._digests_of, models), strict=False)
         return [
@@ -73,7 +73,7 @@ def without(state: Mapping[str, Any], digests: Sequence[Mapping[str, int]]) -> d
     return {**state, KEY: digests, "models": models}
 
 
-def completed(
+def complete(
     state: dict[str, Any], own: Sequence[Mapping[str, int]], models: Sequence[torch.nn.Module]
 ) -> dict[str, Any]:
     """Return a state with this worker's parameters for those that it lacks.

@@ -109,7 +109,7 @@ class Optimization(StepFeature):
         parameters = [p for model in self._state.models for p in model.parameters()]
         for optimizer in self._state.optimizers:
             parameters += parameters_of(optimizer)
-        gradients = [*self._accumulated.copied(), *(p.grad for p in parameters)]
+        gradients = [*self._accumulated.copies(), *(p.grad for p in parameters)]
         unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
         multiply_all(unique.values(), factor)
 
@@ -237,7 +237,7 @@ class AccumulatedGradients:
                     "zero_grad() before the first self.backward(loss) of the batch, or not at all."
                 )
 
-    def copied(self) -> list[torch.Tensor]:
+    def copies(self) -> list[torch.Tensor]:
         return list(self._returned.values())
 
     def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -162,8 +162,8 @@ class TorchOptions(Options):
     def own_gpus(self) -> bool:
         return torch.cuda.is_available()
 
-    def decided(self) -> Self:
-        decided = super().decided()
+    def resolve(self) -> Self:
+        decided = super().resolve()
         if self.backend == "nccl" and not decided.use_gpu:
             raise ValueError('backend="nccl" needs GPUs. Pass use_gpu=True, or backend="gloo".')
         if self.backend == "auto":

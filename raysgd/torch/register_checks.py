@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public nam
 
 from raysgd._internal.nested import is_of_user
 from raysgd.data.source import own_split
-from raysgd.loop.operator_base import listed
+from raysgd.loop.operator_base import as_list
 from raysgd.torch.tensors import ELEMENTWISE, parameters_of
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
 
 def check_members(name: str, argument: Any, kind: type | None) -> list[Any]:
     """Return the arguments as a list. Without a `kind`, each must have a method ``step``."""
-    members = listed(argument)
+    members = as_list(argument)
     for member in members:
         fits = isinstance(member, kind) if kind else hasattr(member, "step")
         if not fits:
@@ -62,7 +62,7 @@ def check_members(name: str, argument: Any, kind: type | None) -> list[Any]:
 
 
 def check_criteria(criterion: Any) -> list[Any]:
-    criteria = [] if criterion is None else listed(criterion)
+    criteria = [] if criterion is None else as_list(criterion)
     for each in criteria:
         if isinstance(each, type) or not callable(each):
             raise TypeError(

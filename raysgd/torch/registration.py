@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_dict, check_int
 from raysgd._internal.finite import bad_arrays
-from raysgd.loop.operator_base import listed, shaped_like
+from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.torch.feature_list import features_of
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
@@ -55,7 +55,7 @@ def register(
     apex_args = check_dict("register", "apex_args", apex_args)
     horovod_args = check_dict("register", "horovod_args", horovod_args)
     modules = check_members("models", models, torch.nn.Module)
-    state.optimizers = _separated(check_members("optimizers", optimizers, torch.optim.Optimizer))
+    state.optimizers = _separate(check_members("optimizers", optimizers, torch.optim.Optimizer))
     options, precision = state.settings.options, state.optimization.precision
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
@@ -81,12 +81,12 @@ def register(
     state.set_features(list(features_of(state, max_grad_norm)))
     state.optimization.register_hooks()
     state.averaging.begin_call(False)  # a loaded state has the weights of training
-    state.criteria = criteria = _moved_criteria(state, criteria, trained)
+    state.criteria = criteria = _move_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.registered = True
-    results = [shaped_like(models, state.given_models), optimizers]
+    results = [in_shape_of(models, state.given_models), optimizers]
     if criterion is not None:
-        results.append(shaped_like(criterion, criteria))
+        results.append(in_shape_of(criterion, criteria))
     if schedulers is not None:
         results.append(schedulers)
     return tuple(results)
@@ -101,7 +101,7 @@ def _infinite(modules: list[torch.nn.Module]) -> list[str]:
     return [*bad_arrays({"models": untrained})]
 
 
-def _separated(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def _separate(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
     """Give each parameter group its own tensors as options.
 
     PyTorch gives all groups the tensor that it gets as learning rate, so that a scheduler could not
@@ -129,7 +129,7 @@ def _move_models(
     state.models = [model._apply(move) for model in models]
 
 
-def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[Any]) -> list[Any]:
+def _move_criteria(state: TorchTrainState, criteria: list[Any], trained: list[Any]) -> list[Any]:
     """Return the criteria on the device. Replace trained criteria by their wrappers."""
     num_models, device = len(state.models) - len(trained), state.settings.device
     wrapped = dict(zip(map(id, trained), state.models[num_models:], strict=True))
@@ -140,7 +140,7 @@ def _moved_criteria(state: TorchTrainState, criteria: list[Any], trained: list[A
 
 def use_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     """Replace registered models with DistributedDataParallel wrappers from user code."""
-    values = [value for attribute in attributes for value in listed(attribute)]
+    values = [value for attribute in attributes for value in as_list(attribute)]
     state.exchange.use_wrappers(
         [each for each in values if isinstance(each, DistributedDataParallel)]
     )

@@ -190,7 +190,7 @@ def model_problem(own: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Return why named tensors cannot be loaded, or an empty string."""
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     if missing or unknown:
-        return _differing("it", missing, unknown)
+        return _describe_difference("it", missing, unknown)
     for key, value in own.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -214,7 +214,7 @@ def is_like(saved: Any, value: torch.Tensor) -> bool:
 def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
     if "param_groups" not in state and "param_groups" not in (whole := optimizer.state_dict()):
         missing, unknown = whole.keys() - state.keys(), state.keys() - whole.keys()
-        return _differing("it", missing, unknown) if missing or unknown else ""
+        return _describe_difference("it", missing, unknown) if missing or unknown else ""
     groups, _ = state["param_groups"], state["state"].items()
     if problem := _groups_problem(optimizer, state):
         return problem
@@ -228,7 +228,7 @@ def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
         # their options.
         missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
         if (missing and unknown) or "lr" in missing:
-            return _differing("a group", missing, unknown)
+            return _describe_difference("a group", missing, unknown)
         if problem := _number_problem({name: own[name] for name in own.keys() & options}, group):
             return f"in a group, {problem}"
     return ""
@@ -252,7 +252,7 @@ def _entries_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any])
         names = set().union(*entries)
         for parameter, number, saved in zip(own["params"], group["params"], entries, strict=True):
             if saved and (missing := names - saved.keys()):
-                return _differing(f"the state of parameter {number}", missing, set())
+                return _describe_difference(f"the state of parameter {number}", missing, set())
             for name, value in saved.items():
                 shape, expected = tuple(getattr(value, "shape", ())), tuple(parameter.shape)
                 if math.prod(shape) > 1 and shape != expected:
@@ -294,7 +294,7 @@ def _is_number(value: Any) -> bool:
     return is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _differing(what: str, missing: set[Any], unknown: set[Any]) -> str:
+def _describe_difference(what: str, missing: set[Any], unknown: set[Any]) -> str:
     differences = [
         f"{verb} {', '.join(sorted(map(str, keys))[:3])}"
         for verb, keys in (("lacks", missing), ("has unknown", unknown))
@@ -368,7 +368,7 @@ class Versions:
         tensors = [tensor for tensor in self._read() if tensor is not None]
         return list(zip(map(id, tensors), map(version_of, tensors), strict=True))
 
-    def changed(self) -> set[int]:
+    def find_changed(self) -> set[int]:
         """Return the IDs of the tensors that have changed, are missing, or are new.
 
         If only their order has changed, return those of the tensors at another place.

@@ -20,7 +20,7 @@ from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.untracked import Untracked
-from raysgd.torch.frozen import KEY, completed, without
+from raysgd.torch.frozen import KEY, complete, without
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.precision import PRECISIONS
 from raysgd.torch.registered_state import OperatorSettings, RegisteredState
@@ -62,7 +62,7 @@ class TorchTrainState(RegisteredState):
         device, lacks = self.settings.device, follows
         # Do not read a large state if no other worker can have it.
         if self.is_any(follows and not self.is_new):
-            state = without(self.training_state(), self._unchanged())
+            state = without(self.training_state(), self._unchanged_digests())
             for index, model in enumerate(map(ddp.plain, self.models)):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
@@ -83,22 +83,22 @@ class TorchTrainState(RegisteredState):
             apply()
 
     def compare_setup(self, leader: int) -> None:
-        own = self._unchanged()
+        own = self._unchanged_digests()
         pairs = zip(self.from_rank(lambda: own, leader), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
         self.frozen.are_reproducible = self.minimum(has_all) > 0
 
-    def _unchanged(self) -> list[dict[str, int]]:
+    def _unchanged_digests(self) -> list[dict[str, int]]:
         self.frozen.forget()
-        return self.frozen.unchanged(list(map(ddp.plain, self.models)))
+        return self.frozen.digests_of_unchanged(list(map(ddp.plain, self.models)))
 
     # ---- state
 
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
         if for_workers:
-            known = self.frozen.unchanged(list(map(ddp.plain, self.models)))
+            known = self.frozen.digests_of_unchanged(list(map(ddp.plain, self.models)))
             return without(state, known if self.frozen.are_reproducible else [])
-        digests = self._unchanged()
+        digests = self._unchanged_digests()
         changed = [
             f"{name} of model {index}"
             for index, (model, kept) in enumerate(zip(self.models, digests, strict=False))
@@ -197,7 +197,7 @@ class TorchTrainState(RegisteredState):
         return {key: value for key, value in state.items() if key not in sharded}
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        state = completed(state, self._unchanged(), list(map(ddp.plain, self.models)))
+        state = complete(state, self._unchanged_digests(), list(map(ddp.plain, self.models)))
         for name, objects, saved in self._stateful(state):
             check_objects(name, objects, saved, state_problem)
         if "parameters" in state:  # older files lack it

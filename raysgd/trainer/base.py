@@ -71,7 +71,7 @@ class OperatorTrainer(TrainerInfo):
         self._logdir = check_logdir(logdir)
         attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
-        self._options = options = options.decided()  # may start Ray
+        self._options = options = options.resolve()  # may start Ray
         self._controller = controller = Controller(
             ActorGroup(options.group(start_timeout_s)),
             runner_cls(options),

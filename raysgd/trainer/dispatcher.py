@@ -20,7 +20,7 @@ from raysgd.elastic.call import MAX_LOSSES, Call, LoadRequest
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.elastic.points import Part, Points
-from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class TrainCall(Call):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.departure_request = MeasuredRequest(call=self.request.call)
+        self.departure_request = DepartureRequest(call=self.request.call)
 
     def begin(self, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step of its next pause."""

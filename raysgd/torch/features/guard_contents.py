@@ -121,7 +121,7 @@ class ReplicaContents:
 
     def _equal_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that have not changed since all workers had the same."""
-        changed = self._buffers.changed()
+        changed = self._buffers.find_changed()
         trained = [any(p.requires_grad for _, p in named) for named in self._named]
         return {
             place: buffer

@@ -57,7 +57,7 @@ class Rollback(StepFeature):
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         if self._versions is not None and not self._moves_parameters:
-            self._moves_parameters = bool(self._versions.changed())
+            self._moves_parameters = bool(self._versions.find_changed())
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._versions, self._has_copies = None, False
@@ -65,7 +65,7 @@ class Rollback(StepFeature):
     def roll_back(self, tx: UpdateTransaction) -> None:
         if self._versions is None:
             return
-        changed = self._versions.changed()
+        changed = self._versions.find_changed()
         if self._has_copies:
             for image in reversed(self._images):
                 image.restore()

@@ -205,7 +205,7 @@ class StepChecks(StepFeature):
         Reject parts if it changes the gradients of a part.
         """
         seen = self._seen.get(id(optimizer))
-        changed = seen is not None and bool(seen.changed())
+        changed = seen is not None and bool(seen.find_changed())
         if changed:
             self._refuse_parts("train_batch changes gradients before it steps an optimizer")
         return changed

@@ -38,11 +38,11 @@ from raysgd.torch.input.orders import (
     SeededSamples,
     drawn_order,
     is_plain_shuffle,
-    picked,
+    pick_keys,
     seed_all,
 )
 from raysgd.torch.input.stream_loading import StreamSource, has_samples, keeps_samples, known_length
-from raysgd.torch.input.stream_reading import changed
+from raysgd.torch.input.stream_reading import clone
 from raysgd.torch.losses import has_ignored
 
 _MISSING = object()
@@ -198,7 +198,7 @@ class PartitionedLoader(PartitionedSource):
                 )
             self.num_joined = stop - start if self._joins else None
             if self._deals_batches:
-                self.num_joined = sum(map(len, picked(order, start, stop)))
+                self.num_joined = sum(map(len, pick_keys(order, start, stop)))
             if self._partition.layout.is_fixed:
                 seed_all(hash((self._seed, epoch, start)))  # for user code
             yield batch
@@ -207,10 +207,10 @@ class PartitionedLoader(PartitionedSource):
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
         order = self._order_of(epoch)
-        return itertools.chain.from_iterable(picked(order, *s) for s in self.partition.batches())
+        return itertools.chain.from_iterable(pick_keys(order, *s) for s in self.partition.batches())
 
     def sample_names(self, epoch: int, offset: int, count: int) -> list[Any]:
-        keys = picked(self._order_of(epoch, offset), offset, offset + count)
+        keys = pick_keys(self._order_of(epoch, offset), offset, offset + count)
         if self._deals_batches:
             keys = [*itertools.chain.from_iterable(keys)]
         if (numbered := self._numbered) is not None:
@@ -221,9 +221,9 @@ class PartitionedLoader(PartitionedSource):
         """Return a copy of the user's loader that draws from a sampler of raysgd."""
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-            made = changed(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
+            made = clone(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
             if self._partition.layout.is_fixed:
-                made = changed(made, dataset=SeededSamples(self.loader.dataset))
+                made = clone(made, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
                 self._kept_loader = made
         return made
@@ -377,7 +377,7 @@ def wrap_loader(
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     may_partition = partitions and own_split(loader) is None
-    whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
+    whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_whole(whole)
     if (may_partition or _is_distributed(whole)) and not why:
         return PartitionedLoader(whole, layout=layout, **partition_arguments)
@@ -404,17 +404,17 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
-def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
+def _unpartition(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader of all samples, with a DistributedSampler of one replica at most."""
     batches = loader.batch_sampler
     if type(batches) is BatchSampler and loader.batch_size is None:
         size, drop_last = batches.batch_size, batches.drop_last
-        loader = changed(loader, sampler=batches.sampler, batch_size=size, drop_last=drop_last)
+        loader = clone(loader, sampler=batches.sampler, batch_size=size, drop_last=drop_last)
     if _is_distributed(loader):
         sampler: Any = loader.sampler
         undivided = copy.copy(sampler)
         DistributedSampler.__init__(undivided, sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
-        loader = changed(loader, sampler=undivided)
+        loader = clone(loader, sampler=undivided)
     return loader
 
 

@@ -52,7 +52,7 @@ Order = torch.Tensor | list[Any] | HugeOrder | Keys | None
 
 
 @contextlib.contextmanager
-def seeded(seed: int, generator: Any = None) -> Iterator[None]:
+def seeding(seed: int, generator: Any = None) -> Iterator[None]:
     """Seed the global generators and a PyTorch `generator`.
 
     Restore them at the end of the context.
@@ -84,7 +84,7 @@ def drawn_order(sampler: Any, seed: int) -> Order:
     """Return the order that a sampler draws if all random numbers follow from `seed`."""
     if type(sampler) is SequentialSampler:
         return None
-    with seeded(seed, getattr(sampler, "generator", None)):
+    with seeding(seed, getattr(sampler, "generator", None)):
         if is_plain_shuffle(sampler):
             size = len(sampler.data_source)
             return torch.randperm(size) if size <= HUGE else HugeOrder(size, sampler.replacement)
@@ -101,7 +101,7 @@ def is_plain_shuffle(sampler: Any) -> bool:
     return size > HUGE or (not sampler.replacement and sampler.num_samples == size)
 
 
-def picked(order: Order, start: int, stop: int) -> list[Any]:
+def pick_keys(order: Order, start: int, stop: int) -> list[Any]:
     if order is None:
         return list(range(start, stop))
     keys = order[start:stop]
@@ -125,7 +125,7 @@ class IndexSampler:
         return itertools.chain.from_iterable(batches) if self._flat else batches
 
     def _batch(self, start: int, stop: int) -> Any:
-        keys = picked(self._order, start, stop)
+        keys = pick_keys(self._order, start, stop)
         if self._seeds is None:
             return keys
         return [((*self._seeds, start + number), key) for number, key in enumerate(keys)]

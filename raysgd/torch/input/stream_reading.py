@@ -24,7 +24,7 @@ from raysgd.data.source import once
 from raysgd.data.stream import NumberedSamples
 from raysgd.errors import CheckpointError
 from raysgd.loop.sources import GeneratorFunction
-from raysgd.torch.input.orders import seeded
+from raysgd.torch.input.orders import seeding
 
 _END = "end"
 _SCALARS = {int, float, bool, str, bytes, type(None)}
@@ -68,7 +68,7 @@ class Chunks(IterableDataset[Chunk]):
         generator = getattr(self.dataset, "generator", None)  # of a user's DataLoader
         while len(samples) == self._size:
             own_seed = hash((self._seed, process, number)) % 2**62
-            with seeded(own_seed, generator), in_group_of_one():
+            with seeding(own_seed, generator), in_group_of_one():
                 iterator = self._begin(state) if iterator is None else iterator
                 samples = list(itertools.islice(iterator, self._size))
             number += 1
@@ -215,7 +215,7 @@ def _has_buffer(examples: Any) -> bool:
     return "BufferShuffled" in name or any(_has_buffer(i) for i in inner if i is not None)
 
 
-def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
+def clone(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
     """Return a copy of a loader of the same type with other settings and no worker processes."""
     made = copy.copy(loader)
     for name, value in settings.items():
@@ -226,7 +226,7 @@ def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
 
 def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoader[Any]:
     """Return a copy of a loader whose processes read `chunks`."""
-    return changed(
+    return clone(
         loader,
         dataset=chunks,
         batch_size=None,

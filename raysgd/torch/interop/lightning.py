@@ -65,11 +65,11 @@ class LightningMethods(_Base):  # type: ignore[misc]
         _check_hooks(module)
         self._surroundings = _Surroundings(self)
         self._has_started = False
-        with self._surrounded():
+        with self._surround():
             loaders = self._load(config, unused)
             module.configure_model()
             self.register_data(**loaders)
-            optimizers, schedulers = self._configured()
+            optimizers, schedulers = self._configure_optimizers()
             self.model, self.optimizer, *_ = self.register(
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
             )
@@ -112,7 +112,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             loaders.pop("validation_loader", None)
         return loaders
 
-    def _configured(self) -> tuple[list[Any], list[Any]]:
+    def _configure_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return the module's optimizers and schedulers."""
         module, name = self.module, type(self.module).__name__
         parser = _import_beside(module, "core.optimizer")
@@ -148,7 +148,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         return optimizers, schedulers
 
     @contextlib.contextmanager
-    def _surrounded(self, **state: bool) -> Iterator[_Surroundings]:
+    def _surround(self, **state: bool) -> Iterator[_Surroundings]:
         """Give the module a replacement for Lightning's Trainer.
 
         Remove it afterwards, so that the module can be sent to the driver.
@@ -186,7 +186,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
         module, begins = self.module, self._train_state.offset == 0
-        with self._surrounded(training=True) as surroundings:
+        with self._surround(training=True) as surroundings:
             if self._train_state.sets_modes:
                 self.train_mode(True)  # before the hooks, which may change modes
                 self._train_state.sets_modes = False
@@ -268,7 +268,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         module = self.module
-        with torch.no_grad(), self._surrounded(validating=True) as surroundings:
+        with torch.no_grad(), self._surround(validating=True) as surroundings:
             self.train_mode(False)
             module.on_validation_start()
             module.on_validation_epoch_start()
@@ -294,7 +294,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         batch = self._move_to_device(batch)
-        with self._surrounded(), self.autocast():
+        with self._surround(), self.autocast():
             return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
 
     # ---- state

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.torch.strategies.replica import ReplicatedModel, is_trainable
 
 
-def wrapped(
+def wrap(
     model: torch.nn.Module,
     device: torch.device,
     arguments: Mapping[str, Any],

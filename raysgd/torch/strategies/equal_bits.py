@@ -221,7 +221,7 @@ class EqualBitsGradients(GradientExchange):
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a shard, when its optimizer would step."""
-        parameters = _trained(optimizer)
+        parameters = _trainable(optimizer)
         key = id(optimizer), self._shard
         gradients = [p.grad for p in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
@@ -266,7 +266,7 @@ class EqualBitsGradients(GradientExchange):
                 "draws from its iterator, and for registered optimizers."
             )
         self.take_gradients(optimizer)
-        parameters = _trained(optimizer)
+        parameters = _trainable(optimizer)
         tree = self._trees.pop(id(optimizer))
         flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
         kind = 2 * self._number_of(optimizer) + (tx.weights.counted_items is not None)
@@ -301,7 +301,7 @@ class EqualBitsGradients(GradientExchange):
         return agreed[: len(flags)]
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 

@@ -166,7 +166,7 @@ class ShardedModels:
             for number, name in names.items():
                 self.parameters[number] = getattr(unit, name)
 
-    def put_whole(self, values: Sequence[torch.Tensor]) -> None:
+    def unshard_with(self, values: Sequence[torch.Tensor]) -> None:
         """Give the models complete parameters until `shard`."""
         self.release()
         for number, value in enumerate(values):

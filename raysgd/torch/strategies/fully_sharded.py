@@ -237,12 +237,12 @@ class FullyShardedModel(ShardedOptimizer):
         if not is_first:
             return []
         try:
-            self.models.put_whole(values)
+            self.models.unshard_with(values)
             return [copy_to_cpu(model) for model in self.models.models[:count]]
         finally:
             self._place()
 
-    def check_trained(self) -> None:
+    def check_trainable(self) -> None:
         check_same_parameters(self.models.models, {p: p.dtype for p in self._parameters})
         for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
             if parameter.requires_grad != trained:
@@ -266,7 +266,7 @@ class FullyShardedGradients(GradientExchange):
         self._sharing = [m for m in state.models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
-    def check_trained(self) -> None:
+    def check_trainable(self) -> None:
         """Do nothing, because `FullyShardedModel` checks the parameters of its generation."""
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:

@@ -161,7 +161,7 @@ class _Passes:
             if gradient is not None and bool((gradient.signbit() & (gradient == 0)).all()):
                 parameter.grad = None
 
-    def take_averaged(self, stepped: Mapping[torch.nn.Parameter, Any]) -> Mapping[Any, Any]:
+    def take_averages(self, stepped: Mapping[torch.nn.Parameter, Any]) -> Mapping[Any, Any]:
         """Return the averaged gradients, and forget those of the parameters that will change."""
         if self.awaits_pass and not stepped.keys().isdisjoint(self.reduced):
             self._complete(self.reduced)

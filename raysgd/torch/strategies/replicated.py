@@ -96,7 +96,7 @@ class ReplicatedGradients(UserWrappers):
         state, num_given = self._state, len(self._state.given_models)
         device, ddp_args = state.settings.device, arguments["ddp_args"]
         state.models = [
-            ddp.wrapped(model, device, ddp_args, is_criterion=index >= num_given)
+            ddp.wrap(model, device, ddp_args, is_criterion=index >= num_given)
             for index, model in enumerate(state.models)
         ]
         state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
@@ -127,7 +127,7 @@ class ReplicatedGradients(UserWrappers):
                     stepped.pop(parameter, None)
         averaged: dict[torch.nn.Parameter, Any] = {}
         for replica in self._replicas:
-            averaged |= replica._passes.take_averaged(stepped)
+            averaged |= replica._passes.take_averages(stepped)
         if not any(p.grad is not None and averaged.get(p) != gradient_of(p) for p in stepped):
             return
         try:

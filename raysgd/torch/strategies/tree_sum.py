@@ -114,7 +114,7 @@ def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -
         places[first : first + len(rows)] = rows
         # As integers, the zeros of the other workers keep all bits, also the sign of a zero.
         dist.all_reduce(places.view(torch.int32))
-        return _added_up(nodes, places)
+        return _add_up(nodes, places)
     width = -(-count // size)
     rows = torch.nn.functional.pad(rows, (0, width * size - count))
     sent = rows.view(len(rows), size, width).transpose(0, 1).contiguous()
@@ -123,11 +123,11 @@ def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -
         received, sent.view(-1, width), [len(roots) for roots in layout], [len(rows)] * size
     )
     total = rows.new_empty(size * width)
-    _all_gather(total, _added_up(nodes, received).contiguous())
+    _all_gather(total, _add_up(nodes, received).contiguous())
     return total[:count]
 
 
-def _added_up(nodes: Sequence[tuple[int, int]], rows: torch.Tensor) -> torch.Tensor:
+def _add_up(nodes: Sequence[tuple[int, int]], rows: torch.Tensor) -> torch.Tensor:
     tree = TreeSum()
     for (level, number), row in zip(nodes, rows, strict=True):
         tree.add(level, number, [row])

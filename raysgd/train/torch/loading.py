@@ -23,7 +23,7 @@ from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loading import makes_own_batches, why_whole, wrap_loader
 from raysgd.torch.input.orders import is_plain_shuffle
-from raysgd.torch.input.stream_reading import changed
+from raysgd.torch.input.stream_reading import clone
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class PreparedLoader(DataLoader[Any]):
         self._pass: tuple[int, int, int | None] | None = None
         """Epoch and offset of the current pass, and the collectives before it."""
         if is_shared := _can_share(loader, splits, full_size):
-            loader = changed(loader, pin_memory=loader.pin_memory or self._ahead)
+            loader = clone(loader, pin_memory=loader.pin_memory or self._ahead)
         self.__dict__.update(loader.__dict__)
         self._loader = loader
         if not is_shared:

@@ -101,9 +101,9 @@ def test_each_worker_unpacks_its_own_config(size):
     mine = {"rates": [0.1], "data": np.zeros(size)}
     given = options(training_operator_cls=Classifier, config=mine)
     sent = pickle.loads(pickle.dumps(given, protocol=5))
-    assert given.unpacked() == (Classifier, given.config)
+    assert given.unpack() == (Classifier, given.config)
     for _ in range(2):
-        operator_cls, config = sent.unpacked()
+        operator_cls, config = sent.unpack()
         assert operator_cls is Classifier
         assert (config["rates"], len(config["data"])) == ([0.1], size)
         config["rates"].append(0.2)
@@ -113,7 +113,7 @@ def test_gpus_are_used_if_requested_or_found(monkeypatch):
     def decide(use_gpu, resources, found=False, **arguments):
         monkeypatch.setattr("torch.cuda.is_available", lambda: found)
         given = {"use_gpu": use_gpu, "resources_per_worker": resources, **arguments}
-        return TorchOptions(**given).decided().use_gpu
+        return TorchOptions(**given).resolve().use_gpu
 
     local = {"use_local": True}
     assert decide(True, {}, **local) is True
@@ -127,4 +127,4 @@ def test_gpus_are_used_if_requested_or_found(monkeypatch):
 @pytest.mark.parametrize(("num_gpus", "backend"), [(2, "nccl"), (1, "nccl"), (0.5, "gloo")])
 def test_workers_that_share_a_gpu_use_gloo(num_gpus, backend):
     given = {"use_gpu": "auto", "resources_per_worker": {"GPU": num_gpus}}
-    assert TorchOptions(**given).decided().backend == backend
+    assert TorchOptions(**given).resolve().backend == backend

@@ -8,7 +8,7 @@ from raysgd.cluster.departures import Notice
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.elastic.call import Call
 from raysgd.elastic.preemption import PreemptionWatch
-from raysgd.loop.requests import MeasuredRequest, TrainRequest
+from raysgd.loop.requests import DepartureRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock
 
@@ -20,7 +20,7 @@ def train(controller, step, max_losses=0):
         has_batches=True,
         can_pause=True,
         max_losses=max_losses,
-        departure_request=MeasuredRequest(call=0),
+        departure_request=DepartureRequest(call=0),
     )
     outcomes = controller.run(call)
     assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)

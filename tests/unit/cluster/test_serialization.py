@@ -135,7 +135,7 @@ def test_workers_share_large_arrays_and_have_their_own_tensors(store):
     options = TorchOptions(training_operator_cls=print, config=config, num_workers=2)
     sent = ray.get(pack(options).store())
     arrived = sent.value(own=False)
-    (_, first), (_, second) = arrived.unpacked(), arrived.unpacked()
+    (_, first), (_, second) = arrived.unpack(), arrived.unpack()
     assert np.shares_memory(first["array"], second["array"])
     assert not first["array"].flags.writeable
     first["tensor"] += 1
@@ -146,7 +146,7 @@ def test_a_small_config_is_fresh_for_each_setup():
     config = {"array": np.ones(2**12), "tensor": torch.ones(2**12)}
     options = TorchOptions(training_operator_cls=print, config=config)
     arrived = through_ray(pack(options)).value(own=False)
-    (_, first), (_, second) = arrived.unpacked(), arrived.unpacked()
+    (_, first), (_, second) = arrived.unpack(), arrived.unpack()
     for value in first.values():
         value += 1
     assert second["array"].max() == second["tensor"].max() == 1

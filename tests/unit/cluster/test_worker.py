@@ -54,7 +54,7 @@ class FakeRunner:
     def snapshot(self, num_changes=None):
         return {"step": self.step} if self.step else None
 
-    def snapshot_sent(self, snapshot, seconds):
+    def release_snapshot(self, snapshot, seconds):
         self.calls.append(("sent", snapshot))
 
     def teardown(self):

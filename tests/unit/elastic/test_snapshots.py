@@ -131,7 +131,7 @@ class LargeMember(FakeMember):
         self.worker, self.sent = Worker(), []
         self.worker.runner = SimpleNamespace(
             snapshot=lambda num_changes=None: state,
-            snapshot_sent=lambda state, seconds: self.sent.append(seconds),
+            release_snapshot=lambda state, seconds: self.sent.append(seconds),
         )
         self.thread = ThreadPoolExecutor(1)
 

@@ -239,11 +239,11 @@ def test_metrics_of_a_call_so_far(make_trainer):
     operator = trainer.get_local_operator()
     operator._train_state.set_features([*operator._train_state.features, Spy()])
     loop = trainer._controller.members[0].worker.runner._loop
-    assert loop.measured(0) is None
+    assert loop.departure_metrics(0) is None
     request = TrainRequest(call=0, until_step=6, log_every=4)
     assert loop.train(dataclasses.replace(request, callback_pause=5)) is None
-    assert (loop.measured(1), len(loop.call_progress.points_after(-1))) == (None, 1)
-    whole = loop.measured(0)  # the worker leaves
+    assert (loop.departure_metrics(1), len(loop.call_progress.points_after(-1))) == (None, 1)
+    whole = loop.departure_metrics(0)  # the worker leaves
     assert (whole["num_samples"], "lr" in whole) == (40, False)
     point, rest = loop.call_progress.points_after(-1)
     assert (point.global_step, rest.global_step) == (4, 5)

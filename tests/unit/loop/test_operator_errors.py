@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raysgd import TrainingOperator
-from raysgd.loop.operator_base import shaped_like
+from raysgd.loop.operator_base import in_shape_of
 from tests.operators import Adversaries, Classifier
 from tests.unit.recorder import Recorder, Streaming
 
@@ -87,8 +87,8 @@ def test_default_methods_are_for_one_model(make_trainer, operator_cls, message):
 
 
 def test_registered_objects_come_back_in_the_shape_in_which_they_were_given():
-    assert [shaped_like(given, [1]) for given in ([0], (0,), 0)] == [[1], (1,), 1]
-    assert shaped_like((0, 0), [1, 2]) == (1, 2)
+    assert [in_shape_of(given, [1]) for given in ([0], (0,), 0)] == [[1], (1,), 1]
+    assert in_shape_of((0, 0), [1, 2]) == (1, 2)
 
 
 # ---- loaders

@@ -15,7 +15,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.generators import Generators
 from raysgd.loop.requests import (
-    MeasuredRequest,
+    DepartureRequest,
     TrainRequest,
     ValidateRequest,
 )
@@ -156,7 +156,7 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
         ]
         == 8
     )
-    assert runner.handle(MeasuredRequest(call=1))["num_samples"] == 16
+    assert runner.handle(DepartureRequest(call=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
     runner.handle(ValidateRequest(call=2))
     assert runner.operator.validated == EPOCH

@@ -212,7 +212,7 @@ def timed(monkeypatch):
     def step(batch_info, when):
         clock.now += when == "before"
         if (snapshot := runner.snapshot()) is not None:
-            runner.snapshot_sent(snapshot, 3.0)
+            runner.release_snapshot(snapshot, 3.0)
 
     runner.operator._train_state.copy_leaf, runner.operator.fail = copy, step
 
@@ -285,7 +285,7 @@ def test_a_snapshot_that_was_sent_is_released():
     runner = runner_with_snapshots("epoch")
     taken(runner, 2)
     released = weakref.ref(runner.snapshot()["models"][0]["0.weight"])
-    runner.snapshot_sent(runner.snapshot(), 0.0)
+    runner.release_snapshot(runner.snapshot(), 0.0)
     assert runner.snapshot() is None
     assert released() is None
     assert runner.progress().snapshot == 0  # the driver does not ask for it again
@@ -297,7 +297,7 @@ def test_no_snapshot_is_taken_while_the_driver_fetches_one():
     taken(runner, 2)
     fetched = runner.snapshot()
     assert taken(runner, 4)[-1] == 2
-    runner.snapshot_sent(fetched, 0.0)
+    runner.release_snapshot(fetched, 0.0)
     assert taken(runner, 6)[-1] == 6
 
 

@@ -24,12 +24,12 @@ def test_versions_find_changed_and_replaced_gradients_and_keep_none_alive():
     parameter.grad = torch.ones(2)
     gradient = weakref.ref(parameter.grad)
     versions = Versions(lambda: [parameter, parameter.grad])
-    assert versions.changed() == set()
+    assert versions.find_changed() == set()
     parameter.grad.mul_(2)
-    assert versions.changed() == {id(parameter.grad)}
+    assert versions.find_changed() == {id(parameter.grad)}
     versions = Versions(lambda: [parameter, parameter.grad])
     parameter.grad = parameter.grad.clone()
-    assert id(parameter.grad) in versions.changed()
+    assert id(parameter.grad) in versions.find_changed()
     assert gradient() is None
 
 
@@ -37,7 +37,7 @@ def test_versions_find_gradients_that_change_places():
     gradients = [torch.ones(2), torch.ones(2)]
     versions = Versions(lambda: gradients)
     gradients.reverse()
-    assert versions.changed() == set(map(id, gradients))
+    assert versions.find_changed() == set(map(id, gradients))
 
 
 def stepped(optimizer):

@@ -22,11 +22,11 @@ def test_an_old_pytorch_is_an_error(monkeypatch):
 def test_several_workers_with_use_local_train_on_cpus(options_cls, caplog, monkeypatch):
     monkeypatch.setattr("raysgd.loop.options._gpus_in_cluster", lambda: 2)
     two = {"num_workers": 2, "use_local": True, "use_gpu": "auto"}
-    decided = options_cls(**two).decided()
+    decided = options_cls(**two).resolve()
     assert (decided.use_gpu, decided.backend) == (False, "gloo")
     assert "Training on CPUs, although the cluster has GPUs" in caplog.text
     with pytest.raises(ValueError, match="cannot assign a GPU"):
-        options_cls(**two, resources_per_worker={"GPU": 0.5}).decided()
+        options_cls(**two, resources_per_worker={"GPU": 0.5}).resolve()
 
 
 # ---- models

@@ -238,7 +238,7 @@ def test_places_after_the_size_of_a_huge_order_have_further_orders(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 1000, 65537])
 def test_order_of_many_samples_has_each_once_and_is_random(size):
-    with orders.seeded(5):
+    with orders.seeding(5):
         order = orders.HugeOrder(size, replaces=False)
         other = orders.HugeOrder(size, replaces=False)
     found = order[0:size]

@@ -304,7 +304,7 @@ def test_modules_added_to_a_wrapper_go_to_its_module(process_group):
 
 def test_wrapper_has_the_items_of_its_module(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-    wrapped = ddp.wrapped(model, torch.device("cpu"), {})
+    wrapped = ddp.wrap(model, torch.device("cpu"), {})
     assert (len(wrapped), [*wrapped], wrapped[0]) == (2, [*model], model[0])
     wrapped[1] = torch.nn.Tanh()
     assert isinstance(model[1], torch.nn.Tanh)
@@ -312,12 +312,12 @@ def test_wrapper_has_the_items_of_its_module(process_group):
     assert len(model) == 1
     assert wrapped
     assert len(pickle.loads(pickle.dumps(wrapped))) == 1
-    assert ddp.wrapped(Encoder(), torch.device("cpu"), {})
+    assert ddp.wrap(Encoder(), torch.device("cpu"), {})
 
 
 def test_rehearsal_restores_attributes_of_a_wrapper(process_group):
     state = TorchTrainState(OperatorSettings(context=WorkerContext(distributed=True)))
-    model = ddp.wrapped(torch.nn.Linear(1, 1), torch.device("cpu"), {})
+    model = ddp.wrap(torch.nn.Linear(1, 1), torch.device("cpu"), {})
     model.calls, state.models = 0, [model]
     with state.restoring_models():
         model.calls += 1

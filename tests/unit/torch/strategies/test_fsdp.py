@@ -63,7 +63,7 @@ def test_blocks_are_gathered_separately_and_the_same_modules_become_plain_again(
             assert whole_parts(model) == [False, False, False]
         hook.remove()
         assert there == [[True, False, True]]
-        models.put_whole(values)
+        models.unshard_with(values)
         assert [type(module) for module in model.modules()] == kinds
         assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
         assert torch.equal(copy.deepcopy(model)(inputs), before(inputs))
