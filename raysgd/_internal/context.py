@@ -113,7 +113,7 @@ class PausedError(Exception):
     """Raised by a runner that has paused at the requested step."""
 
 
-class OutOfMemoryError(Exception):
+class RepeatInPartsError(Exception):
     """Raised by a runner that ran out of memory in a step and has rolled the step back.
 
     The caller can repeat the request with each batch split into `split` parts.

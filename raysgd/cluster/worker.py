@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.context import (
-    OutOfMemoryError,
     PausedError,
     Progress,
+    RepeatInPartsError,
     Request,
     Runner,
     WorkerContext,
@@ -324,7 +324,7 @@ class Worker:
         if isinstance(error, KeyboardInterrupt) and in_main_thread and not self._remote:
             raise error  # Ctrl-C on the driver
         split = 0
-        if isinstance(error, OutOfMemoryError):
+        if isinstance(error, RepeatInPartsError):
             assert error.__cause__ is not None
             split, error = error.split, error.__cause__
         text = "".join(traceback.format_exception(error))
