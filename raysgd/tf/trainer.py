@@ -27,11 +27,11 @@ from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
 from raysgd.trainer.base import OperatorTrainer
 from raysgd.trainer.info import argument
-from raysgd.trainer.state import TrainerState
+from raysgd.trainer.state import StateTransfer
 
 
-class KerasTrainerState(TrainerState):
-    """See :class:`raysgd.trainer.state.TrainerState`."""
+class KerasStateTransfer(StateTransfer):
+    """See :class:`raysgd.trainer.state.StateTransfer`."""
 
     def weights(self) -> Any:
         models = self._fetch(ApplyOperatorRequest(function=weights), "save_model")[0]
@@ -76,7 +76,7 @@ class TFTrainer(OperatorTrainer):
 
     _options_cls = TFOptions
     _optimizer_options = optimizer_options
-    _state_cls = KerasTrainerState
+    _transfer_cls = KerasStateTransfer
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class TFTrainer(OperatorTrainer):
         del to_cpu
         from raysgd.tf.keras import from_portable
 
-        models = [from_portable(each) for each in self._state.models()]
+        models = [from_portable(each) for each in self._transfer.models()]
         return models[0] if len(models) == 1 else models
 
     # ---- older names

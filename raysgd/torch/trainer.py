@@ -27,14 +27,14 @@ from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies.shards import gather_state
 from raysgd.trainer.base import OperatorTrainer, known_arguments
 from raysgd.trainer.info import argument
-from raysgd.trainer.state import TrainerState
+from raysgd.trainer.state import StateTransfer
 
 __all__ = ["TorchTrainer"]
 
 logger = logging.getLogger(__name__)
 
 
-class _State(TrainerState):
+class TorchStateTransfer(StateTransfer):
     def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return gather_state(state)
 
@@ -101,7 +101,7 @@ class TorchTrainer(OperatorTrainer):
 
     _options_cls = TorchOptions
     _optimizer_options = optimizer_options
-    _state_cls = _State
+    _transfer_cls = TorchStateTransfer
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class TorchTrainer(OperatorTrainer):
                 "get_model() returns a copy of the model, as it is now. Call it again after "
                 "train(). With use_local=True, RaySGD v1 returned the trained model itself."
             )
-        models: list[torch.nn.Module] = self._state.models()
+        models: list[torch.nn.Module] = self._transfer.models()
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models

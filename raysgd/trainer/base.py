@@ -45,7 +45,7 @@ from raysgd.metrics import as_test_metrics, merge_workers
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop, FitOptions
 from raysgd.trainer.info import TrainerInfo
-from raysgd.trainer.state import TrainerState
+from raysgd.trainer.state import StateTransfer
 
 
 @fold_tracebacks
@@ -55,7 +55,7 @@ class OperatorTrainer(TrainerInfo):
     _options_cls: type[Options]
     _optimizer_options: ModuleType
     """Module that changes the options of optimizers for the config of a trial."""
-    _state_cls: ClassVar[type[TrainerState]] = TrainerState
+    _transfer_cls: ClassVar[type[StateTransfer]] = StateTransfer
     _concatenate: Callable[[Sequence[Any]], Any] = staticmethod(np.concatenate)
 
     def __init__(
@@ -84,7 +84,7 @@ class OperatorTrainer(TrainerInfo):
         self._callback_list.saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, options.trainer)
         self._fit_loop = FitLoop(options, dispatcher)
-        self._state = self._state_cls(options, dispatcher, self._fit_loop)
+        self._transfer = self._transfer_cls(options, dispatcher, self._fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = weakref.WeakMethod(self._notify_callbacks)
@@ -287,7 +287,7 @@ class OperatorTrainer(TrainerInfo):
             CallbackError: if the ``state_dict`` of a callback raised.
         """
         self._dispatcher.check_open()
-        return self._state.collect(frozen=frozen)
+        return self._transfer.collect(frozen=frozen)
 
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
         """Load a state on any number of workers.
@@ -300,7 +300,7 @@ class OperatorTrainer(TrainerInfo):
             CheckpointError: if the state is from another trainer, or the operator or a callback
                 cannot load it. If so, the trainer is unchanged.
         """
-        self._state.load(state)
+        self._transfer.load(state)
 
     def save(
         self, path: str | os.PathLike[str], *, provenance: bool = True, frozen: bool = True
@@ -325,7 +325,7 @@ class OperatorTrainer(TrainerInfo):
                 have NaN or infinity.
             WorkerLostError: if all workers are lost, and there is no snapshot.
         """
-        return self._state.save(path, provenance, frozen)
+        return self._transfer.save(path, provenance, frozen)
 
     def save_model(self, path: str | os.PathLike[str], *, frozen: bool = True) -> str:
         """Write the weights of the models to a ``.safetensors`` file, as `save` writes the state.
@@ -337,7 +337,7 @@ class OperatorTrainer(TrainerInfo):
             CheckpointError: if the file cannot be written there.
             ImportError: if safetensors is not installed.
         """
-        return self._state.save_model(path, frozen)
+        return self._transfer.save_model(path, frozen)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a file that `save` wrote, from a path or a URL. Loading runs no code from the file.
@@ -347,7 +347,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer.
         """
-        self._state.load_file(path)
+        self._transfer.load_file(path)
 
     # ---- workers
 

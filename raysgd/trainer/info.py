@@ -14,7 +14,7 @@ from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
-from raysgd.trainer.state import TrainerState
+from raysgd.trainer.state import StateTransfer
 
 
 def argument(name: str) -> Any:
@@ -31,7 +31,7 @@ class TrainerInfo:
     _fit_loop: FitLoop
     _keeps_batch: bool
     _logdir: Path | None
-    _state: TrainerState
+    _transfer: StateTransfer
 
     @property
     def config(self) -> dict[str, Any]:
@@ -104,4 +104,4 @@ class TrainerInfo:
     @property
     def provenance(self) -> dict[str, Any]:
         """Where the state comes from, as far as the driver knows it: see `save`."""
-        return self._state.provenance()
+        return self._transfer.provenance()

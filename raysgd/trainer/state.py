@@ -1,4 +1,4 @@
-"""The state of a trainer: collect it from the workers, save it, and load it."""
+"""Collect the state of a trainer from the workers, save it, and load it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _allows_own_types() -> bool:
 
 
 @dataclass(eq=False)
-class TrainerState:
+class StateTransfer:
     options: Options
     dispatcher: Dispatcher
     fit_loop: FitLoop
