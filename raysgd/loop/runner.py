@@ -30,8 +30,8 @@ from raysgd.metrics import AverageMeterCollection
 
 logger = logging.getLogger(__name__)
 
-_LOSS_WAIT_S = 0.02
-"""Seconds to wait for a loss from a GPU before reporting the previous loss."""
+_METRICS_WAIT_S = 0.02
+"""Seconds to wait for metrics from a GPU before reporting earlier ones."""
 
 
 class OperatorRunner(Runner, ABC):
@@ -42,7 +42,7 @@ class OperatorRunner(Runner, ABC):
         self._loop: Loop | None = None
         self.signal = Signal()
         self.generators = Generators()
-        self._loss = LossReader()
+        self._latest = MetricReader()
 
     # ---- lifecycle
 
@@ -143,7 +143,7 @@ class OperatorRunner(Runner, ABC):
             num_changes=self._loop.snapshots.num_changes,
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
-            latest={} if meters is None else self._loss.read(meters),
+            latest={} if meters is None else self._latest.read(meters),
             points=self._loop.call_progress.points_after(shown),
             bad_steps=[s for each in features for s in each.bad_steps if s["step"] > began_at],
             holdings=train_state.holdings,
@@ -332,7 +332,7 @@ def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None
         )
 
 
-class LossReader:
+class MetricReader:
     """Reads the newest metrics in a thread. `read` returns older metrics until that thread ends.
 
     Reading from a GPU waits for earlier work on the GPU, such as a collective with a lost worker.
@@ -348,7 +348,7 @@ class LossReader:
             thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
             thread.start()
             self._thread = thread
-        thread.join(_LOSS_WAIT_S)
+        thread.join(_METRICS_WAIT_S)
         return self._values
 
     def _wait(self, meters: AverageMeterCollection) -> None:

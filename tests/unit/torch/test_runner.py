@@ -22,7 +22,7 @@ from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
 from raysgd.loop import joining
 from raysgd.loop.requests import TrainRequest, ValidateRequest
-from raysgd.loop.runner import LossReader
+from raysgd.loop.runner import MetricReader
 from raysgd.metrics import AverageMeterCollection
 from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
@@ -198,7 +198,7 @@ class OnDevice:
 
 def test_progress_does_not_wait_for_the_gpu():
     """The GPU may wait forever for a lost worker."""
-    reader, meters = LossReader(), OnDevice()
+    reader, meters = MetricReader(), OnDevice()
     assert [reader.read(meters) for _ in range(3)] == [{}] * 3
     meters.done.set()
     wait_until(lambda: reader.read(meters) == {"train_loss": 2.5})
@@ -209,7 +209,7 @@ def test_progress_does_not_wait_for_the_gpu():
 
 def test_control_threads_can_read_losses_at_the_same_time():
     """A driver that got no answer in time asks again."""
-    reader, meters = LossReader(), AverageMeterCollection()
+    reader, meters = MetricReader(), AverageMeterCollection()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
