@@ -98,8 +98,8 @@ class ReplicaGuard(StepFeature):
         self._set_active()
         if self._is_active and (self._is_due or self._in_call):
             self._contents.check_added()
-            share = self._every // max(1, self._steps - self._compared_at)
-            self._compare(num_parts=1 if self._is_due else max(1, share))
+            number = self._every // max(1, self._steps - self._compared_at)
+            self._compare(one_in=1 if self._is_due else max(1, number))
             self._settle()
         self._is_due = False
 
@@ -145,10 +145,10 @@ class ReplicaGuard(StepFeature):
 
     # ---- comparison
 
-    def _compare(self, in_step: bool = False, is_new: bool = False, num_parts: int = 1) -> None:
+    def _compare(self, in_step: bool = False, is_new: bool = False, one_in: int = 1) -> None:
         """Send digests to the other workers. `_settle` reads the result."""
         self._settle()
-        digests, is_complete = self._digests(in_step, is_new, num_parts)
+        digests, is_complete = self._digests(in_step, is_new, one_in)
         minima, event = collectives.lowest(torch.cat([digests, ~digests])), None
         if self._on_gpu:
             minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)
@@ -159,19 +159,19 @@ class ReplicaGuard(StepFeature):
         self._complete_at = self._steps if is_complete else self._complete_at
         self._next = self._steps + min(_LAG, self._every)
 
-    def _digests(self, in_step: bool, is_new: bool, num_parts: int) -> tuple[torch.Tensor, bool]:
+    def _digests(self, in_step: bool, is_new: bool, one_in: int) -> tuple[torch.Tensor, bool]:
         """Return four digests: of options, of names of buffers that count, of tensors, of buffers.
 
-        Of large tensors, this reads only the first of `num_parts` parts. The second result is
+        Of large tensors, this reads only the first of `one_in` equal parts. The second result is
         whether it has read everything.
         """
         options, counted, is_complete = [], [], True
         groups: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
         for kind, name, value in self._contents.items(in_step, is_new):
             if isinstance(value, torch.Tensor):
-                is_large = num_parts > 1 and value.numel() > _SMALL
+                is_large = one_in > 1 and value.numel() > _SMALL
                 if is_large and has_bits(value) and value.is_contiguous():
-                    size = max(_SMALL, value.numel() // num_parts)
+                    size = max(_SMALL, value.numel() // one_in)
                     value, is_complete = value.detach().view(-1)[:size], False
                 groups[kind == "buffers", value.device].append(value)
             if kind == "options":
