@@ -12,7 +12,7 @@ from raysgd._internal.arguments import as_int
 from raysgd._internal.nested import try_copy
 
 BATCH_SIZE = "*batch_size"
-"""Key of the global batch size in a config. A worker's config has the worker's share instead."""
+"""Key of the global batch size in a config. A worker's config has the worker's part instead."""
 
 
 def env_seconds(name: str, default: float) -> float:
@@ -50,14 +50,12 @@ def rounded_batch(size: Any, num_parts: int, parts: str = "num_workers") -> int:
     return share * num_parts
 
 
-def worker_config(
-    config: Mapping[str, Any], world_size: int, copies: bool = True
-) -> dict[str, Any]:
-    """Return the config for one worker, with the worker's share of the global batch.
+def worker_config(config: Mapping[str, Any], num_parts: int, copies: bool = True) -> dict[str, Any]:
+    """Return the config for one worker, with one of `num_parts` parts of the batch size.
 
     With `copies`, copy the values, so that a worker in the driver's process cannot change them.
     """
     own = {key: try_copy(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:
-        own[BATCH_SIZE] //= world_size
+        own[BATCH_SIZE] //= num_parts
     return own

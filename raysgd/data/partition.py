@@ -58,7 +58,7 @@ class EpochPartition:
     drop_last: bool = False
     even: bool = True
     layout: StepLayout = BY_WORKERS
-    global_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
+    requested_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
     may_split: bool = False
     """Whether batches of more than `max_rows` samples are split, equally often on all workers."""
@@ -66,7 +66,7 @@ class EpochPartition:
     @functools.cached_property
     def stride(self) -> int:
         """Samples of the whole group in a full step."""
-        return self.global_batch or self.batch_size * self.layout.num_full_parts(self.world_size)
+        return self.requested_batch or self.batch_size * self.layout.num_full_parts(self.world_size)
 
     @functools.cached_property
     def owned(self) -> range:

@@ -236,7 +236,7 @@ class PartitionedSource(BatchSource):
     """A loader of `total` items in batches of `size`, divided by an :class:`EpochPartition`.
 
     If `size` is None, each item is a batch. A `layout` with a number of parts makes the global
-    batch size constant. If `size` is `config_batch`, the global batch size is `global_batch`.
+    batch size constant. If `size` is `config_batch`, the global batch size is `requested_batch`.
     """
 
     is_partitioned = True
@@ -254,13 +254,13 @@ class PartitionedSource(BatchSource):
         rank: int,
         config_batch: int | None = None,
         layout: StepLayout = BY_WORKERS,
-        global_batch: int | None = None,
+        requested_batch: int | None = None,
     ) -> None:
         # The loader uses config[BATCH_SIZE], a part of the global batch.
         follows_config = size is not None and size == config_batch
         layout = BY_WORKERS if size is None else layout  # a ready batch cannot grow
-        if follows_config and layout.num_parts is not None and global_batch is not None:
-            size = global_batch // layout.num_parts
+        if follows_config and layout.num_parts is not None and requested_batch is not None:
+            size = requested_batch // layout.num_parts
         super().__init__(loader)
         self._partition = EpochPartition(
             total,
@@ -271,7 +271,7 @@ class PartitionedSource(BatchSource):
             even=training,
             layout=layout,
         )
-        self._requested_batch = global_batch if training else None
+        self._requested_batch = requested_batch if training else None
         self.set_batch_size(self._partition.batch_size, follows_config)
 
     @property
@@ -339,8 +339,8 @@ class PartitionedSource(BatchSource):
         return self._partition.batch_size, self._follows_config
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:
-        global_batch = self._requested_batch if follows_config else None
-        self._partition = replace(self._partition, batch_size=size, global_batch=global_batch)
+        requested = self._requested_batch if follows_config else None
+        self._partition = replace(self._partition, batch_size=size, requested_batch=requested)
         self._follows_config = follows_config
 
     def describe(self) -> str:

@@ -213,8 +213,9 @@ class Settings:
 
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
-    config_batch: int | None = None  # ``config[BATCH_SIZE]`` of the operator
-    global_batch: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
+    # ``config[BATCH_SIZE]`` of the operator: in ``setup`` as in a full group, then as in this one.
+    config_batch: int | None = None
+    requested_batch: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
     _warned: set[str] = field(default_factory=set, repr=False)
 
     @property
@@ -225,7 +226,7 @@ class Settings:
             "world_size": self.context.world_size,
             "rank": self.context.world_rank,
             "layout": layout,
-            "global_batch": None if layout.num_parts is None else self.global_batch,
+            "requested_batch": None if layout.num_parts is None else self.requested_batch,
         }
 
     def warn_once(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:

@@ -53,17 +53,17 @@ class OperatorRunner(Runner, ABC):
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
         options = self._options
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
-            operator_cls, raw_config = options.unpack()
+            operator_cls, given = options.unpack()
         num_parts = options.layout.num_full_parts(context.world_size)
-        config = worker_config(raw_config, num_parts, copies=context.in_driver)
-        sizes = {"config_batch": config.get(BATCH_SIZE), "global_batch": raw_config.get(BATCH_SIZE)}
+        config = worker_config(given, num_parts, copies=context.in_driver)
+        sizes = {"config_batch": config.get(BATCH_SIZE), "requested_batch": given.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
     def _set_config_batch(self, context: WorkerContext) -> int | None:
-        global_batch = self._train_state.settings.global_batch
-        if global_batch is None:
+        requested = self._train_state.settings.requested_batch
+        if requested is None:
             return None
-        size = global_batch // self._options.layout.num_current_parts(context.world_size)
+        size = requested // self._options.layout.num_current_parts(context.world_size)
         self.operator.config[BATCH_SIZE] = size
         return size
 

@@ -203,8 +203,8 @@ class DataSources(ABC):
     @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        source, global_batch = self._sources.get("train"), self._settings.global_batch
-        return source is not None and source.keeps_step and source.global_batch == global_batch
+        source, requested = self._sources.get("train"), self._settings.requested_batch
+        return source is not None and source.keeps_step and source.global_batch == requested
 
     def release(self) -> None:
         for source in self._sources.values():

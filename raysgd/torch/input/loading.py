@@ -101,7 +101,7 @@ class TorchSources(DataSources):
             partitions=settings.options.add_dist_sampler,
             seed=self._seed,
             config_batch=settings.config_batch,
-            order_batch=settings.global_batch,
+            order_batch=settings.requested_batch,
             **settings.partition_arguments,
         )
 

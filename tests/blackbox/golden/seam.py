@@ -46,7 +46,7 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
                     seed=seed,
                     config_batch=share,
                     layout=StepLayout(full_size),
-                    global_batch=global_batch,
+                    requested_batch=global_batch,
                 )
             sources[rank].repartition(world_size, rank, share)
             batches = sources[rank].batches(epoch, offset, num_steps)

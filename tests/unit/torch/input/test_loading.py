@@ -365,7 +365,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
 
 
 def test_smaller_group_keeps_the_batch_size_of_the_full_group():
-    sizes = {"config_batch": 10, "layout": StepLayout(4), "global_batch": 20}
+    sizes = {"config_batch": 10, "layout": StepLayout(4), "requested_batch": 20}
     source = wrap(DataLoader(tensors(), batch_size=10), training=False, world_size=2, **sizes)
     assert source.batch_size == 5
     ready = wrap(DataLoader(Numbers(4), batch_size=None), layout=StepLayout(2))
