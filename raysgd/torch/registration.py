@@ -26,7 +26,7 @@ from raysgd.torch.register_checks import (
     check_step_freq,
     is_trained,
 )
-from raysgd.torch.strategies.table import check_sharding_args, choose_strategy
+from raysgd.torch.strategies.table import check_sharding_args, strategy_of
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -65,12 +65,14 @@ def register(
         state.schedulers = check_members("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
     check_related(modules, state.optimizers, state.schedulers)
-    _move_models(state, modules, keeps_parameters=sharding == "full")
+    strategy = strategy_of(state, sharding)
+    _move_models(state, modules, strategy.keeps_parameters)
     state.not_finite = _infinite(modules)
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.settings.warn_once("apex", unused, apex_args, precision.name)
-    choose_strategy(state, sharding, sharding_args)
+    state.replication = strategy.replication(state, sharding_args)
+    state.exchange = strategy.exchange(state)
     state.accumulation_steps = check_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
@@ -80,7 +82,7 @@ def register(
     state.buffers = BufferCopies(state.models, state)
     state.set_features(list(features_of(state, max_grad_norm)))
     state.optimization.register_hooks()
-    state.averaging.begin_call(False)  # a loaded state has the weights of training
+    state.averaging.use_training_weights()  # a loaded state has the weights of training
     state.criteria = criteria = _move_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.registered = True
@@ -120,7 +122,6 @@ def _move_models(
     state: TorchTrainState, models: list[torch.nn.Module], keeps_parameters: bool
 ) -> None:
     """Move models to the device. If models are sharded, workers move only their rows."""
-    keeps_parameters = keeps_parameters and state.context.distributed
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)

@@ -34,6 +34,8 @@ class Strategy(NamedTuple):
         lambda *_: None
     )
     """Raises ValueError if it cannot shard the models or optimizers of a call of ``register``."""
+    keeps_parameters: bool = False
+    """Whether parameters stay on their device, because each worker moves only its rows."""
 
 
 def _replicated_everywhere(*_: Any) -> Replication:
@@ -60,7 +62,11 @@ STRATEGIES = {
     "replicated": Strategy(_replicated_everywhere, ReplicatedGradients),
     "optimizer": Strategy(ShardedOptimizers, ReplicatedGradients, ("copies",), check_shardable),
     "full": Strategy(
-        _fully_sharded_model, _fully_sharded_gradients, ("copies", "wrap"), check_fully_shardable
+        _fully_sharded_model,
+        _fully_sharded_gradients,
+        sharding_args=("copies", "wrap"),
+        check=check_fully_shardable,
+        keeps_parameters=True,
     ),
 }
 
@@ -101,13 +107,8 @@ def check_sharding_args(
     return sharding_args
 
 
-def choose_strategy(
-    state: TorchTrainState, sharding: str | None, sharding_args: Mapping[str, Any]
-) -> None:
-    """Give a state the two ports of its mode."""
-    strategy = STRATEGIES[mode_of(state.settings.options, sharding, state.context.distributed)]
-    state.replication = strategy.replication(state, sharding_args)
-    state.exchange = strategy.exchange(state)
+def strategy_of(state: TorchTrainState, sharding: str | None) -> Strategy:
+    return STRATEGIES[mode_of(state.settings.options, sharding, state.context.distributed)]
 
 
 def mode_of(options: TorchOptions, sharding: str | None, distributed: bool) -> str:
