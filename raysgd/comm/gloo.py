@@ -9,10 +9,10 @@ Callers wait for a future that either gloo or an interruption completes.
 from __future__ import annotations
 
 import concurrent.futures
-import datetime
 import functools
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
@@ -56,7 +56,7 @@ _COMBINATIONS = {
 _TYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64}
 
 
-class Entry:
+class Connector:
     """Creates one gloo group. `interrupt` cancels it at any time, even before `connect`.
 
     gloo connects in the constructor of its group. If a peer dies meanwhile, the constructor waits
@@ -70,7 +70,7 @@ class Entry:
     def interrupt(self) -> None:
         self._answer.put(_interruption())
 
-    def connect(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    def connect(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
         """Return a connected gloo group. Raise RuntimeError after `interrupt`."""
         answer = self._answer
 
@@ -95,14 +95,14 @@ class Entry:
 class GlooGroup(ProcessGroup):
     """A gloo group. `interrupt` ends the waits of all operations that this class defines."""
 
-    entry = Entry()
-    """Entry of the next group. torch.distributed calls the constructor without an entry."""
+    connector = Connector()
+    """Connects the next group. torch.distributed calls the constructor without a connector."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._mesh: Mesh | None = None
-        entry, GlooGroup.entry = GlooGroup.entry, Entry()
-        self._gloo: Any = entry.connect(store, rank, size, timeout)
+        connector, GlooGroup.connector = GlooGroup.connector, Connector()
+        self._gloo: Any = connector.connect(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         # PyTorch 2.15 asks the default backend for its name.
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
@@ -110,10 +110,10 @@ class GlooGroup(ProcessGroup):
 
     @staticmethod
     def init(
-        store: Store, rank: int, size: int, timeout: datetime.timedelta, entry: Entry | None = None
+        store: Store, rank: int, size: int, timeout: timedelta, connector: Connector | None = None
     ) -> GlooGroup:
         """Create the default process group of torch.distributed."""
-        GlooGroup.entry = entry or Entry()
+        GlooGroup.connector = connector or Connector()
         if _NAME not in dist.Backend.backend_list:
             dist.Backend.register_backend(_NAME, GlooGroup, devices=["cpu"])
         dist.init_process_group(_NAME, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -133,7 +133,7 @@ class GlooGroup(ProcessGroup):
         if mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
             return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
-        has_own = options.timeout > datetime.timedelta()
+        has_own = options.timeout > timedelta()
         timeout_s = (options.timeout if has_own else self._gloo.options._timeout).total_seconds()
         # DistributedDataParallel would wait for the result immediately.
         in_thread = options.asyncOp and torch._C._current_graph_task_id() == -1
@@ -337,7 +337,7 @@ class _Operation(Work):
             running.finish(key)
             raise
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout:
             done = threading.Event()
             self._ended.add_done_callback(lambda _: done.set())

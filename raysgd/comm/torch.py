@@ -19,7 +19,7 @@ from raysgd._internal.config import env_seconds
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derive_key
-from raysgd.comm.gloo import Entry, GlooGroup
+from raysgd.comm.gloo import Connector, GlooGroup
 from raysgd.comm.mesh import Mesh
 from raysgd.comm.network import (
     LOOPBACK,
@@ -105,7 +105,7 @@ class TorchProcessGroup(CollectiveBackend):
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
         self._owns_group = False
-        self._entry: Entry | None = None
+        self._connector: Connector | None = None
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
         self._set_interface = False
@@ -140,7 +140,7 @@ class TorchProcessGroup(CollectiveBackend):
                 "own process group. Call torch.distributed.destroy_process_group(), or shut down "
                 "the other trainer with use_local=True."
             )
-        entry = self._entry = Entry()
+        connector = self._connector = Connector()
         driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             own = worker_address(driver_host, context.node_ip)
@@ -163,7 +163,7 @@ class TorchProcessGroup(CollectiveBackend):
             mesh = self._mesh if all(mesh_addresses) else None
             if mesh is not None:  # its errors name missing ranks
                 mesh.connect(mesh_addresses)
-            self._group = GlooGroup.init(store, *ranks, entry)
+            self._group = GlooGroup.init(store, *ranks, connector)
             if mesh is not None:
                 self._group.use(mesh)
         else:
@@ -190,7 +190,7 @@ class TorchProcessGroup(CollectiveBackend):
             ends = {endpoint.local, endpoint.remote}
             if endpoint.remote is not None and not self._listening.isdisjoint(ends):
                 endpoint.shut_down()
-        for waiting in (self._client, self._entry, self._mesh, self._group):
+        for waiting in (self._client, self._connector, self._mesh, self._group):
             if waiting is not None:
                 waiting.interrupt()
         if self._name == "nccl" and dist.is_initialized():

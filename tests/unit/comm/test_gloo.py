@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from raysgd._internal.step_timing import BACKWARD, WAIT, StepTiming
-from raysgd.comm.gloo import Entry, GlooGroup
+from raysgd.comm.gloo import Connector, GlooGroup
 from raysgd.comm.mesh import Mesh
 from tests.conftest import TORCH, Script, run_ranks, wait_until
 
@@ -55,19 +55,19 @@ def test_collectives_do_what_they_do_in_gloo(group):
 def test_connecting_to_a_dead_peer_can_be_interrupted(ahead, monkeypatch):
     """The peer dies after it has published its address and before it connects."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    entry, store = Entry(), HashStore()
+    connector, store = Connector(), HashStore()
     if ahead:
-        entry.interrupt()
+        connector.interrupt()
     else:
         # gloo publishes its own address, and waits for the address of the other rank
 
         def interrupt():
             wait_until(lambda: store.num_keys() > 0)
-            entry.interrupt()
+            connector.interrupt()
 
         threading.Thread(target=interrupt).start()
     with pytest.raises(RuntimeError, match="interrupted"):
-        entry.connect(store, 0, 2, datetime.timedelta(seconds=2))
+        connector.connect(store, 0, 2, datetime.timedelta(seconds=2))
     wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
     assert (store.num_keys() == 0) == ahead  # an early interrupt publishes no address
 
