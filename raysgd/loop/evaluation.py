@@ -62,7 +62,7 @@ class Evaluation:
                 with train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
             except BaseException:
-                self._signal.failed_at = batches.newest()
+                self._signal.failed_at = batches.describe_place()
                 self.batches = None
                 source.close_workers()
                 raise
@@ -115,7 +115,7 @@ class Evaluation:
                     predictions.append((next(positions), output))
                 self._check_samples(source, batches)
             except BaseException:
-                self._signal.failed_at = batches.newest()
+                self._signal.failed_at = batches.describe_place()
                 raise
             finally:
                 self.batches = None
@@ -176,7 +176,7 @@ class _Counted:
         """Samples of the newest batch, if known."""
         return self._source.num_joined
 
-    def newest(self) -> str:
+    def describe_place(self) -> str:
         """Return the number of the batch that the loop evaluates, and the batch, as text."""
         if self._batch is None:
             return f"when reading batch {self.count + 1}"

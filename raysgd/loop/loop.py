@@ -206,7 +206,7 @@ class Loop:
             return
         except BaseException as error:
             batch, in_update = segment.batch, segment.in_update
-            self.signal.failed_at = segment.newest()
+            self.signal.failed_at = segment.describe_place()
             self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)

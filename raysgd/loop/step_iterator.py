@@ -93,7 +93,7 @@ class StepIterator:
         is_whole = not (self._tx.micro_batch.is_repeated or is_split)
         return self._source.num_joined if is_whole else None
 
-    def newest(self) -> str:
+    def describe_place(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""
         step = f"step {self.start_step + self.num_finished_steps + 1}"
         if self.loader_failed:
