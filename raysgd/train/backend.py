@@ -16,8 +16,8 @@ from typing import Any
 from raysgd._internal.arguments import check_dict, check_function, check_int
 from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forward_to
-from raysgd.cluster import actor_group as core
 from raysgd.cluster import functions
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig, check_elastic
 from raysgd.elastic.controller import Controller
@@ -158,7 +158,7 @@ class BackendExecutor:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         if initialization_hook is not None:
             check_function("start", "initialization_hook", initialization_hook)
-        group = core.ActorGroup(self.options)
+        group = ActorGroup(self.options)
         self._workers = WorkerGroup.over(group)
         controller = Controller(
             group,

@@ -11,8 +11,8 @@ from typing import Any
 
 from raysgd._internal.arguments import MOST_WORKERS, check_number
 from raysgd._internal.config import env_seconds
-from raysgd.cluster import actor_group as core
 from raysgd.cluster import functions
+from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -47,11 +47,11 @@ class WorkerGroup:
         options = group_options(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
-        self._group = core.ActorGroup(options)
+        self._group = ActorGroup(options)
         self.start()
 
     @classmethod
-    def over(cls, group: core.ActorGroup) -> WorkerGroup:
+    def over(cls, group: ActorGroup) -> WorkerGroup:
         """Return a view of the workers that an executor supervises."""
         view = cls.__new__(cls)
         view._group = group
