@@ -187,7 +187,8 @@ class Loop:
         elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.began_at = started_at
         train_state.call_start = call.began_at
-        train_state.sets_modes, call.keeps_modes = not call.keeps_modes, False
+        train_state.sets_modes = not call.keeps_modes
+        call.keeps_modes = False
         self.snapshots.maybe_take(begins=True)
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
