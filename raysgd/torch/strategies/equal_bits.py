@@ -9,11 +9,12 @@ Utilization on GPUs", 2023, for the idea of logical workers.
 Elsewhere, code asks for what the mode changes, not for its name:
 
 - ``options.layout.is_fixed``: the shards of each step (`EpochPartition`), and seeds for their
-  order, samples, and user code (`PartitionedLoader`).
-- ``options.exact``: deterministic operations (`TorchRunner`).
-- ``transaction.has_fixed_parts``: an update ends with its commit (`UpdateTransaction`). Each worker
-  has the metrics of all (`CallProgress`), whose sums have a fixed order (`BadStepFilter`). The
-  total of losses (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`).
+  order, samples, and user code (`PartitionedLoader`). `TorchSources` rejects streams.
+- ``options.exact``: deterministic operations (`TorchRunner`). `TorchOptions` unsets split_on_oom.
+- ``transaction.has_fixed_parts``: an update needs copies, and ends with its commit
+  (`UpdateTransaction`). Each worker has the metrics of all (`CallProgress`, `OperatorRunner`),
+  whose sums have a fixed order (`BadStepFilter`, `TrainingOperator`). The total of losses
+  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`).
 """
 
 from __future__ import annotations
