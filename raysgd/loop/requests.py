@@ -1,4 +1,4 @@
-"""Requests of the driver to the workers of an operator, which `OperatorRunner.handle` answers."""
+"""Requests to workers of an operator. Those that recovery needs are in `raysgd.elastic.call`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,12 @@ from raysgd._internal.nested import loading, map_leaves, try_copy
 from raysgd.checkpoint.file import facts_of, write_state
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.cluster.streams import Content, Incoming
-from raysgd.elastic import call
+from raysgd.elastic.call import (
+    ExportShardsRequest,
+    ImportShardsRequest,
+    LoadRequest,
+    RestartStateRequest,
+)
 from raysgd.loop import requests
 from raysgd.loop.generators import Generators
 from raysgd.loop.joining import enter_generation
@@ -195,7 +200,7 @@ class OperatorRunner(Runner, ABC):
                     state["data"]["rng"] = request.generators
                     write = functools.partial(write_state, state, request.shown)
                     return Content(write, facts_of(state))
-                case call.LoadRequest():
+                case LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
                 case requests.PrepareExportRequest():
                     for feature in self._train_state.features:
@@ -207,11 +212,11 @@ class OperatorRunner(Runner, ABC):
                     return request.function()
                 case requests.ApplyOperatorRequest():
                     return self._apply_operator(request.function)
-                case call.RestartStateRequest():
+                case RestartStateRequest():
                     return self.restart_state(request.num_workers)
-                case call.ExportShardsRequest():
+                case ExportShardsRequest():
                     return self._train_state.to_cpu(self._train_state.replication.export_shards())
-                case call.ImportShardsRequest():
+                case ImportShardsRequest():
                     return self._train_state.replication.import_shards(request.shards)
         raise NotImplementedError(f"Operators do not support {request.name}.")
 
