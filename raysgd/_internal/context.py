@@ -138,8 +138,8 @@ class Runner(Protocol):
     def setup(self, context: WorkerContext) -> None:
         """Create the operator or the function. The process group of this generation exists."""
 
-    def rejoin(self, context: WorkerContext, leader: int) -> None:
-        """Join a new generation and load the state of rank `leader`. The process group exists."""
+    def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
+        """Join a new generation and load the state of the leader. The process group exists."""
 
     def progress(self, shown: int = -1) -> Progress:
         """Return the progress of the work, without the points up to the step `shown`."""

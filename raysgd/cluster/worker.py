@@ -169,7 +169,7 @@ class Worker:
         return self._attempt(create)
 
     def join_group(
-        self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False
+        self, context: WorkerContext, rendezvous: Any, leader_rank: int | None, alone: bool = False
     ) -> Outcome:
         """Join the process group of a generation. Then run `setup`, or load the leader's state.
 
@@ -182,7 +182,7 @@ class Worker:
         group = replace(context, world_rank=0, world_size=1) if alone else context
 
         def join() -> None:
-            if leader is None:
+            if leader_rank is None:
                 self._hosted.prepare(context)
             if self._backend is not None:
                 self._backend.teardown()
@@ -190,12 +190,12 @@ class Worker:
             self._interrupted = self._cut_off = False
             self._hosted.request_stop(False)
             self._hosted.pause_at(None)
-            if leader is None:
+            if leader_rank is None:
                 self._hosted.setup(replace(context, alone=alone))
                 if alone:
                     self._hosted.warm_up()
             else:
-                self._hosted.rejoin(context, leader)
+                self._hosted.rejoin(context, leader_rank)
 
         return self._attempt(join)
 

@@ -36,8 +36,8 @@ class StepFeature:
         The first generation forms before ``setup``, and calls `start_together` instead.
         """
 
-    def receive(self, leader: int) -> Callable[[], None]:
-        """Receive state of rank `leader` that the training state lacks. Every rank must call this.
+    def receive(self, leader_rank: int) -> Callable[[], None]:
+        """Receive state of the leader that the training state lacks. Every rank must call this.
 
         Return a function that loads the received state. Only ranks that follow the leader call it.
         """

@@ -39,12 +39,12 @@ from raysgd.loop.state_schema import state_for
 
 
 def enter_generation(
-    loop: Loop, context: WorkerContext, leader: int, config_batch: int | None
+    loop: Loop, context: WorkerContext, leader_rank: int, config_batch: int | None
 ) -> None:
-    """Enter a generation with the state of rank `leader`. Every rank must call this."""
+    """Enter a generation with the state of the leader. Every rank must call this."""
     train_state, position = loop.train_state, loop.train_state.position()
     train_state.begin_generation(context, config_batch)
-    state = _load_from_leader(loop, leader) if context.distributed else None
+    state = _load_from_leader(loop, leader_rank) if context.distributed else None
     train_state.is_new = False
     has_moved = train_state.position() != position
     if has_moved or loop.source is None or loop.source.is_partitioned:
@@ -58,17 +58,19 @@ def enter_generation(
     train_state.data.warn_of_stale_ranks()
 
 
-def _load_from_leader(loop: Loop, leader: int) -> Mapping[str, Any] | None:
+def _load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     """Load the state of the leader, and return it. Return None on the leader."""
     train_state = loop.train_state
-    is_leader = train_state.context.world_rank == leader
-    state: Mapping[str, Any] = train_state.from_rank(lambda: state_for("replacement", loop), leader)
+    is_leader = train_state.context.world_rank == leader_rank
+    state: Mapping[str, Any] = train_state.from_rank(
+        lambda: state_for("replacement", loop), leader_rank
+    )
     if not is_leader:
         train_state.data.set_batch_size(state["batching"])
         if why := state["why_not_split"]:
             train_state.micro_batching.refuse(why)
     follows = train_state.replication.follows(is_leader, train_state.is_new)
-    train_state.copy_training_state(leader, follows)
+    train_state.copy_training_state(leader_rank, follows)
     if follows:
         loop.operator.load_state_dict(state["operator"])
         train_state.transaction.is_partial = state["is_partial"]

@@ -51,8 +51,8 @@ class OperatorRunner(Runner, ABC):
 
     # ---- lifecycle
 
-    def rejoin(self, context: WorkerContext, leader: int) -> None:
-        enter_generation(self._hosted_loop, context, leader, self._set_config_batch(context))
+    def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
+        enter_generation(self._hosted_loop, context, leader_rank, self._set_config_batch(context))
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
@@ -85,7 +85,7 @@ class OperatorRunner(Runner, ABC):
             )
             train_state.reseed(seed)
             sources.check_like(data, with_batches=True)
-            train_state.compare_setup(leader=0)
+            train_state.compare_setup(leader_rank=0)
             for feature in train_state.features:
                 feature.start_together()
         if not train_state.context.alone:

@@ -244,8 +244,8 @@ class TrainState(ABC):
 
     # ---- the other workers
 
-    def compare_setup(self, leader: int) -> None:  # noqa: B027
-        """Compare what ``setup`` has made with rank `leader`. Every rank must call this."""
+    def compare_setup(self, leader_rank: int) -> None:  # noqa: B027
+        """Compare what ``setup`` has made with rank `leader_rank`. Every rank must call this."""
 
     def num_rows(self, batch: Any) -> int:
         """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
@@ -281,8 +281,8 @@ class TrainState(ABC):
             feature.begin_generation()
 
     @abstractmethod
-    def copy_training_state(self, leader: int, follows: bool) -> None:
-        """Load the state of rank `leader` if this rank `follows`. Every rank must call it."""
+    def copy_training_state(self, leader_rank: int, follows: bool) -> None:
+        """Load the state of the leader if this rank `follows`. Every rank must call it."""
 
     @property
     def holdings(self) -> Holdings:

@@ -39,8 +39,8 @@ class Communication:
         """Return the minimum of each element over the workers. Every worker must call this."""
         return list(values)
 
-    def broadcast(self, make: Callable[[], Any], leader: int) -> Any:
-        """Call `make` on the leader, and return its result on every worker."""
+    def broadcast(self, make: Callable[[], Any], source: int) -> Any:
+        """Call `make` on rank `source`, and return its result on every worker."""
         return make()
 
 
@@ -75,11 +75,11 @@ class GlooWorkers(Communication):
         dist.all_reduce(minima, op=dist.ReduceOp.MIN)
         return [int(number) for number in minima]
 
-    def broadcast(self, make: Callable[[], Any], leader: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], source: int) -> Any:
         import torch.distributed as dist
 
-        box = [make() if self.rank == leader else None]
-        dist.broadcast_object_list(box, src=leader)
+        box = [make() if self.rank == source else None]
+        dist.broadcast_object_list(box, src=source)
         return box[0]
 
 
@@ -105,10 +105,10 @@ class HorovodGroup(Communication):
         of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()
         return [int(number) for number in of_all.min(axis=0)]
 
-    def broadcast(self, make: Callable[[], Any], leader: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], source: int) -> Any:
         from horovod.tensorflow.functions import broadcast_object
 
-        return broadcast_object(make() if self.rank == leader else None, root_rank=leader)
+        return broadcast_object(make() if self.rank == source else None, root_rank=source)
 
 
 def communication_of(context: WorkerContext, options: TFOptions) -> Communication:

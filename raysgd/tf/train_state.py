@@ -202,8 +202,8 @@ class KerasTrainState(TrainState):
             return False
         raise ReplicasDifferError(message, ranks=minority_of(differences, size))
 
-    def copy_training_state(self, leader: int, follows: bool) -> None:
-        state = self.from_rank(self.training_state, leader)
+    def copy_training_state(self, leader_rank: int, follows: bool) -> None:
+        state = self.from_rank(self.training_state, leader_rank)
         if follows:
             self.load_training_state(state)
 

@@ -53,8 +53,8 @@ class TorchTrainState(RegisteredState):
 
     # ---- the other workers
 
-    def copy_training_state(self, leader: int, follows: bool) -> None:
-        """Load the state of rank `leader` if this rank `follows`. Every rank must call it.
+    def copy_training_state(self, leader_rank: int, follows: bool) -> None:
+        """Load the state of the leader if this rank `follows`. Every rank must call it.
 
         Parameters and optimizer states are sent only if they differ. After a worker loss, the other
         workers usually differ only in buffers.
@@ -67,24 +67,24 @@ class TorchTrainState(RegisteredState):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
             own = collectives.fingerprint((self.global_step, state))
-            expected = collectives.broadcast_object(own, leader)
+            expected = collectives.broadcast_object(own, leader_rank)
             lacks = follows and own != expected
         if self.is_any(lacks):
-            self.compare_setup(leader)
+            self.compare_setup(leader_rank)
             state = collectives.broadcast_state(
-                lambda: self.without_frozen(self.training_state(), True), leader, device, lacks
+                lambda: self.without_frozen(self.training_state(), True), leader_rank, device, lacks
             )
         # Receive shards last, because they are valid from then on.
-        received = [feature.receive(leader) for feature in reversed(self.features)][::-1]
-        # Apply the state only if all of it has arrived: `leader` may be lost meanwhile.
+        received = [feature.receive(leader_rank) for feature in reversed(self.features)][::-1]
+        # Apply the state only if all of it has arrived: the leader may be lost meanwhile.
         if lacks:
             self._load(state)
         for apply in received if follows else ():
             apply()
 
-    def compare_setup(self, leader: int) -> None:
+    def compare_setup(self, leader_rank: int) -> None:
         own = self._unchanged_digests()
-        pairs = zip(self.from_rank(lambda: own, leader), own, strict=True)
+        pairs = zip(self.from_rank(lambda: own, leader_rank), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
         self.frozen.are_reproducible = self.minimum(has_all) > 0
 

@@ -61,7 +61,7 @@ class FunctionRunner(Runner):
             if Finder not in sys.meta_path:
                 sys.meta_path.insert(0, Finder)
 
-    def rejoin(self, context: WorkerContext, leader: int) -> None:
+    def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
         self.setup(context)
         self._plan = self._session = None
 

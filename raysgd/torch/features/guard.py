@@ -70,7 +70,7 @@ class ReplicaGuard(StepFeature):
         self._steps = self._compared_at = self._complete_at = 0
         self._next = 1
 
-    def receive(self, leader: int) -> Callable[[], None]:
+    def receive(self, leader_rank: int) -> Callable[[], None]:
         self._contents.note_buffers()
         return self._contents.note_buffers
 

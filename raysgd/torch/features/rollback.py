@@ -163,8 +163,8 @@ class BufferCopies(StepFeature):
             if name in module._buffers:  # user code may have replaced it with a parameter
                 _set_buffer(module, name, value)
 
-    def receive(self, leader: int) -> Callable[[], None]:
-        values = self._state.from_rank(self.tensors, leader)
+    def receive(self, leader_rank: int) -> Callable[[], None]:
+        values = self._state.from_rank(self.tensors, leader_rank)
 
         def load() -> None:
             self.write(values)

@@ -298,8 +298,8 @@ class PartitionedLoader(PartitionedSource):
                     "give it an attribute num_replicas."
                 )
             # A worker has joined since, and its sampler has drawn less often.
-            leader = train_state.minimum(rank if was_drawn else size) % size
-            order = train_state.from_rank(lambda: self._order_of(epoch), leader)
+            source = train_state.minimum(rank if was_drawn else size) % size
+            order = train_state.from_rank(lambda: self._order_of(epoch), source)
             self._order = (self._seed, epoch), order
         self._orders_agreed = True
 

@@ -166,8 +166,8 @@ class FullyShardedModel(ShardedOptimizer):
         if dist.is_initialized() and not is_alone:
             self._place()
 
-    def receive(self, leader: int) -> Callable[[], None]:
-        load = super().receive(leader)
+    def receive(self, leader_rank: int) -> Callable[[], None]:
+        load = super().receive(leader_rank)
         if self.holdings.condition != "lost":
             self._place()
         return load

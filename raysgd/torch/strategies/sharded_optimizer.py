@@ -293,7 +293,7 @@ class ShardedOptimizer(Replication, StepFeature):
             moved = map_leaves(messages, lambda x: x.to(device) if is_sharded(x) else x)
             self._pieces += [Piece(*message) for message in moved]
 
-    def receive(self, leader: int) -> Callable[[], None]:
+    def receive(self, leader_rank: int) -> Callable[[], None]:
         """Send each rank its own shard and its copies of others. All ranks must call this.
 
         A worker keeps its old shards until all workers have the new ones.
@@ -302,13 +302,13 @@ class ShardedOptimizer(Replication, StepFeature):
         own = [(piece.which, piece.start, piece.stop, piece.version) for piece in self._pieces]
         versions: list[Any] = [None] * size
         dist.all_gather_object(versions, (self._token, self._version, own))
-        token, version, _ = versions[leader]
+        token, version, _ = versions[leader_rank]
         pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
         shards = [layout.shard(each, size) for each in range(size)]
         planned = transfers(shards, layout.num_copies(size), version, pieces_by_rank)
         self.holdings = Holdings(complete=False, condition="lost" if planned is None else "good")
         if planned is None:
-            return super().receive(leader)
+            return super().receive(leader_rank)
         batches: dict[int, list[Transfer]] = defaultdict(list)
         for each in planned:
             batches[each.source].append(each)
@@ -328,7 +328,7 @@ class ShardedOptimizer(Replication, StepFeature):
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()
         self.in_sync = all(each.version == version for each in planned)
-        return super().receive(leader)
+        return super().receive(leader_rank)
 
     def _messages(self, planned: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
         newest = ((each.newest(self._pieces), each.start, each.stop) for each in planned)

@@ -38,8 +38,8 @@ class FakeRunner:
     def setup(self, context):
         self.calls.append(("setup", context.generation))
 
-    def rejoin(self, context, leader):
-        self.calls.append(("rejoin", context.generation, leader))
+    def rejoin(self, context, leader_rank):
+        self.calls.append(("rejoin", context.generation, leader_rank))
 
     def progress(self, shown=-1):
         return Progress(global_step=self.step)
@@ -425,7 +425,7 @@ def test_enter_sets_up_the_process_group_before_the_runner(worker):
     worker._backend.teardown = lambda: order.append("left")
     worker.runner.prepare = lambda context: order.append("prepare")
     worker.runner.setup = lambda context: order.append("setup")
-    worker.runner.rejoin = lambda context, leader: order.append(("rejoin", leader))
+    worker.runner.rejoin = lambda context, leader_rank: order.append(("rejoin", leader_rank))
     worker.runner.warm_up = lambda: order.append("warm-up")
     worker.join_group(WorkerContext(generation=1), "here", None)
     worker.join_group(WorkerContext(generation=2), "there", 1)

@@ -111,17 +111,17 @@ class Worker:
     def total(self, value):
         return sum(self.gather(value))
 
-    def copy_training_state(self, leader, follows):
-        state = self.registration.from_rank(self.registration.training_state, leader)
+    def copy_training_state(self, leader_rank, follows):
+        state = self.registration.from_rank(self.registration.training_state, leader_rank)
         if follows:
             self.registration.load_training_state(state)
 
-    def rejoin(self, meeting, rank, size, leader):
+    def rejoin(self, meeting, rank, size, leader_rank):
         self.meeting, self.rank = meeting, rank
         context = WorkerContext(
             world_rank=rank, world_size=size, distributed=size > 1, in_driver=True
         )
-        self.runner.rejoin(context, leader)
+        self.runner.rejoin(context, leader_rank)
         self.is_new = False
 
     def train(self, until_step, split):
@@ -150,9 +150,9 @@ class Workers:
 
     def enter(self):
         reached = [-1 if m.is_new else m.registration.global_step for m in self.members]
-        size, leader = len(self.members), reached.index(max(reached))
+        size, leader_rank = len(self.members), reached.index(max(reached))
         meeting = Meeting(size)
-        self.each(lambda rank, member: member.rejoin(meeting, rank, size, leader))
+        self.each(lambda rank, member: member.rejoin(meeting, rank, size, leader_rank))
 
     def train(self, until_step, split=0):
         ends = self.each(lambda rank, member: member.train(until_step, split))

@@ -136,8 +136,8 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
 def test_copy_of_a_partial_state_is_partial():
     runner = make_runner(context=WorkerContext(alone=True, in_driver=True))
     runner._train_state.from_rank = lambda make, rank: {**make(), "is_partial": True}
-    runner._train_state.copy_training_state = lambda leader, follows: None
-    runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
+    runner._train_state.copy_training_state = lambda leader_rank, follows: None
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
     assert runner._train_state.transaction.is_partial
 
 
@@ -414,7 +414,7 @@ def test_worker_of_a_group_gets_its_batch_share(global_batch):
     runner = make_runner(Sharing, config, elastic=ElasticConfig(global_batch=global_batch))
     assert runner.operator.config[BATCH_SIZE] == 16
     runner.handle(TrainRequest(call=0, until_step=1))
-    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.config[BATCH_SIZE] == 8
     assert (runner.operator.world_rank, runner.operator.world_size) == (1, 2)
     runner.handle(TrainRequest(call=1, until_epoch=1))
@@ -473,7 +473,7 @@ if rank == 0:
     operator.stage = 2
     operator.on_world_change()
 join()
-runner.rejoin(WorkerContext(world_rank=rank, world_size=2, distributed=True), leader=0)
+runner.rejoin(WorkerContext(world_rank=rank, world_size=2, distributed=True), leader_rank=0)
 operator.trained.clear()
 result = runner.handle(TrainRequest(call=1, until_epoch=2))
 assert result["num_samples"] == 16, result
@@ -482,9 +482,9 @@ operator.stage, operator.config["num_samples"] = 1, 40 + rank
 operator.register_data(**operator.make_loaders(operator.config))
 if rank:
     with pytest.raises(ValueError, match=r"on_world_change\\(self\\), by a value of state_dict"):
-        runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
+        runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
 else:
-    runner.rejoin(WorkerContext(world_rank=0, world_size=2, distributed=True), leader=0)
+    runner.rejoin(WorkerContext(world_rank=0, world_size=2, distributed=True), leader_rank=0)
 print("good")
 """
 
@@ -510,11 +510,11 @@ def test_on_world_change_runs_after_setup_and_in_each_generation():
     runner = make_runner(Following)
     assert runner.operator.worlds == [(0, 1, 0)]
     runner.handle(TrainRequest(call=0, until_step=2))
-    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
     replacement = make_runner(Following, context=WorkerContext(alone=True, in_driver=True))
     assert replacement.operator.worlds == []
-    replacement.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=1)
+    replacement.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=1)
     assert replacement.operator.worlds == [(1, 2, 0)]
 
 
@@ -530,7 +530,7 @@ def test_loader_of_on_world_change_is_used_from_the_next_step(kind):
     runner.handle(TrainRequest(call=0, until_step=2))
     assert runner.operator.trained == list(range(8))
     runner.operator._config["register"] = lambda op: Unsized(batches_of(40, 2))
-    runner.rejoin(WorkerContext(in_driver=True, generation=2), leader=0)
+    runner.rejoin(WorkerContext(in_driver=True, generation=2), leader_rank=0)
     runner.handle(TrainRequest(call=0, until_step=3))
     offset = 2 if kind == "list" else 8  # batches of the list, or samples of the loader
     assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
@@ -550,7 +550,7 @@ def test_warning_about_a_loader_with_ranks_of_an_earlier_group(caplog, in_hook):
             self.register_data(train_loader=by_rank(self))
 
     runner = make_runner(Selecting, {"register": by_rank} if in_hook else {})
-    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     told = [record.message for record in caplog.records if "on_world_change" in record.message]
     assert len(told) == (not in_hook)
     assert in_hook or "by rank 0 of 1 workers, but this worker is rank 1 of 2 now" in told[0]
@@ -615,5 +615,5 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
         runner._train_state.copy_training_state = lambda leader, is_led: follows.append(is_led)
         for _ in range(2):
             context = WorkerContext(world_rank=1, world_size=2, distributed=True)
-            runner.rejoin(context, leader=0)
+            runner.rejoin(context, leader_rank=0)
     assert follows == [False, False, True, False]

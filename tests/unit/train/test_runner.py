@@ -152,7 +152,7 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
 def test_a_new_generation_drops_the_function(make_worker):
     worker = make_worker()
     worker.begin(lambda: 1)
-    worker.runner.rejoin(WorkerContext(world_rank=1, world_size=3), leader=0)
+    worker.runner.rejoin(WorkerContext(world_rank=1, world_size=3), leader_rank=0)
     with pytest.raises(RuntimeError, match="no function"):
         worker.next()
     worker.begin(train.world_rank, "two")
