@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 
 from raysgd.train.session import get_checkpoint, world_rank, world_size
-from raysgd.train.worker_session import here
+from raysgd.train.worker_session import process_state
 
 
 def newest_checkpoint_path(name: str) -> str | None:
@@ -19,7 +19,7 @@ def newest_checkpoint_path(name: str) -> str | None:
     if checkpoint is None:
         return None
     folder = checkpoint.to_directory()
-    weakref.finalize(here.session, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(process_state.session, shutil.rmtree, folder, ignore_errors=True)
     path = Path(folder, name)
     if not path.exists():
         raise FileNotFoundError(
@@ -31,7 +31,7 @@ def newest_checkpoint_path(name: str) -> str | None:
 
 def check_rank(rank: int, size: int, advice: str) -> None:
     """Check the rank and the world size that another library has found."""
-    if here.context is not None and (rank, size) != (world_rank(), world_size()):
+    if process_state.context is not None and (rank, size) != (world_rank(), world_size()):
         raise RuntimeError(
             f"prepare_trainer(): this is worker {world_rank()} of {world_size()}, but the trainer "
             f"has rank {rank} of {size}. {advice}"

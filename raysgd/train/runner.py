@@ -16,7 +16,7 @@ from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.integrations import Finder
 from raysgd.train.report_queue import ReportQueue
-from raysgd.train.worker_session import Plan, Session, here
+from raysgd.train.worker_session import Plan, Session, process_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class FunctionRunner(Runner):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
 
     def setup(self, context: WorkerContext) -> None:
-        here.context = context
+        process_state.context = context
         if process.is_worker:
             sys.modules["ray.air.session"] = session
             if Finder not in sys.meta_path:
@@ -67,7 +67,7 @@ class FunctionRunner(Runner):
 
     def teardown(self) -> None:
         self.request_stop(True)
-        here.context = None
+        process_state.context = None
 
     # ---- access from another thread
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.worker_session import Plan, Session, here, worker_context
+from raysgd.train.worker_session import Plan, Session, process_state, worker_context
 
 _WARNED: set[str] = set()
 
 
 def _within_run(name: str) -> Session | None:
     """Return the session. Outside of a run, warn once for each function and return None."""
-    session = here.session
+    session = process_state.session
     if session is None and name not in _WARNED:
         _WARNED.add(name)
         warnings.warn(
@@ -119,7 +119,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """
     if _within_run("get_dataset_shard") is None:
         return None
-    shards = here.shards
+    shards = process_state.shards
     if shards is None:
         warnings.warn(
             "get_dataset_shard() returns None, because the trainer has no data set.",
@@ -191,7 +191,7 @@ class TrainContext:
 
 def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
-    plan = Plan() if here.session is None else here.session.plan
+    plan = Plan() if process_state.session is None else process_state.session.plan
     return TrainContext(worker_context(), plan)
 
 

@@ -62,7 +62,7 @@ class Session:
         self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
 
     def _run(self) -> None:
-        here.session, here.accelerator, here.seed = self, None, None
+        process_state.session, process_state.accelerator, process_state.seed = self, None, None
         try:
             if (state := sys.modules.get("accelerate.state")) is not None:
                 state.AcceleratorState._reset_state(True)  # a run may use another precision
@@ -79,8 +79,8 @@ class Session:
             end = Turn("end", content=_pack_result(value), iteration=self.iteration)
         except BaseException as error:
             end = Turn("end", error=error)
-        if here.session is self:
-            here.session = None  # before the driver sees the end and begins another run
+        if process_state.session is self:
+            process_state.session = None  # before the driver sees the end and begins another run
         self.report_queue.end(end)
 
     # ---- calls from the function
@@ -202,7 +202,7 @@ def _pack_result(value: Any) -> Parcel | None:
 
 
 @dataclass
-class _Here:
+class _ProcessState:
     session: Session | None = None
     context: WorkerContext | None = None
     """Context of this worker, also between runs. None outside of a worker."""
@@ -214,13 +214,13 @@ class _Here:
     """Argument of ``enable_reproducibility`` in the run."""
 
 
-here = _Here()
+process_state = _ProcessState()
 
 
 def worker_context() -> WorkerContext:
     """Return this worker's context; outside of a worker, that of a single worker."""
-    return here.context or WorkerContext()
+    return process_state.context or WorkerContext()
 
 
 def receive_shards(shards: Any) -> None:
-    here.shards = shards
+    process_state.shards = shards

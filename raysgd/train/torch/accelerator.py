@@ -39,9 +39,9 @@ class _Accelerator:
 
 
 def _accelerator() -> _Accelerator:
-    if worker_session.here.accelerator is None:
-        worker_session.here.accelerator = _Accelerator(amp=False)
-    accelerator: _Accelerator = worker_session.here.accelerator
+    if worker_session.process_state.accelerator is None:
+        worker_session.process_state.accelerator = _Accelerator(amp=False)
+    accelerator: _Accelerator = worker_session.process_state.accelerator
     return accelerator
 
 
@@ -51,21 +51,21 @@ def accelerate(amp: bool = False) -> None:
     With `amp`, models from `prepare_model` compute in mixed precision: in float16 on a GPU, and in
     bfloat16 on a CPU. Then use `prepare_optimizer` and `backward` as well.
     """
-    if worker_session.here.accelerator is not None:
+    if worker_session.process_state.accelerator is not None:
         raise RuntimeError(
             "accelerate() has to be called once, and before prepare_model(), "
             "prepare_data_loader(), prepare_optimizer(), and backward()."
         )
-    worker_session.here.accelerator = _Accelerator(amp)
+    worker_session.process_state.accelerator = _Accelerator(amp)
 
 
 def get_device() -> torch.device:
     """Return the device of this worker: its GPU if it has one, otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if worker_session.here.context is None:
+    if worker_session.process_state.context is None:
         return torch.device("cuda", torch.cuda.current_device())
-    index = worker_session.here.context.gpu_index
+    index = worker_session.process_state.context.gpu_index
     if index is None:
         return torch.device("cpu")
     # Each worker sees only its own GPUs unless the workers of a node share them.
@@ -170,7 +170,7 @@ def prepare_data_loader(
             "Partition other data yourself, by raysgd.train.world_rank()."
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
-    running, seed = worker_session.here.session, worker_session.here.seed
+    running, seed = worker_session.process_state.session, worker_session.process_state.seed
     if seed is None:  # the random numbers of several workers may differ
         seed = torch.initial_seed() % 2**31 if world_size() == 1 else 0
     return PreparedLoader(
@@ -241,7 +241,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     # Deterministic matrix products on CUDA need this.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    worker_session.here.seed = seed
+    worker_session.process_state.seed = seed
 
 
 def _in_autocast(

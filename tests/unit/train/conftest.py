@@ -3,7 +3,7 @@
 import pytest
 
 from raysgd._internal.context import WorkerContext
-from raysgd.train.worker_session import Plan, Session, here
+from raysgd.train.worker_session import Plan, Session, process_state
 
 
 class FakeQueue:
@@ -21,11 +21,11 @@ def run():
     """Return a function that enters a session until the test ends, and returns its queue."""
 
     def enter(rank=0, size=2, shards=None, **planned):
-        here.context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
+        process_state.context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         queue = FakeQueue()
-        here.session, here.shards = Session(Plan("one", b"", **planned), queue), shards
-        here.accelerator = here.seed = None
+        process_state.session = Session(Plan("one", b"", **planned), queue)
+        process_state.shards, process_state.accelerator, process_state.seed = shards, None, None
         return queue
 
     yield enter
-    here.session = here.context = here.shards = None
+    process_state.session = process_state.context = process_state.shards = None

@@ -146,7 +146,7 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     worker.runner.handle(EndRunRequest())
     with pytest.raises(RuntimeError, match="was stopped"):
         worker.next()
-    assert worker_session.here.session is None
+    assert worker_session.process_state.session is None
 
 
 def test_a_new_generation_drops_the_function(make_worker):

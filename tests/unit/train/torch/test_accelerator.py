@@ -107,7 +107,8 @@ class Scaling(torch.optim.SGD):
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, Scaling])
 def test_a_prepared_optimizer_steps_with_a_scaler(optimizer_cls):
     train.torch.accelerate(amp=True)
-    worker_session.here.accelerator.precision = NativeAmp(torch.device("cpu"), torch.float16)
+    precision = NativeAmp(torch.device("cpu"), torch.float16)
+    worker_session.process_state.accelerator.precision = precision
     model = torch.nn.Linear(2, 1)
     optimizer = train.torch.prepare_optimizer(optimizer_cls(model.parameters(), lr=0.5))
     before = model.bias.item()
