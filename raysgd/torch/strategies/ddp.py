@@ -11,7 +11,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.strategies.replica import ReplicatedModel, is_trainable
+from raysgd.torch.strategies.ddp_model import ReplicatedModel, is_trainable
 
 
 def wrap(

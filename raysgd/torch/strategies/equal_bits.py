@@ -35,9 +35,9 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import conflicts
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.strategies.data_parallel import copy_first
 from raysgd.torch.strategies.equal_bits_buffers import EqualBitsBuffers
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.replicated import copy_first
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import kind_of, multiply_all, parameters_of
 

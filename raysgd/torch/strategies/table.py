@@ -12,10 +12,10 @@ from raysgd.loop.replication import Replication
 from raysgd.torch import conflicts
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
+from raysgd.torch.strategies.data_parallel import OwnModels, ReplicatedGradients, UserWrappers
 from raysgd.torch.strategies.equal_bits import EqualBitsGradients
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodGradients
-from raysgd.torch.strategies.replicated import OwnModels, ReplicatedGradients, UserWrappers
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
 
 if TYPE_CHECKING:

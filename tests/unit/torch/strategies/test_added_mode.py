@@ -8,8 +8,8 @@ from raysgd import Guard, TrainingOperator
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.replication import Replication
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
+from raysgd.torch.strategies.data_parallel import copy_first
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.replicated import copy_first
 from raysgd.torch.strategies.table import STRATEGIES, Strategy
 from tests.unit.torch import cases
 

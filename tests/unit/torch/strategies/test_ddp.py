@@ -15,8 +15,8 @@ from raysgd.data.partition import MicroBatch
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.replica import ReplicatedModel
-from raysgd.torch.strategies.replicated import UserWrappers
+from raysgd.torch.strategies.data_parallel import UserWrappers
+from raysgd.torch.strategies.ddp_model import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
 

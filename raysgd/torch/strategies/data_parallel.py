@@ -17,8 +17,8 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies import ddp
+from raysgd.torch.strategies.ddp_model import ReplicatedModel, gradient_of
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.strategies.replica import ReplicatedModel, gradient_of
 from raysgd.torch.tensors import parameters_of
 
 
