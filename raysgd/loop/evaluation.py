@@ -29,13 +29,13 @@ class Evaluation:
 
         A repeated call begins at the same offset. A loader in the request is read from the start.
         """
-        progress, call, loader = self._progress, request.call, request.loader
-        progress.begin(call)
+        progress, number, loader = self._progress, request.number, request.loader
+        progress.begin(number)
         train_state = self._train_state
         train_state.timers.enabled = request.profile
         start = progress.state.validation
-        if start is None or start[0] != call:
-            start = call, 0 if request.from_start else train_state.validation_offset
+        if start is None or start[0] != number:
+            start = number, 0 if request.from_start else train_state.validation_offset
             progress.state.validation = start
         source = (
             train_state.data.readable("validation") if loader is None else self._source_of(loader)

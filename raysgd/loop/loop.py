@@ -109,8 +109,8 @@ class Loop:
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=request.log_every is not None)
-        if self.call_progress.state.number != request.call:
-            self.call_progress.begin(request.call)
+        if self.call_progress.state.number != request.number:
+            self.call_progress.begin(request.number)
         if request.split:
             train_state.micro_batching.raise_split(request.split)
         train_state.timers.enabled = request.profile
@@ -143,10 +143,10 @@ class Loop:
             feature.sync_buffers()
         return self.call_progress.result()
 
-    def departure_metrics(self, call: int) -> Mapping[str, Any] | None:
+    def departure_metrics(self, number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         progress = self.call_progress
-        if progress.state.number != call or not progress.results:
+        if progress.state.number != number or not progress.results:
             return None
         if self.signal.point is not None:
             progress.add_point(is_leaving=True)

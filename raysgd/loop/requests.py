@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _EpochRequest(Request):
-    call: int  # number of the call; a repeated request has the same number
+    number: int  # of the call; a repeated request has the same number
     info: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
 
@@ -62,7 +62,7 @@ class PredictRequest(Request):
 class DepartureRequest(Request):
     """Return the metrics of a worker that leaves before the end of a call of `train`."""
 
-    call: int
+    number: int  # of the call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class UpdateSchedulersRequest(Request):
     """Step every scheduler with a metric, once per call."""
 
     name = "update_scheduler"
-    call: int
+    number: int  # of the call
     metric: float
 
 

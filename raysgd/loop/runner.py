@@ -190,9 +190,9 @@ class OperatorRunner(Runner, ABC):
                 case requests.PredictRequest():
                     return self._hosted_loop.evaluation.predict(request.loader)
                 case requests.DepartureRequest():
-                    return self._hosted_loop.departure_metrics(request.call)
+                    return self._hosted_loop.departure_metrics(request.number)
                 case requests.UpdateSchedulersRequest():
-                    return self.update_schedulers(request.call, request.metric)
+                    return self.update_schedulers(request.number, request.metric)
                 case requests.StateRequest():
                     return self.state_dict(request.frozen)
                 case requests.SaveRequest():

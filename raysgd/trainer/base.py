@@ -193,7 +193,7 @@ class OperatorTrainer(TrainerInfo):
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
         info, number = check_dict("test", "info", info), next(self._dispatcher.numbers)
-        request = ValidateRequest(call=number, from_start=True, loader=loader, info=info)
+        request = ValidateRequest(number=number, from_start=True, loader=loader, info=info)
         call = Call(request=request, method="test", max_losses=MAX_LOSSES, has_batches=True)
         return as_test_metrics(merge_workers(self._dispatcher.run(call, changes_state=True)))
 
@@ -264,7 +264,7 @@ class OperatorTrainer(TrainerInfo):
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
-        request = UpdateSchedulersRequest(call=next(self._dispatcher.numbers), metric=metric)
+        request = UpdateSchedulersRequest(number=next(self._dispatcher.numbers), metric=metric)
         self._dispatcher.run(Call(request=request, max_losses=MAX_LOSSES))
 
     # ---- state

@@ -54,7 +54,7 @@ class TrainCall(Call):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.departure_request = DepartureRequest(call=self.request.call)
+        self.departure_request = DepartureRequest(number=self.request.number)
 
     def begin(self, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step of its next pause."""
@@ -161,7 +161,7 @@ class Dispatcher:
             num_steps=num_steps,
             next_pause=self.callback_list.next_pause,
             max_losses=max_retries,
-            points=Points(request.call),
+            points=Points(request.number),
         )
         controller = self.controller
         self._newest = call
@@ -248,8 +248,8 @@ class Dispatcher:
         After a failed call, the next call begins at the same batch, or from the start.
         """
         if self._failed_validation is not None and not request.from_start:
-            request = replace(request, call=self._failed_validation)
-        self._failed_validation = request.call
+            request = replace(request, number=self._failed_validation)
+        self._failed_validation = request.number
         call = Call(
             request=request,
             method="validate",

@@ -124,7 +124,7 @@ class FitLoop:
         """Return a request to train, within the limits of the running ``fit()``."""
         until_step, log_every = self.running.max_steps, self.running.log_every
         number = next(self.dispatcher.numbers)
-        return TrainRequest(call=number, until_step=until_step, log_every=log_every, **arguments)
+        return TrainRequest(number=number, until_step=until_step, log_every=log_every, **arguments)
 
     def _train_epochs(self, trainer: Trainer, options: FitOptions) -> History:
         history, num_epochs = History(), options.num_epochs
@@ -173,7 +173,7 @@ class FitLoop:
         self.dispatcher.check_open(changes_state=True)
         with self.dispatcher.callback_list.calling(trainer):
             request = ValidateRequest(
-                call=next(self.dispatcher.numbers),
+                number=next(self.dispatcher.numbers),
                 num_steps=num_steps,
                 from_start=from_start,
                 info=dict(info or {}),
@@ -256,8 +256,9 @@ class FitLoop:
         """Try the validation on some batches, unless a validation has run or runs next."""
         if self._has_validated or self.lacks_validation or self.stop_reason is not None:
             return
+        info = dict(info or {})
         request = ValidateRequest(
-            call=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=dict(info or {})
+            number=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=info
         )
         call = Call(request=request, method="fit", max_losses=MAX_LOSSES, has_batches=True)
         try:

@@ -107,7 +107,7 @@ class Driver:
     def train(self, goal, max_losses=0):
         """Train up to a step. Return the step of each worker."""
         self.call = Call(
-            request=TrainRequest(call=0, until_step=goal),
+            request=TrainRequest(number=0, until_step=goal),
             max_losses=max_losses,
             has_batches=True,
             can_pause=True,
@@ -118,7 +118,7 @@ class Driver:
     def train_further(self, num_steps):
         """Train a number of steps, in a call that computes its goal itself."""
         call = TrainCall(
-            request=TrainRequest(call=0),
+            request=TrainRequest(number=0),
             num_steps=num_steps,
             next_pause=lambda step, immediately: None,
         )

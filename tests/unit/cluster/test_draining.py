@@ -16,11 +16,11 @@ from tests.unit.cluster.clock import ManualClock
 def train(controller, step, max_losses=0):
     """Train up to a step as the trainer does, and return the call."""
     call = Call(
-        request=TrainRequest(call=0, until_step=step),
+        request=TrainRequest(number=0, until_step=step),
         has_batches=True,
         can_pause=True,
         max_losses=max_losses,
-        departure_request=DepartureRequest(call=0),
+        departure_request=DepartureRequest(number=0),
     )
     outcomes = controller.run(call)
     assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
@@ -131,7 +131,7 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
             begun.append((progress.global_step, self.save_soon, controller.snapshots.state()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
-    call = Saved(request=TrainRequest(call=0, until_step=100), has_batches=True, can_pause=True)
+    call = Saved(request=TrainRequest(number=0, until_step=100), has_batches=True, can_pause=True)
     controller.run(call)
     assert kinds(controller) == ["draining"]
     ((_, _, _), (step, immediately, state), *_) = begun

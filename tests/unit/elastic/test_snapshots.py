@@ -263,7 +263,7 @@ def set_lr(operator):
 def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(keeper, monkeypatch):
     runner = runner_with_snapshots("epoch")
     member = RunnerMember(runner)
-    runner.handle(TrainRequest(call=0, until_step=2))
+    runner.handle(TrainRequest(number=0, until_step=2))
     with monkeypatch.context() as patch:
         patch.setattr(member, "control", member.answer_late)
         keeper.poll({member: runner.progress()})
@@ -278,13 +278,13 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     runner = runner_with_snapshots(every)
     member = RunnerMember(runner)
     loaded = runner.state_dict()
-    runner.handle(TrainRequest(call=0, until_step=8))
+    runner.handle(TrainRequest(number=0, until_step=8))
     keeper.poll({member: runner.progress()})
     assert keeper.state()["global_step"] > 1
     runner.load_state_dict(loaded)
     keeper.put(lambda: loaded)
     if train_after:
-        runner.handle(TrainRequest(call=1, until_step=train_after))
+        runner.handle(TrainRequest(number=1, until_step=train_after))
     for _ in range(2):
         keeper.poll({member: runner.progress()})
     assert keeper.state()["global_step"] <= train_after

@@ -126,7 +126,7 @@ class Worker:
 
     def train(self, until_step, split):
         try:
-            self.runner.handle(TrainRequest(call=0, until_step=until_step, split=split))
+            self.runner.handle(TrainRequest(number=0, until_step=until_step, split=split))
         except (DiedError, MemoryError, RepeatInPartsError, threading.BrokenBarrierError) as error:
             self.meeting.barrier.abort()
             return error
@@ -290,7 +290,7 @@ def test_a_repeated_sample_counts_once(split):
     found = merge_workers(
         workers.each(
             lambda rank, member: member.runner.handle(
-                TrainRequest(call=0, until_step=3, split=split)
+                TrainRequest(number=0, until_step=3, split=split)
             )
         )
     )

@@ -240,7 +240,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
     operator._train_state.set_features([*operator._train_state.features, Spy()])
     loop = trainer._controller.members[0].worker.runner._loop
     assert loop.departure_metrics(0) is None
-    request = TrainRequest(call=0, until_step=6, log_every=4)
+    request = TrainRequest(number=0, until_step=6, log_every=4)
     assert loop.train(dataclasses.replace(request, callback_pause=5)) is None
     assert (loop.departure_metrics(1), len(loop.call_progress.points_after(-1))) == (None, 1)
     whole = loop.departure_metrics(0)  # the worker leaves
@@ -258,7 +258,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
 )
 def test_a_restart_yields_the_points_of_its_steps_again(make_trainer, restart, points):
     """Their numbers are the same, also after a restart at the first step of the call."""
-    request = TrainRequest(call=0, until_step=10, log_every=3)
+    request = TrainRequest(number=0, until_step=10, log_every=3)
     first, second = (
         make_trainer(Recorder, {"num_samples": 100})._controller.members[0].worker.runner
         for _ in range(2)

@@ -648,7 +648,7 @@ def loop_of(start):
 
 def train(loop, call=0, until_epoch=None, until_step=None, start_step=0):
     goal = {"until_epoch": until_epoch, "until_step": until_step}
-    return loop.train(TrainRequest(call=call, start_step=start_step, **goal))
+    return loop.train(TrainRequest(number=call, start_step=start_step, **goal))
 
 
 def pausing(loop, pause, at):

@@ -82,7 +82,7 @@ def test_warm_up_computes_gradients_and_changes_nothing(shares, num_batches):
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
     assert runner.operator.trained == []
     assert {p.grad for p in runner.operator.model.parameters()} == {None}
-    runner.handle(TrainRequest(call=0, until_epoch=1))
+    runner.handle(TrainRequest(number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
@@ -106,7 +106,7 @@ def test_warm_up_that_fails_is_a_warning(caplog):
     runner.warm_up()
     assert "The warm-up of a replacement worker failed: ValueError('bad batch')" in caplog.text
     runner.operator.fail = lambda *arguments: None
-    runner.handle(TrainRequest(call=0, until_epoch=1))
+    runner.handle(TrainRequest(number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
@@ -123,11 +123,11 @@ def test_iterators_are_not_read_before_the_first_step():
     train_state.set_features([*train_state.features, WarmedUp()])
     runner.warm_up()
     assert (
-        runner.handle(ValidateRequest(call=-1, num_steps=1, from_start=True, rehearses=True))
+        runner.handle(ValidateRequest(number=-1, num_steps=1, from_start=True, rehearses=True))
         is None
     )
-    runner.handle(TrainRequest(call=0, until_epoch=1))
-    runner.handle(ValidateRequest(call=1))
+    runner.handle(TrainRequest(number=0, until_epoch=1))
+    runner.handle(ValidateRequest(number=1))
     assert runner.operator.trained == runner.operator.validated == EPOCH
 
 
@@ -147,18 +147,18 @@ def test_warning_about_a_loader_that_every_worker_trains_on(num_workers, caplog)
 
 def test_rehearsal_returns_metrics_and_changes_nothing():
     runner = make_runner()
-    runner.handle(TrainRequest(call=0, until_step=3))
-    runner.handle(ValidateRequest(call=1, num_steps=2))
+    runner.handle(TrainRequest(number=0, until_step=3))
+    runner.handle(ValidateRequest(number=1, num_steps=2))
     before = state_of(runner)
     assert (
-        runner.handle(ValidateRequest(call=-1, num_steps=1, from_start=True, rehearses=True))[
+        runner.handle(ValidateRequest(number=-1, num_steps=1, from_start=True, rehearses=True))[
             "num_samples"
         ]
         == 8
     )
-    assert runner.handle(DepartureRequest(call=1))["num_samples"] == 16
+    assert runner.handle(DepartureRequest(number=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
-    runner.handle(ValidateRequest(call=2))
+    runner.handle(ValidateRequest(number=2))
     assert runner.operator.validated == EPOCH
 
 
@@ -168,36 +168,36 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
 def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     runner = make_runner()
     assert TorchRunner(TorchOptions(training_operator_cls=Recorder)).restart_state() is None
-    runner.handle(TrainRequest(call=7, until_step=3))
+    runner.handle(TrainRequest(number=7, until_step=3))
     state = runner.handle(RestartStateRequest(num_workers=1))
     assert (state["global_step"], state["call"]["number"]) == (3, 7)
     other = make_runner()
     other.load_state_dict(state)
     assert other._loop.call_progress.state.number == 7
-    other.handle(TrainRequest(call=7, until_epoch=1))
+    other.handle(TrainRequest(number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
     runner.operator._train_state.transaction.is_partial = True
     assert runner.restart_state() is None
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
         runner.state_dict()
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
-        runner.handle(TrainRequest(call=8, until_epoch=1))
+        runner.handle(TrainRequest(number=8, until_epoch=1))
 
 
 @pytest.mark.parametrize(("with_items", "first"), [(True, 104), (False, 0)])
 def test_state_within_a_data_set_continues_only_in_that_data_set(with_items, first):
     data = Dataset(range(100, 110), 4, transform=lambda i: (torch.full((1, 1), float(i)),) * 2)
     runner, other = make_runner(), make_runner()
-    runner.handle(TrainRequest(call=0, until_step=1, dataset=data))
+    runner.handle(TrainRequest(number=0, until_step=1, dataset=data))
     other.load_state_dict(runner.state_dict())
-    other.handle(TrainRequest(call=1, until_step=2, dataset=data if with_items else None))
+    other.handle(TrainRequest(number=1, until_step=2, dataset=data if with_items else None))
     assert other.operator.trained[0] == first
 
 
 def test_snapshot_from_before_a_change_is_not_sent():
     runner = make_runner(elastic=ElasticConfig(snapshot_every=1))
     runner.operator._train_state.settings.context = WorkerContext()
-    runner.handle(TrainRequest(call=0, until_step=2))
+    runner.handle(TrainRequest(number=0, until_step=2))
     num_changes = runner.progress().num_changes
     assert runner.snapshot(num_changes)["global_step"] == runner.snapshot()["global_step"] == 2
     assert runner.snapshot(num_changes + 1) is None
@@ -207,14 +207,14 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     """The validation may be long, and the operator may store its result."""
     runner = make_runner()
     runner.operator._train_state.settings.context = WorkerContext()
-    runner.handle(TrainRequest(call=0, until_epoch=1))
+    runner.handle(TrainRequest(number=0, until_epoch=1))
     seen, before = [], runner.progress().num_changes
     runner.operator.fail = lambda info, when: seen.append(runner.progress().snapshot)
-    runner.handle(ValidateRequest(call=1))
+    runner.handle(ValidateRequest(number=1))
     assert (seen[0], runner.progress().snapshot) == (5, None)
     assert runner.progress().num_changes > before
     runner.operator.fail = lambda info, when: None
-    runner.handle(TrainRequest(call=2, until_step=6))
+    runner.handle(TrainRequest(number=2, until_step=6))
     assert runner.progress().snapshot == 5
 
 

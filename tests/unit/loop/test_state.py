@@ -30,7 +30,7 @@ def taken(runner, until_step):
             steps.append(runner.progress().snapshot)
 
     runner.operator.fail = look
-    runner.handle(TrainRequest(call=runner.progress().global_step, until_step=until_step))
+    runner.handle(TrainRequest(number=runner.progress().global_step, until_step=until_step))
     return [*steps, runner.progress().snapshot]
 
 
@@ -69,8 +69,8 @@ def test_a_worker_that_becomes_rank_0_takes_a_snapshot():
 
 def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
     runner, saved = (runner_with_snapshots(every, {"batch_norm": True}) for every in (3, None))
-    runner.handle(TrainRequest(call=0, until_step=5))  # changes the weights once more
-    saved.handle(TrainRequest(call=0, until_step=3))
+    runner.handle(TrainRequest(number=0, until_step=5))  # changes the weights once more
+    saved.handle(TrainRequest(number=0, until_step=3))
     expected = saved.state_dict()
     del expected["data"]["loaders"]  # only files describe the data
     # a snapshot may also describe the current call
@@ -92,7 +92,7 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
             return {"seen": self.seen, "nested": [self.seen]}
 
     runner = runner_with_snapshots(3, operator_cls=Counting)
-    runner.handle(TrainRequest(call=0, until_step=5))
+    runner.handle(TrainRequest(number=0, until_step=5))
     own = runner.snapshot()["operator"]
     assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
 
@@ -101,10 +101,10 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
 def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
     """The end of the replay does not end an epoch either."""
     first = runner_with_snapshots(3)
-    first.handle(TrainRequest(call=0, until_step=start_step))
+    first.handle(TrainRequest(number=0, until_step=start_step))
     second = runner_with_snapshots(3)
     second.load_state_dict(first.snapshot())
-    metrics = second.handle(TrainRequest(call=1, until_epoch=2, start_step=start_step))
+    metrics = second.handle(TrainRequest(number=1, until_epoch=2, start_step=start_step))
     assert second.operator.trained == (EPOCH * 2)[24:]
     assert (metrics["num_samples"], metrics["batch_count"]) == (8 * num_batches, num_batches)
 
@@ -112,12 +112,12 @@ def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
 def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
     """A snapshot may be taken after the last step, but before the epoch is counted."""
     first = runner_with_snapshots(5)
-    first.handle(TrainRequest(call=0, until_step=5))
+    first.handle(TrainRequest(number=0, until_step=5))
     assert first.snapshot()["global_step"] == 5
     second = runner_with_snapshots(5)
     second.load_state_dict(first.snapshot())
     # the interrupted call asked for one epoch
-    second.handle(TrainRequest(call=0, until_epoch=1))
+    second.handle(TrainRequest(number=0, until_epoch=1))
     assert second.operator.trained == []
     assert (second.progress().epoch, second.progress().global_step) == (1, 5)
 
@@ -217,7 +217,7 @@ def timed(monkeypatch):
     runner.operator._train_state.copy_leaf, runner.operator.fail = copy, step
 
     def train(until_step):
-        runner.handle(TrainRequest(call=runner.progress().global_step, until_step=until_step))
+        runner.handle(TrainRequest(number=runner.progress().global_step, until_step=until_step))
         return taken
 
     train.runner, train.clock = runner, clock

@@ -67,7 +67,7 @@ def trained(num_workers, size, batch_size, **config):
         train_state.communication = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:
         results = list(
-            pool.map(lambda runner: runner.handle(TrainRequest(call=0, until_epoch=2)), runners)
+            pool.map(lambda runner: runner.handle(TrainRequest(number=0, until_epoch=2)), runners)
         )
     assert {result["batch_count"] for result in results} == {8}
     state = runners[0].state_dict()

@@ -301,7 +301,7 @@ class Changed(TrainingOperator):
 def test_failed_step_keeps_what_setup_changed_after_register():
     runner = TorchRunner(TorchOptions(training_operator_cls=Changed, use_gpu=False))
     runner.setup(WorkerContext())
-    request, model = TrainRequest(call=0, until_epoch=1), runner.operator.model
+    request, model = TrainRequest(number=0, until_epoch=1), runner.operator.model
     with pytest.raises(ValueError, match="fails once"):
         runner.handle(request)
     runner.handle(request)

@@ -66,7 +66,7 @@ class Case(cases.Case):
             patch.setitem(STRATEGIES, "local", Strategy(LocalModels, GradientExchange, ["every"]))
             runner, found = self.start(rank), []
         for step in range(1, NUM_STEPS + 1):
-            runner.handle(TrainRequest(call=step, until_step=step))
+            runner.handle(TrainRequest(number=step, until_step=step))
             if step == NUM_STEPS:
                 runner.handle(PrepareExportRequest())
             found.append((runner.operator.batch, cases.parameters_of(runner)))

@@ -101,7 +101,7 @@ def test_phases_have_the_same_order_in_every_mode(process_group, mode):
     context = WorkerContext(distributed=mode != "one worker")
     assert calls_of(REGISTER, lambda: runner.setup(context)) == REGISTER
     state = runner.operator._train_state
-    request = TrainRequest(call=0, until_step=1)
+    request = TrainRequest(number=0, until_step=1)
     skipped = set() if "replication" in own else {"_begin_step", "_end_step"}
     skipped |= set() if context.distributed else {"_begin_update"}
     found = calls_of(STEP, lambda: runner.handle(request))

@@ -292,9 +292,9 @@ def load_late(runner, state):
 def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new):
     with group_of_one() as enter:
         runner = start(Round(sharding=sharding))
-        runner.handle(TrainRequest(call=0, until_step=3))
+        runner.handle(TrainRequest(number=0, until_step=3))
         state = copy.deepcopy(whole_state(runner))  # it shares memory with the runner
-        runner.handle(TrainRequest(call=0, until_step=5))
+        runner.handle(TrainRequest(number=0, until_step=5))
         later = copy.deepcopy(whole_state(runner))
         if is_new:  # as after a restart of all workers
             runner.teardown()
@@ -303,7 +303,7 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         enter()
         runner.rejoin(replace(ALONE, generation=1), 0)
         check_equal(whole_state(runner), state)
-        runner.handle(TrainRequest(call=1, until_step=5))
+        runner.handle(TrainRequest(number=1, until_step=5))
         check_equal(whole_state(runner)["models"], later["models"])
         runner._train_state.whole_models()
         runner.teardown()
