@@ -29,8 +29,8 @@ class CallState:
     more_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
     scheduled: int = -1  # the newest call that stepped the schedulers with a metric
     validation: tuple[int, int] | None = None  # the newest call of ``validate``, and its offset
-    shared: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
-    """Start step and metrics of segments whose metrics each worker has. Rank 0 returns them."""
+    merged: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
 
 
 class CallProgress:
@@ -40,7 +40,7 @@ class CallProgress:
         self._train_state = train_state
         self.state = CallState()
         self._before = train_state.timing.totals
-        # Start step and metrics of this worker's segments, without the shared metrics.
+        # Start step and metrics of this worker's segments, without merged metrics.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
         self._points: deque[Point] = deque()  # `points_after` may release them in another thread
         self._measured_s = 0.0
@@ -57,35 +57,35 @@ class CallProgress:
 
     def clear(self) -> None:
         """Discard all metrics."""
-        self.results, self.state.shared = [], []
+        self.results, self.state.merged = [], []
 
     def add(self, start: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
-        (self.state.shared if self._is_shared else self.results).append((start, metrics))
+        (self.state.merged if self._merges_metrics else self.results).append((start, metrics))
 
     @property
-    def _is_shared(self) -> bool:
+    def _merges_metrics(self) -> bool:
         train_state = self._train_state
         return train_state.transaction.has_fixed_parts and train_state.meters is not None
 
     def export(self) -> dict[str, Any]:
-        """Return the state, with the shared metrics of a segment that runs."""
-        state, train_state, shared = vars(self.state), self._train_state, self.state.shared
-        if train_state.segment is None or train_state.meters is None or not self._is_shared:
+        """Return the state, with the merged metrics of a segment that runs."""
+        state, train_state, merged = vars(self.state), self._train_state, self.state.merged
+        if train_state.segment is None or train_state.meters is None or not self._merges_metrics:
             return state
         running = train_state.segment.start_step, train_state.meters.summary()
-        return {**state, "shared": [*shared, running]}
+        return {**state, "merged": [*merged, running]}
 
-    def join(self, state: Mapping[str, Any]) -> None:
-        """Join a call that other workers have begun, without their metrics."""
+    def continue_call(self, state: Mapping[str, Any]) -> None:
+        """Continue a call that other workers have begun, without their metrics."""
         if self.state.number != state["number"]:
             self.results = []
-        self.state = CallState(**{**state, "shared": [*state["shared"]]})
+        self.state = CallState(**{**state, "merged": [*state["merged"]]})
 
     @property
     def segments(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Start step and metrics of the segments that this worker returns."""
-        return self.results + self.state.shared * (self._train_state.context.world_rank == 0)
+        return self.results + self.state.merged * (self._train_state.context.world_rank == 0)
 
     def add_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
@@ -123,7 +123,7 @@ class CallProgress:
         return tuple(self._points)
 
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
-        """Return the merged metrics. The others have the shared metrics of a leaving worker."""
+        """Return the merged metrics. The others have the merged metrics of a leaving worker."""
         segments = self.results if is_leaving else self.segments
         result = merge_segments([metrics for _, metrics in segments])
         timers = self._train_state.timers

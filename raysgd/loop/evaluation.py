@@ -125,8 +125,8 @@ class Evaluation:
     def _check_samples(self, source: BatchSource, batches: _Counted) -> None:
         """Compare the samples of a stream, if every worker has read all of its batches."""
         train_state = self._train_state
-        is_shared = source.step_digest() is not None and train_state.context.world_size > 1
-        if is_shared and train_state.minimum(int(batches.exhausted)):
+        is_compared = source.step_digest() is not None and train_state.context.world_size > 1
+        if is_compared and train_state.minimum(int(batches.exhausted)):
             check_samples(source, train_state)
 
     def rehearse(self, request: ValidateRequest) -> Mapping[str, Any] | None:

@@ -17,7 +17,7 @@ buffers                           `StepFeature.receive`                 follower
 ``is_partial``                    `UpdateTransaction`                   followers
 ``flags``                         `TrainState.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
-``call``                          `CallProgress.join`                   all others
+``call``                          `CallProgress.continue_call`          all others
 ``fingerprint``, ``batching``     `DataSources`, after the hook         all others
                                   ``on_world_change``
 ================================  ====================================  ==========
@@ -78,5 +78,5 @@ def _load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     if is_leader:
         return None
     train_state.move_to(state["data"], state["global_step"])
-    loop.call_progress.join(state["call"])
+    loop.call_progress.continue_call(state["call"])
     return state

@@ -130,9 +130,9 @@ class OperatorRunner(Runner, ABC):
             done = 0 if batches is None else batches.count
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
-        is_shared = segment is not None and train_state.transaction.has_fixed_parts
+        is_merged = segment is not None and train_state.transaction.has_fixed_parts
         source, began_at = self._loop.source, self._loop.call_progress.state.began_at
-        num_copies = train_state.context.world_size if is_shared else 1
+        num_copies = train_state.context.world_size if is_merged else 1
         return Progress(
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0,
@@ -299,7 +299,7 @@ class OperatorRunner(Runner, ABC):
         self._hosted_loop.call_progress.state.validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
-            self._hosted_loop.call_progress.join(state["call"])
+            self._hosted_loop.call_progress.continue_call(state["call"])
             train_state.data.set_batch_size(state["batching"])
             train_state.set_module_modes(state["flags"])
         else:

@@ -702,7 +702,7 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     with pytest.raises(PausedError):
         train(loop, call=1, until_epoch=1, start_step=5)
     joining, _ = loop_of(Streaming)
-    joining.call_progress.join(vars(loop.call_progress.state))
+    joining.call_progress.continue_call(vars(loop.call_progress.state))
     assert joining.call_progress.state == loop.call_progress.state
     assert joining.call_progress.state.more_epochs == 1
 
@@ -788,7 +788,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     assert indices == [0, 1, 2, *range(6), *range(5, 9)]
     restarted, its_operator = loop_of()
     restarted.train_state.move_to({"epoch": 0, "offset": 8}, 1)
-    restarted.call_progress.join(snapshot)
+    restarted.call_progress.continue_call(snapshot)
     train(restarted, 1, until_step=5, start_step=3)
     assert [info["batch_idx"] for info in its_operator.infos] == [1, 2, 0, 1]
 
