@@ -82,19 +82,19 @@ def named_values(value: Any) -> Mapping[str, Any] | None:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
+def cat_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
     """Concatenate results for consecutive samples, with one row per sample.
 
     Rows of different shapes become a list.
 
-    >>> join_outputs([{"a": ["x", "y"]}, {"a": ["z"]}], list)
+    >>> cat_outputs([{"a": ["x", "y"]}, {"a": ["z"]}], list)
     {'a': ['x', 'y', 'z']}
     """
     first = parts[0]
     if isinstance(first, dict):
-        return {key: join_outputs([part[key] for part in parts], concatenate) for key in first}
+        return {key: cat_outputs([part[key] for part in parts], concatenate) for key in first}
     if type(first) is tuple:
-        return tuple(join_outputs(column, concatenate) for column in zip(*parts, strict=True))
+        return tuple(cat_outputs(column, concatenate) for column in zip(*parts, strict=True))
     shapes = [tuple(part.shape) for part in parts if hasattr(part, "shape")]
     if shapes and all(shapes):
         alike = len({shape[1:] for shape in shapes}) == 1

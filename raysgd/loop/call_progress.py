@@ -123,7 +123,7 @@ class CallProgress:
         return tuple(self._points)
 
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
-        """Return the merged metrics. The others have the merged metrics of a leaving worker."""
+        """Return the metrics of the call. For a leaving worker, omit those that all others have."""
         segments = self.results if is_leaving else self.segments
         result = merge_segments([metrics for _, metrics in segments])
         timers = self._train_state.timers

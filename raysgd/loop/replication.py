@@ -50,8 +50,8 @@ class Replication:
         """Return the entries of a state that each worker adds. `gather_state` merges them."""
         return {}
 
-    def shared_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the part of a complete state that all workers load first."""
+    def unsharded_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a complete state without what `load` takes, for all workers to load first."""
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -279,7 +279,7 @@ class DatasetSource(PartitionedSource):
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         if len(group) == size and len(set(map(_num_rows, group))) == 1 and shares is None:
             return group[rank]
-        batch = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
+        batch = group[0] if len(group) == 1 else tf.nest.map_structure(_concatenate, *group)
         total = _num_rows(batch)
         if not self._training and rank >= total:
             return None
@@ -361,7 +361,7 @@ def _compared(nest: Any) -> list[Any]:
     return [array[:: len(array) // _NUM_COMPARED + 1] for array in arrays]
 
 
-def _join(*columns: Any) -> Any:
+def _concatenate(*columns: Any) -> Any:
     is_sparse = isinstance(columns[0], tf.SparseTensor)
     return tf.sparse.concat(0, list(columns)) if is_sparse else tf.concat(columns, 0)
 

@@ -53,12 +53,12 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
             content = content[whole:]
         for piece in [content] if num_bytes <= size else content.split(size):
             if total + piece.numel() > size:
-                yield _join(pieces, total)
+                yield _concatenate(pieces, total)
                 pieces, total = [], 0
             pieces.append(piece)
             total += piece.numel()
     if pieces:
-        yield _join(pieces, total)
+        yield _concatenate(pieces, total)
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
@@ -69,6 +69,6 @@ def has_bits(tensor: torch.Tensor) -> bool:
     return is_plain and not (tensor.is_meta or tensor.is_quantized)
 
 
-def _join(pieces: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
+def _concatenate(pieces: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
     padding = pieces[0].new_zeros(-num_bytes % 8)
     return torch.cat([*pieces, padding]).view(torch.int64)

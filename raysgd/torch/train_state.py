@@ -149,7 +149,7 @@ class TorchTrainState(RegisteredState):
     def training_state(self) -> dict[str, Any]:
         models = [(model, model.state_dict()) for model in map(ddp.plain, self.models)]
         state: dict[str, Any] = {
-            "models": list(itertools.starmap(self._shared_part, models)),
+            "models": list(itertools.starmap(self._unsharded_part, models)),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
         if self.not_finite:
@@ -189,7 +189,7 @@ class TorchTrainState(RegisteredState):
             for model, first in pairs
         ]
 
-    def _shared_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _unsharded_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a model's state that every worker has."""
         if self.replication.is_unsharded(model):
             return state
@@ -220,7 +220,7 @@ class TorchTrainState(RegisteredState):
         return dict(reuse_memory(state, tensors, incoming))
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        self._load(self.replication.shared_state(state))
+        self._load(self.replication.unsharded_state(state))
         self.replication.load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -243,7 +243,7 @@ class TorchTrainState(RegisteredState):
                         KEY in state or not self.replication.is_unsharded(each)
                     ):
                         load = functools.partial(each.load_state_dict, strict=False)
-                        own, saved = (self._shared_part(each, state) for state in (own, saved))
+                        own, saved = (self._unsharded_part(each, state) for state in (own, saved))
                     place = f"{kind}[{index}]"
                     undoing.enter_context(loading(each, own, saved, place, load))
         changed = state.get("requires_grad", ())  # older files lack it

@@ -22,7 +22,7 @@ from raysgd._internal.arguments import (
 )
 from raysgd._internal.config import BATCH_SIZE, env_seconds
 from raysgd._internal.context import Runner
-from raysgd._internal.nested import join_outputs
+from raysgd._internal.nested import cat_outputs
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList, check_logdir, trainer_callbacks
@@ -214,7 +214,7 @@ class OperatorTrainer(TrainerInfo):
         call = Call(request=PredictRequest(loader=loader), max_losses=MAX_LOSSES, has_batches=True)
         parts = itertools.chain.from_iterable(self._dispatcher.run(call, changes_state=True))
         in_order = sorted(parts, key=operator.itemgetter(0))
-        return join_outputs([output for _, output in in_order], self._concatenate)
+        return cat_outputs([output for _, output in in_order], self._concatenate)
 
     def fit(
         self,

@@ -56,7 +56,7 @@ class MergedStates(MergeableMetric):
         for member, *parts in zip(*map(members, (metric, *self._parts)), strict=True):
             for name, reduce in member._reductions.items():
                 if len(parts) > 1:
-                    setattr(member, name, _join([getattr(p, name) for p in parts], reduce))
+                    setattr(member, name, _combine([getattr(p, name) for p in parts], reduce))
             member._update_count, member._computed = 1, None
         return metric
 
@@ -91,7 +91,7 @@ def _are_associative(metric: Metric) -> bool:
     )
 
 
-def _join(states: list[Any], reduce: Any) -> Any:
+def _combine(states: list[Any], reduce: Any) -> Any:
     if isinstance(states[0], list):
         # Lists of batches are concatenated.
         return [batch for state in states for batch in state]

@@ -128,7 +128,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     # ---- state of this worker
 
-    def shared_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def unsharded_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         (of_optimizer,) = state["optimizers"]
         return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
 

@@ -258,7 +258,7 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
     merged["models"] = [copy.copy(each) for each in state.get("models", ())]
     for optimizer, *parts in zip(merged["optimizers"], *shards, strict=True):
-        for (number, *places), values in _join(itertools.chain(*parts)).items():
+        for (number, *places), values in _merge_pieces(itertools.chain(*parts)).items():
             for index, name in places:
                 merged["models"][index][name] = values[PARAMETER]
             if own := {key: value for key, value in values.items() if key != PARAMETER}:
@@ -266,7 +266,7 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
+def _merge_pieces(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
     merged: dict[Any, dict[str, Any]] = {}
     missing: dict[Any, int] = {}
     for number, start, stop, shape, values in parts:

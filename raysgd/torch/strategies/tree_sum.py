@@ -79,11 +79,11 @@ def sum_over_workers(
     layout = [subtrees(*part_of(num_leaves, size, rank, shares)) for rank in range(size)]
     summed: list[torch.Tensor] = []
     shapes = tree.roots[0][2]
-    for part in _messages(shapes):
-        rows = torch.stack([torch.cat([t[i].reshape(-1) for i in part]) for _, _, t in tree.roots])
+    for ids in _messages(shapes):
+        rows = torch.stack([torch.cat([t[i].reshape(-1) for i in ids]) for _, _, t in tree.roots])
         total = _exchange(rows, layout)
-        pieces = total.split([shapes[i].numel() for i in part])
-        summed += [piece.view(shapes[i].shape) for piece, i in zip(pieces, part, strict=True)]
+        values = total.split([shapes[i].numel() for i in ids])
+        summed += [value.view(shapes[i].shape) for value, i in zip(values, ids, strict=True)]
     return summed
 
 

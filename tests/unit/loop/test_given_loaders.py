@@ -15,7 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from raysgd._internal.nested import join_outputs
+from raysgd._internal.nested import cat_outputs
 from raysgd.testing import run_operator
 from raysgd.torch.input.loading import wrap_loader
 from tests.operators import Classifier, make_data
@@ -152,7 +152,7 @@ def test_a_prediction_without_a_row_for_each_sample_is_refused(make_trainer):
 
 def test_rows_of_different_shapes_become_a_list():
     parts = [np.zeros((2, 3)), np.zeros((1, 4))]
-    assert [row.shape for row in join_outputs(parts, np.concatenate)] == [(3,), (3,), (4,)]
+    assert [row.shape for row in cat_outputs(parts, np.concatenate)] == [(3,), (3,), (4,)]
 
 
 def test_a_given_loader_that_cannot_be_partitioned_is_refused():
