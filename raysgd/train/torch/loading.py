@@ -63,7 +63,7 @@ class PreparedLoader(DataLoader[Any]):
         while isinstance(loader, PreparedLoader):
             loader = loader._loader
         full_size = full_size or world_size
-        self._shared: _SharedSampler | None = None
+        self._worker_sampler: _WorkerSampler | None = None
         self._device, self._weigh, self._num_collectives = device, weigh, num_collectives
         self._world_size = world_size
         self._ahead = ahead and device is not None and device.type == "cuda"
@@ -71,11 +71,11 @@ class PreparedLoader(DataLoader[Any]):
         """Epoch of the next pass, and the offset if a state was loaded."""
         self._pass: tuple[int, int, int | None] | None = None
         """Epoch and offset of the current pass, and the collectives before it."""
-        if is_shared := _can_share(loader, splits, full_size):
+        if is_split := _can_split(loader, splits, full_size):
             loader = clone(loader, pin_memory=loader.pin_memory or self._ahead)
         self.__dict__.update(loader.__dict__)
         self._loader = loader
-        if not is_shared:
+        if not is_split:
             sampler: Any = loader.sampler
             if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
                 sampler.set_epoch = functools.partial(_set_epoch, sampler, seed)
@@ -92,7 +92,7 @@ class PreparedLoader(DataLoader[Any]):
             layout=StepLayout(full_size),
         )
         source.set_parts(shares=shares if world_size == len(shares or ()) else None)
-        self.sampler = self._shared = _SharedSampler(source, seed, num_collectives)
+        self.sampler = self._worker_sampler = _WorkerSampler(source, seed, num_collectives)
         if loader.batch_size is not None:
             self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)
 
@@ -100,47 +100,47 @@ class PreparedLoader(DataLoader[Any]):
         object.__setattr__(self, name, value)  # bypass the guards of DataLoader
 
     def __len__(self) -> int:
-        return len(self._loader if self._shared is None else self._shared.source)
+        return len(self._loader if self._worker_sampler is None else self._worker_sampler.source)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        shared, (epoch, offset) = self._shared, self._begin()
+        sampler, (epoch, offset) = self._worker_sampler, self._begin()
         self._pass = None
-        if shared is None:
+        if sampler is None:
             batches: Iterator[Any] = itertools.islice(once(self._loader), offset, None)
         else:
-            batches = shared.source.batches(epoch, offset)
+            batches = sampler.source.batches(epoch, offset)
         if (device := self._device) is not None and self._ahead:
             batches = _move_ahead(batches, device)
         elif device is not None:
             whole = batches
             batches = (move_to_device(batch, device) for batch in whole)
-        if shared is not None:
-            batches = shared.count(batches, epoch)
+        if sampler is not None:
+            batches = sampler.count(batches, epoch)
         return self._track_position(batches, epoch, offset)
 
     def _track_position(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
         """Yield the batches of a pass. Set its position, and the weight of each batch."""
-        begun, offset, shared = self._num_collectives(), start, self._shared
+        begun, offset, sampler = self._num_collectives(), start, self._worker_sampler
         try:
             for batch in batches:
-                if shared is None:
+                if sampler is None:
                     offset += 1
                 else:
-                    plan, size = shared.source.plan(offset, 1), self._world_size
+                    plan, size = sampler.source.plan(offset, 1), self._world_size
                     self._weigh(plan.samples * size / (plan.total or 1))
-                    offset = shared.source.offset_after(offset, 1)
+                    offset = sampler.source.offset_after(offset, 1)
                 self._pass = epoch, offset, begun
                 yield batch
                 if self._counts(begun):
                     self._start = epoch + 1, 0
         finally:
-            if shared is not None:
+            if sampler is not None:
                 self._weigh(1.0)
         self._pass = None
-        if shared is None or start > 0:  # all workers have loaded the rest, which can be empty
+        if sampler is None or start > 0:  # all workers have loaded the rest, which can be empty
             self._start = epoch + 1, 0
-            if shared is not None and shared.epoch == epoch:
-                shared.set_epoch(epoch + 1)
+            if sampler is not None and sampler.epoch == epoch:
+                sampler.set_epoch(epoch + 1)
 
     # ---- the position
 
@@ -156,11 +156,11 @@ class PreparedLoader(DataLoader[Any]):
         epoch, offset = self._begin()
         if self._pass is not None and self._counts(self._pass[2]):
             epoch, offset, _ = self._pass
-        if self._shared is None:
+        if self._worker_sampler is None:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
-        source = self._shared.source
+        source = self._worker_sampler.source
         data = dict(source.position(epoch, offset))
-        return {"epoch": epoch, "offset": offset, "seed": self._shared.seed, "data": data}
+        return {"epoch": epoch, "offset": offset, "seed": self._worker_sampler.seed, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at the result of `state_dict`.
@@ -172,40 +172,40 @@ class PreparedLoader(DataLoader[Any]):
         """
         self._check_order()
         epoch, offset = state["epoch"], state["offset"]
-        if (self._shared is None) != ("seed" not in state):
+        if (self._worker_sampler is None) != ("seed" not in state):
             raise ValueError(
                 "load_state_dict(...): raysgd splits this loader and not that of the state, or the "
                 "other way round. Pass the same add_dist_sampler to prepare_data_loader()."
             )
-        if self._shared is None:
+        if self._worker_sampler is None:
             if offset and state["num_workers"] != self._world_size:
                 raise ValueError(
                     f"load_state_dict(...): the state is of {state['num_workers']} workers within "
                     f"an epoch, and there are {self._world_size}. {_ADVICE}"
                 )
         else:
-            source = self._shared.source
+            source = self._worker_sampler.source
             source.check_position(state["data"])
-            self._shared.seed = state["seed"]
+            self._worker_sampler.seed = state["seed"]
             source.reseed(state["seed"], state["seed"])
             source.move_to(state["data"])
-            self._shared.set_epoch(epoch)
+            self._worker_sampler.set_epoch(epoch)
         self._start, self._pass = (epoch, offset), None
 
     def _begin(self) -> tuple[int, int]:
         """Return the epoch and the offset of the next pass."""
-        epoch = self._start[0] if self._shared is None else self._shared.begin()
+        epoch = self._start[0] if self._worker_sampler is None else self._worker_sampler.begin()
         return epoch, self._start[1] if self._start[0] == epoch else 0
 
     def _counts(self, begun: int | None) -> bool:
         """Return whether the workers have trained since there were `begun` collectives."""
-        is_alone = self._shared is None or self._world_size == 1
+        is_alone = self._worker_sampler is None or self._world_size == 1
         return is_alone or begun is None or begun < (self._num_collectives() or 0)
 
     def _check_order(self) -> None:
         known = isinstance(self._loader.dataset, IterableDataset) or own_split(self._loader)
         sampler = self._loader.batch_sampler if makes_own_batches(self._loader) else self.sampler
-        if self._shared is None and not known and type(sampler) is not SequentialSampler:
+        if self._worker_sampler is None and not known and type(sampler) is not SequentialSampler:
             raise ValueError(
                 f"This loader has no position, because the order of its {type(sampler).__name__} "
                 f"is random, and raysgd does not split it. {_ADVICE}"
@@ -237,7 +237,7 @@ def _move_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         yield batch
 
 
-class _SharedSampler(DistributedSampler[Any]):
+class _WorkerSampler(DistributedSampler[Any]):
     """Offers the epoch of a `PartitionedLoader`, and this worker's indices, like PyTorch does."""
 
     def __init__(self, source: Any, seed: int, num_collectives: Callable[[], int | None]) -> None:
@@ -305,7 +305,7 @@ class _SharedSampler(DistributedSampler[Any]):
             self.set_epoch(epoch + 1)
 
 
-def _can_share(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
+def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
     if not splits or own_split(loader) is not None:
         return False
     if makes_own_batches(loader):
