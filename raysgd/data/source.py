@@ -33,7 +33,7 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def own_split(loader: Any) -> tuple[Any, Any] | None:
+def own_ranks(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
@@ -72,7 +72,7 @@ class BatchSource:
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
     ) -> None:
         self.loader = loader
-        self.by_user = by_user or own_split(loader) is not None  # user code selects the part
+        self.by_user = by_user or own_ranks(loader) is not None  # user code selects the part
         self.why_whole = why_whole
         self._has_length = has_length and length_of(loader) is not None
         self._rest: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset

@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
-from raysgd.data.source import BatchSource, length_of, own_split
+from raysgd.data.source import BatchSource, length_of, own_ranks
 from raysgd.data.stream import GroupedStream
 from raysgd.loop.options import Settings
 
@@ -126,7 +126,7 @@ class DataSources(ABC):
         """Warn about loaders that select their part by ranks of an earlier group."""
         context = self._settings.context
         for name, source in self._sources.items():
-            split = None if source.is_partitioned else own_split(source.loader)
+            split = None if source.is_partitioned else own_ranks(source.loader)
             if split is None or not isinstance(split[0], int):
                 continue
             size, rank = split

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
 from raysgd._internal.nested import is_of_user
-from raysgd.data.source import own_split
+from raysgd.data.source import own_ranks
 from raysgd.loop.operator_base import as_list
 from raysgd.torch.tensors import ELEMENTWISE, parameters_of
 
@@ -245,7 +245,7 @@ def _has_loader(value: Any, seen: set[int]) -> bool:
             continue
         seen.add(id(part))
         if isinstance(part, DataLoader | _BaseDataLoaderIter):
-            if own_split(part) is None and own_split(part._index_sampler) is None:
+            if own_ranks(part) is None and own_ranks(part._index_sampler) is None:
                 return True
         elif isinstance(part, FunctionType):  # which refers to its whole module
             parts.append(part.__closure__)

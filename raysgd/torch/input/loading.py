@@ -28,7 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
-from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_split
+from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_ranks
 from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.orders import (
@@ -376,7 +376,7 @@ def wrap_loader(
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
-    may_partition = partitions and own_split(loader) is None
+    may_partition = partitions and own_ranks(loader) is None
     whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_whole(whole)
     if (may_partition or _is_distributed(whole)) and not why:

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data.partition import StepLayout
-from raysgd.data.source import once, own_split
+from raysgd.data.source import once, own_ranks
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loading import makes_own_batches, why_whole, wrap_loader
@@ -203,7 +203,7 @@ class PreparedLoader(DataLoader[Any]):
         return is_alone or begun is None or begun < (self._num_collectives() or 0)
 
     def _check_order(self) -> None:
-        known = isinstance(self._loader.dataset, IterableDataset) or own_split(self._loader)
+        known = isinstance(self._loader.dataset, IterableDataset) or own_ranks(self._loader)
         sampler = self._loader.batch_sampler if makes_own_batches(self._loader) else self.sampler
         if self._worker_sampler is None and not known and type(sampler) is not SequentialSampler:
             raise ValueError(
@@ -306,7 +306,7 @@ class _WorkerSampler(DistributedSampler[Any]):
 
 
 def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
-    if not splits or own_split(loader) is not None:
+    if not splits or own_ranks(loader) is not None:
         return False
     if makes_own_batches(loader):
         return splits == "always" or isinstance(loader.dataset, Stream)
