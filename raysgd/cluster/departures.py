@@ -33,11 +33,11 @@ class Drains:
 
     # ---- notices of the user
 
-    def drain(self, target: WorkerHandle | str, deadline_s: float | None) -> None:
+    def announce(self, target: WorkerHandle | str, deadline_s: float | None) -> None:
         deadline = self._clock.time() + (math.inf if deadline_s is None else deadline_s)
         self._announced[target] = Notice("drain() was called", deadline)
 
-    def terminate(self, member: WorkerHandle, since_s: float) -> None:
+    def note_sigterm(self, member: WorkerHandle, since_s: float) -> None:
         deadline = self._clock.time() + _TERM_S - since_s
         self._announced.setdefault(member, Notice("its process was sent SIGTERM", deadline))
 

@@ -83,7 +83,7 @@ def dumps(value: Any, is_small: Any = None, portable: bool = False) -> bytes:
         return file.getvalue()
 
 
-def sendable(what: str, value: Any) -> Parcel:
+def pack_as(what: str, value: Any) -> Parcel:
     """Pack a value for the workers. An error names it as `what`."""
     try:
         return pack(value)

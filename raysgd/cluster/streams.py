@@ -123,7 +123,7 @@ async def _in_file(
 ) -> Parcel:
     loop, chunk = asyncio.get_running_loop(), memoryview(bytearray(_CHUNK_BYTES))
     file = _on_disk(open_file)
-    received = _mapping(data, sizes, file) if sizes else Parcel(data)
+    received = _map_file(data, sizes, file) if sizes else Parcel(data)
     while size := await loop.sock_recv_into(connection, chunk):
         _on_disk(file.write, chunk[:size])
     _on_disk(file.flush)
@@ -156,13 +156,13 @@ def store_copy(parcel: Parcel) -> Parcel:
         return parcel
     if is_small(parcel):
         return Parcel(bytes(parcel.data), list(map(bytes, parcel.buffers)))
-    kept = _mapping(bytes(parcel.data), parcel.sizes, file := _on_disk(unnamed_file))
+    kept = _map_file(bytes(parcel.data), parcel.sizes, file := _on_disk(unnamed_file))
     _on_disk(parcel.write, file)
     _on_disk(file.flush)
     return kept
 
 
-def _mapping(data: bytes, sizes: Sequence[int], file: Any) -> Parcel:
+def _map_file(data: bytes, sizes: Sequence[int], file: Any) -> Parcel:
     """Return a value with buffers in a file. Its large arrays are pages, copied if they change."""
 
     def buffers() -> Iterator[memoryview]:

@@ -12,7 +12,7 @@ from typing import Any
 from raysgd._internal.context import Progress, Request
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
-from raysgd.cluster.serialization import pack, sendable
+from raysgd.cluster.serialization import pack, pack_as
 from raysgd.cluster.streams import Inbox
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
@@ -209,7 +209,7 @@ class Commands:
         busy = self.busy  # they were interrupted before
         idle = [member for member in self._group.members if member not in busy]
         self._ask_now(idle, Worker.interrupt, self._journal.generation)
-        packed = sendable(request.name, request)
+        packed = pack_as(request.name, request)
         attempt = Attempt({m: m.work(Worker.call, packed) for m in idle}, self._clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them

@@ -17,7 +17,7 @@ from typing import Any
 from raysgd._internal.context import Progress, Request, Runner
 from raysgd._internal.tracebacks import release_callers
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.cluster.serialization import sendable
+from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.comm.backend import CollectiveBackend
@@ -73,7 +73,7 @@ class Controller:
         created: dict[str, Any]
         created = {"initialization_hook": hook, "the runner": runner, "backend": backend}
         if not group.options.inline:
-            created = {name: sendable(name, value) for name, value in created.items()}
+            created = {name: pack_as(name, value) for name, value in created.items()}
         arguments = (*created.values(), sys.path)
         self._context = context = DriverContext(
             group, backend, elastic, self.policy, arguments, timeout_s, self._check_open

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.serialization import sendable
+from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.streams import offering
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -225,7 +225,7 @@ class GroupForming:
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[tuple[bool, Attempt]]:
         if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
             return
-        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
+        packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with offering(packed, [member.info.node_ip for member in members]) as offer:
             calls = {member: member.work(Worker.call, offer) for member in members}
             attempt = self._await_phase(calls, "load")

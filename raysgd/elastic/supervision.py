@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Holdings, Progress
-from raysgd.cluster.serialization import sendable
+from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.streams import offering
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -172,7 +172,7 @@ class Supervision:
             request = request.for_attempt(self._context.shares.of(members), self._split)
         if self._group.options.inline:
             return request
-        return sendable(f"the arguments of {call.name}", request)
+        return pack_as(f"the arguments of {call.name}", request)
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
