@@ -145,7 +145,7 @@ class OperatorTrainer(TrainerInfo):
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
-            self._fit_loop.show_training(self, metrics, result)
+            self._fit_loop.report_training(self, metrics, result)
         if reduce_results:
             return metrics
         return [{"epoch": epoch} | each | {"epoch": epoch} for each in result.by_worker]

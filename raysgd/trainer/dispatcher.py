@@ -86,7 +86,7 @@ class Dispatcher:
     last_call: LastCall | None = None
     bad_steps: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not applied, oldest first."""
-    _shown: dict[str, Any] = field(default_factory=dict)
+    _being_reported: dict[str, Any] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of calls. Workers recognize a repeated call by its number."""
     _newest: TrainCall | None = None
@@ -116,16 +116,16 @@ class Dispatcher:
     @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, including metrics that callbacks are handling now."""
-        return {**self.latest, **self._shown}
+        return {**self.latest, **self._being_reported}
 
-    def show(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
+    def report(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
         """Pass the metrics of a call to the callbacks, which may add metrics."""
         self.last_call = call
-        before, self._shown = self._shown, metrics
+        before, self._being_reported = self._being_reported, metrics
         try:
             self.callback_list.call(hook, trainer, metrics)
         finally:
-            self._shown = before
+            self._being_reported = before
             self.latest.update(metrics)
 
     def run(self, call: Call, changes_state: bool = False) -> list[Any]:

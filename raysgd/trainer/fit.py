@@ -69,11 +69,11 @@ class FitLoop:
     _has_validated: bool = False
     _num_validated: int = 0
     """Number of epochs that need no validation anymore."""
-    _owed_at: int | None = None
+    _due_at: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
     _results: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
     """Metrics of the newest training, and of its validation, unless that had a result."""
-    _of_validation: set[str] = field(default_factory=set)
+    _validation_names: set[str] = field(default_factory=set)
     """Names of the metrics of validations."""
 
     def run(
@@ -181,13 +181,13 @@ class FitLoop:
             )
             result = self.dispatcher.validate(trainer, request)
             self._has_validated = True
-            self._owed_at, self._num_validated = None, self._num_completed
+            self._due_at, self._num_validated = None, self._num_completed
             if result.call.is_complete:  # otherwise the user looks at some batches
                 self._results[1:] = [(result.merged, result.call)] if self._results else []
-            self.dispatcher.show("on_validation_end", trainer, result.merged, result.call)
-            self._of_validation.update(result.merged)
+            self.dispatcher.report("on_validation_end", trainer, result.merged, result.call)
+            self._validation_names.update(result.merged)
             if len(self._results) > 1:
-                self._show_result(trainer)
+                self._report_result(trainer)
         return result
 
     @property
@@ -205,12 +205,12 @@ class FitLoop:
     @property
     def lacks_validation(self) -> bool:
         """Whether the validation of the newest epoch is missing, and no training followed."""
-        if self._owed_at == self.dispatcher.controller.progress.global_step:
+        if self._due_at == self.dispatcher.controller.progress.global_step:
             return True
         return self._num_completed > self._num_validated and self._is_due
 
-    def _note_due_validation(self, owed: bool) -> None:
-        self._owed_at = self.dispatcher.controller.progress.global_step if owed else None
+    def _note_due_validation(self, is_due: bool) -> None:
+        self._due_at = self.dispatcher.controller.progress.global_step if is_due else None
 
     def note_loaded(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
@@ -219,17 +219,17 @@ class FitLoop:
 
     # ---- results
 
-    def show_training(
+    def report_training(
         self, trainer: Trainer, metrics: dict[str, Any], result: WorkerMetrics
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
         self._results = [(metrics, result.call)]
         hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-        self.dispatcher.show(hook, trainer, metrics, result.call)
+        self.dispatcher.report(hook, trainer, metrics, result.call)
         if result.completed_epoch and not self._is_due:
-            self._show_result(trainer)
+            self._report_result(trainer)
 
-    def _show_result(self, trainer: Trainer) -> None:
+    def _report_result(self, trainer: Trainer) -> None:
         """Pass the result of an epoch to the callbacks, unless a callback made the call."""
         if self.dispatcher.callback_list.inside:
             return
@@ -241,7 +241,7 @@ class FitLoop:
         if call.kind == "validate":
             self._results = []
         else:
-            names = self._of_validation - {NUM_SAMPLES, BATCH_COUNT}
+            names = self._validation_names - {NUM_SAMPLES, BATCH_COUNT}
             merged = {name: value for name, value in merged.items() if name not in names}
         whole = call._replace(seconds=seconds)
         self.dispatcher.callback_list.call("on_result", trainer, whole, merged)
@@ -268,7 +268,7 @@ class FitLoop:
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 parts.append(merge_workers(parts))
             names = dict.fromkeys(itertools.chain.from_iterable(parts))
-            self._of_validation.update(names)
+            self._validation_names.update(names)
             if names:
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitors(self._find_monitors(), list(names), why)

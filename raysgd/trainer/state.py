@@ -184,10 +184,10 @@ class StateTransfer:
     def load_file(self, path: str | os.PathLike[str]) -> None:
         self.dispatcher.check_open(changes_state=True)
         file, parent = OpenFile(path), {"path": Location(path).shown}
-        self.load({**file.read(), "parent": parent}, again=file.read)
+        self.load({**file.read(), "parent": parent}, reread=file.read)
 
-    def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
-        """Load a state. `again` reads it from a file, so that it need not be kept."""
+    def load(self, state: Mapping[str, Any], reread: Callable[[], Any] | None = None) -> None:
+        """Load a state. `reread` reads it from a file, so that it need not be kept."""
         self.dispatcher.check_open(changes_state=True)
         check_state(state)
         of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
@@ -198,8 +198,8 @@ class StateTransfer:
         path = of_driver["parent"].get("path")
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
-        if again is not None:
-            snapshots.put(lambda: for_workers(again()))
+        if reread is not None:
+            snapshots.put(lambda: for_workers(reread()))
         elif any(member.remote for member in self.dispatcher.controller.members):
             snapshots.store(of_workers)
         else:  # packing needs Ray
