@@ -272,7 +272,7 @@ class SupervisedOperator(ConfiguredOperator):
         self.backward(total / (count or 1), num_samples=counted)
         self.optimizer_step(self.optimizer)
         metrics = self.loss_metrics(total.detach(), count)
-        return {NUM_SAMPLES: len(target), **_named("train", metrics)}
+        return {NUM_SAMPLES: len(target), **_add_prefix("train", metrics)}
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         batch = self.to_device(batch)
@@ -285,14 +285,14 @@ class SupervisedOperator(ConfiguredOperator):
         batch_info["output"] = output
         self.update_metrics(output, target)
         metrics = {**self.loss_metrics(losses.sum(), count), **self.metrics(output, target)}
-        return {NUM_SAMPLES: len(target), **_named("val", metrics)}
+        return {NUM_SAMPLES: len(target), **_add_prefix("val", metrics)}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         with self.autocast():
             return in_full_precision(self.predict(self.to_device(batch))[0])
 
 
-def _named(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def _add_prefix(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
 

@@ -127,7 +127,7 @@ class GAN(ConfiguredOperator):
         self.optimizer_step(self.discriminator_optimizer)
 
         judge = self.unwrapped(self.discriminator)
-        with _frozen(judge):
+        with _freezing(judge):
             with self.autocast():
                 loss = _loss(in_full_precision(judge(fake)), 1.0)
             self.backward(loss, num_samples=counted)
@@ -179,7 +179,7 @@ def _loss(scores: torch.Tensor, share_real: float) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
+def _freezing(model: torch.nn.Module) -> Iterator[None]:
     """Freeze the parameters of a model, but let gradients pass through it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:

@@ -93,14 +93,14 @@ class WithMetrics(TrainingOperator):
         for metric in metrics.values():
             metric.reset()
         result = super().validate(val_iterator, info)
-        if result.get(BATCH_COUNT) and not any(_updated(m) for m in metrics.values()):
+        if result.get(BATCH_COUNT) and not any(_has_updates(m) for m in metrics.values()):
             kind = type(self).__name__
             raise RuntimeError(
                 f"No metric of {kind} was updated. Call self.update_metrics(output, target) in "
                 f"{kind}.validate_batch, and list WithMetrics first among the bases of {kind}."
             )
         for name, metric in metrics.items():
-            if _updated(metric):  # a worker may have had no batch
+            if _has_updates(metric):  # a worker may have had no batch
                 states = MergedStates(metric.clone().cpu())
                 with warnings.catch_warnings():
                     # Warnings about this worker's part alone are misleading.
@@ -116,5 +116,5 @@ class WithMetrics(TrainingOperator):
         return result
 
 
-def _updated(metric: Metric) -> bool:
+def _has_updates(metric: Metric) -> bool:
     return any(member.update_called for member in members(metric))

@@ -73,7 +73,7 @@ def _exact(value: Any) -> Any:
     return numerator * (_ONE // denominator)
 
 
-def _rounded(total: Any) -> Any:
+def _round(total: Any) -> Any:
     """Return an exact sum as the nearest float. Return other sums as they are."""
     if not isinstance(total, int):
         return total
@@ -86,7 +86,7 @@ def _rounded(total: Any) -> Any:
 def _add_exactly(left: Any, right: Any) -> Any:
     if isinstance(left, int) and isinstance(right, int):
         return left + right
-    return _rounded(left) + _rounded(right)
+    return _round(left) + _round(right)
 
 
 class AverageMeter:
@@ -123,7 +123,7 @@ class AverageMeter:
     @property
     def sum(self) -> Any:
         """Weighted sum."""
-        return _on_cpu(_rounded(self._total))
+        return _on_cpu(_round(self._total))
 
     @property
     def avg(self) -> Any:
@@ -179,7 +179,7 @@ class Sums(MergeableMetric):
     @property
     def sums(self) -> dict[str, Any]:
         """Sums by name: floats, or float64 on the CPU for arrays and tensors."""
-        return {name: _on_cpu(_rounded(value)) for name, value in self._sums.items()}
+        return {name: _on_cpu(_round(value)) for name, value in self._sums.items()}
 
     def merge(self, other: Self) -> Self:
         """Return a metric with the added sums of both metrics."""

@@ -27,7 +27,7 @@ def env_seconds(name: str, default: float) -> float:
     return value
 
 
-def rounded_batch(size: Any, num_parts: int, parts: str = "num_workers") -> int:
+def round_batch(size: Any, num_parts: int, parts: str = "num_workers") -> int:
     """Return a global batch size, rounded down to a multiple of the parts of a step.
 
     Warn if that changes the size.

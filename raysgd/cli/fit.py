@@ -56,7 +56,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     unless they begin like a list, a dict, or a quoted string.
     """
     try:
-        content = {} if path is None else _parsed(path.read_text(encoding="utf-8")) or {}
+        content = {} if path is None else _parse(path.read_text(encoding="utf-8")) or {}
     except (ValueError, RecursionError) as error:  # also if the text is not in UTF-8
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     sections = content if isinstance(content, dict) else {str(content): None}
@@ -82,7 +82,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
             above = place.rpartition(".")[0]
             raise ValueError(f"{override!r}: {above} is already a value, so it has no keys.")
         try:
-            values[keys[-1]] = _parsed(value)
+            values[keys[-1]] = _parse(value)
         except (ValueError, RecursionError) as error:
             if value.lstrip().startswith(("[", "{", "'", '"', "&")):
                 raise ValueError(f"{override!r} is not valid YAML: {error}") from error
@@ -92,7 +92,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     return settings
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """Return the content of a YAML text. Raise ValueError if it is not valid, or repeats a key."""
     import yaml
 

@@ -143,7 +143,7 @@ def _ask_head(address: str) -> None:
 
 def overview(address: str) -> dict[str, tuple[float, float]]:
     """Return the total and the free amount of each resource of a cluster."""
-    with _connected(address):
+    with _connecting(address):
         total, free = ray.cluster_resources(), ray.available_resources()
         return {
             name: (total[name], free.get(name, 0.0))
@@ -153,7 +153,7 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
 
 
 @contextlib.contextmanager
-def _connected(address: str) -> Iterator[None]:
+def _connecting(address: str) -> Iterator[None]:
     _init(address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
@@ -178,7 +178,7 @@ def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
     The speed is the number of matrix products per second, on a GPU if the node has one. Raise
     GetTimeoutError of Ray if a node has no free CPU or GPU.
     """
-    with _connected(address):
+    with _connecting(address):
         traits = node_traits()
         # Skip nodes without CPUs, often head nodes, because they get no workers.
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]

@@ -20,7 +20,7 @@ from raysgd._internal.arguments import (
     is_number,
     set_fields,
 )
-from raysgd._internal.config import BATCH_SIZE, rounded_batch
+from raysgd._internal.config import BATCH_SIZE, round_batch
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import CollectiveBackend, create_backend
 from raysgd.cluster.group_options import GroupOptions
@@ -81,7 +81,7 @@ class Options(ABC):
         if config.get(BATCH_SIZE) is not None:
             parts = "num_shards" if self.layout.is_fixed else "num_workers"
             num_parts = self.layout.num_full_parts(num_workers)
-            config[BATCH_SIZE] = rounded_batch(config[BATCH_SIZE], num_parts, parts)
+            config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], num_parts, parts)
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())
         check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions)

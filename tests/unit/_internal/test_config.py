@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd._internal.config import BATCH_SIZE, env_seconds, rounded_batch, worker_config
+from raysgd._internal.config import BATCH_SIZE, env_seconds, round_batch, worker_config
 from raysgd.torch.options import EqualBits, TorchOptions
 
 sizes = st.integers(1, 10_000)
@@ -17,12 +17,12 @@ workers = st.integers(1, 64)
 def test_shares_of_a_global_batch_are_equal_and_positive(size, num_workers):
     if size < num_workers:
         with pytest.raises(ValueError, match=f"smaller than num_workers={num_workers}"):
-            rounded_batch(size, num_workers)
+            round_batch(size, num_workers)
         return
     share = worker_config({BATCH_SIZE: size, "lr": 1}, num_workers)[BATCH_SIZE]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rounded = rounded_batch(size, num_workers)
+        rounded = round_batch(size, num_workers)
     assert share >= 1
     assert share * num_workers == rounded
     assert 0 <= size - rounded < num_workers
@@ -59,7 +59,7 @@ def test_a_config_without_batch_size_is_fine():
 @pytest.mark.parametrize("size", [True, 8.5, "8", [8]])
 def test_a_batch_size_of_another_type_is_an_error(size):
     with pytest.raises(TypeError, match="must be an int"):
-        rounded_batch(size, 1)
+        round_batch(size, 1)
 
 
 def test_seconds_come_from_the_environment(monkeypatch):
