@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from raysgd.cluster.clock import Clock
-from raysgd.cluster.departures import Drains, Notice
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
+from raysgd.cluster.notices import Notice, PreemptionNotices
 from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 from raysgd.cluster.worker_handle import ActorHandle, InlineHandle, WorkerHandle
 
@@ -32,7 +32,7 @@ class ActorGroup:
         self.options = options
         self.clock = clock or Clock()
         self.members: list[WorkerHandle] = []
-        self.drains = Drains(self.clock)
+        self.notices = PreemptionNotices(self.clock)
         self._extra: list[Slot] = []  # slots requested for workers that may soon be lost
         self._reservation: Reservation | None = None
         self._local: LocalSlot | None = None
@@ -72,7 +72,7 @@ class ActorGroup:
 
         ray_session.connect()
         ray_session.check_runtime_env()
-        self.drains.ask_ray()
+        self.notices.poll_ray()
         return placement.reserve(
             self.options.bundle,
             num_workers=num_workers,
@@ -126,7 +126,7 @@ class ActorGroup:
 
     def leaving(self) -> dict[WorkerHandle, Notice]:
         """Return the members that will be preempted."""
-        return self.drains.leaving(self.members)
+        return self.notices.leaving(self.members)
 
     def vacant_slots(self, request: bool = True) -> list[AnySlot]:
         """Return slots without a worker, on nodes that will not be preempted.
@@ -134,7 +134,7 @@ class ActorGroup:
         Request missing slots if `request` is true or slots were lost.
         """
         slots: list[AnySlot] = [] if self._local is None else [self._local]
-        taken, nodes = list(self._slots.values()), self.drains.nodes
+        taken, nodes = list(self._slots.values()), self.notices.nodes
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
             reservation.drop_lost(taken)
@@ -197,7 +197,7 @@ class ActorGroup:
         Unless `force`, processes have `patience_s` for teardown, and another `patience_s` to exit.
         """
         self._is_wanted = False
-        self.drains.stop()
+        self.notices.stop()
         with self._ending:  # another thread may be ending the group
             self._shutdown(force, patience_s)
 

@@ -174,7 +174,7 @@ class GroupForming:
                 return
             now = self._clock.monotonic()
             is_short = num_members + self._scale_up.num_started() < min_workers
-            if is_short and now >= deadline and not self._group.drains.is_ray_silent:
+            if is_short and now >= deadline and not self._group.notices.is_ray_silent:
                 room = self._group.room()
                 if number == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.cluster.departures import Notice
+from raysgd.cluster.notices import Notice
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
 
@@ -40,7 +40,7 @@ class PreemptionWatch:
             if node_id not in known:
                 there = ", ".join(sorted(known)) or "none"
                 raise ValueError(f"drain(node_id={node_id!r}): must be one of the nodes {there}.")
-            self._group.drains.announce(node_id, deadline_s)
+            self._group.notices.announce(node_id, deadline_s)
             return
         if rank is None or not 0 <= rank < len(members):
             allowed = f"must be from 0 to {len(members) - 1}" if members else "no worker is left"
@@ -50,13 +50,13 @@ class PreemptionWatch:
                 f"drain(rank={rank}): this worker is in the driver's process (use_local). Only "
                 "workers in other processes can be replaced."
             )
-        self._group.drains.announce(members[rank], deadline_s)
+        self._group.notices.announce(members[rank], deadline_s)
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
         for member, each in progress.items():
             if each.terminated_s is not None:
-                self._group.drains.note_sigterm(member, each.terminated_s)
+                self._group.notices.note_sigterm(member, each.terminated_s)
         leaving = self._group.leaving()
         news = {member: leaving[member] for member in leaving if member not in self._known}
         self._known = set(leaving)

@@ -186,7 +186,7 @@ class ScaleUp:
         With `starting`, the replacements form the group in the reserved slots. While the Ray head
         node does not respond, do nothing, because requests would block the driver.
         """
-        if self.group.drains.is_ray_silent:
+        if self.group.notices.is_ray_silent:
             if not self._has_logged_silence:
                 self._has_logged_silence = True
                 logger.warning("The Ray head does not answer. Replacement workers wait for it.")
@@ -298,7 +298,7 @@ class ScaleUp:
 
     def ready(self) -> list[WorkerHandle]:
         """Return the replacement workers that can join now."""
-        if not self.policy.survivors_stay and self.group.drains.is_ray_silent:
+        if not self.policy.survivors_stay and self.group.notices.is_ray_silent:
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()

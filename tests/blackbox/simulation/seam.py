@@ -581,7 +581,7 @@ class SimGroup(ActorGroup):
             stays = driver.controller.policy.survivors_stay
             is_fine = not (member.dead or member.silent or member.deaf)
             is_fine = is_fine and member.condition == "good"
-            is_fine = is_fine and not self.drains.leaving([member])
+            is_fine = is_fine and not self.notices.leaving([member])
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"
         super().discard(member)
 

@@ -208,7 +208,7 @@ def test_room_on_a_draining_node_is_replaced(start):
     group = start(num_workers=2, room=2)
     member = group.members[1]
     slot = group.slot_of(member)
-    group.drains.announce(member.node_id, None)
+    group.notices.announce(member.node_id, None)
     assert [slot.strategy for slot in group.vacant_slots()] == [2]  # before the worker leaves
     group.discard(member)
     assert slot not in group.vacant_slots()

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd.cluster.departures import Notice
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.notices import Notice
 from raysgd.elastic.call import Call
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.loop.requests import DepartureRequest, TrainRequest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.cluster.departures import Drains
+from raysgd.cluster.notices import PreemptionNotices
 from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import World
 from tests.unit.cluster.test_elasticity import kinds, run_until
@@ -76,10 +76,10 @@ def silence(world, monkeypatch):
     """A function that sets when the Ray head is unresponsive."""
     spans = []
 
-    def is_silent(drains):
+    def is_silent(notices):
         return any(start <= world.monotonic() < end for start, end in spans)
 
-    monkeypatch.setattr(Drains, "is_ray_silent", property(is_silent))
+    monkeypatch.setattr(PreemptionNotices, "is_ray_silent", property(is_silent))
     return lambda *span: spans.append(span)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raysgd.cluster.departures import Drains
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.notices import PreemptionNotices
 from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic import scale_up as scaling_module
 from raysgd.elastic.config import ElasticConfig
@@ -34,7 +34,7 @@ class FakeGroup:
         self.slots = list(range(num_workers))
         self.taken = list(range(present))
         self.discarded = []
-        self.drains = Drains(clock)
+        self.notices = PreemptionNotices(clock)
 
     def vacant_slots(self, request=True):
         return [slot for slot in self.slots if slot not in self.taken]

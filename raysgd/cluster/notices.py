@@ -21,7 +21,7 @@ class Notice(NamedTuple):
     deadline: float = math.inf  # in seconds since the Unix epoch
 
 
-class Drains:
+class PreemptionNotices:
     """Collects preemption notices, and polls Ray for them."""
 
     def __init__(self, clock: Clock) -> None:
@@ -43,11 +43,11 @@ class Drains:
 
     # ---- notices of Ray
 
-    def ask_ray(self) -> None:
+    def poll_ray(self) -> None:
         """Poll Ray in a thread until `stop`, because a request can block."""
         if self._is_over is None:
             self._is_over = over = threading.Event()
-            name = "raysgd-drains"
+            name = "raysgd-notices"
             threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
 
     def stop(self) -> None:
