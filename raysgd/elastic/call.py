@@ -10,9 +10,6 @@ from raysgd._internal.context import Progress, Request
 from raysgd.cluster.streams import Inbox, Incoming
 from raysgd.elastic.points import Points
 
-MAX_LOSSES = 3
-"""Number of losses that a call tolerates if it trains nothing and can be repeated."""
-
 
 @dataclass(kw_only=True)
 class Call:

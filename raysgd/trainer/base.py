@@ -29,7 +29,6 @@ from raysgd.callbacks.callback_list import CallbackList, check_logdir, trainer_c
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset
-from raysgd.elastic.call import MAX_LOSSES, Call
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError
@@ -94,8 +93,7 @@ class OperatorTrainer(TrainerInfo):
         if options.config.get(BATCH_SIZE) is not None:
             function = operator.attrgetter("_train_state.data.keeps_global_batch")
             request = ApplyOperatorRequest(function=function)
-            call = Call(request=request, rank=0, max_losses=MAX_LOSSES, any_size=True)
-            self._keeps_batch = bool(dispatcher.run(call)[0])
+            self._keeps_batch = bool(dispatcher.run(request, rank=0, any_size=True)[0])
 
     def _notify_callbacks(self) -> None:
         self._callback_list.notify_events(self)
@@ -194,8 +192,8 @@ class OperatorTrainer(TrainerInfo):
         """
         info, number = check_dict("test", "info", info), next(self._dispatcher.numbers)
         request = ValidateRequest(number=number, from_start=True, loader=loader, info=info)
-        call = Call(request=request, method="test", max_losses=MAX_LOSSES, has_batches=True)
-        return as_test_metrics(merge_workers(self._dispatcher.run(call, changes_state=True)))
+        results = self._dispatcher.run(request, changes_state=True, method="test", has_batches=True)
+        return as_test_metrics(merge_workers(results))
 
     def predict(self, loader: Any) -> Any:
         """Return the results of ``predict_batch`` for a loader, in the order of its samples.
@@ -211,9 +209,9 @@ class OperatorTrainer(TrainerInfo):
             TypeError: as in `test`, or if ``predict_batch`` returns another type.
             ValueError: if the loader shuffles.
         """
-        call = Call(request=PredictRequest(loader=loader), max_losses=MAX_LOSSES, has_batches=True)
-        parts = itertools.chain.from_iterable(self._dispatcher.run(call, changes_state=True))
-        in_order = sorted(parts, key=operator.itemgetter(0))
+        request = PredictRequest(loader=loader)
+        parts = self._dispatcher.run(request, changes_state=True, has_batches=True)
+        in_order = sorted(itertools.chain.from_iterable(parts), key=operator.itemgetter(0))
         return cat_outputs([output for _, output in in_order], self._concatenate)
 
     def fit(
@@ -265,7 +263,7 @@ class OperatorTrainer(TrainerInfo):
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
         request = UpdateSchedulersRequest(number=next(self._dispatcher.numbers), metric=metric)
-        self._dispatcher.run(Call(request=request, max_losses=MAX_LOSSES))
+        self._dispatcher.run(request)
 
     # ---- state
 
@@ -359,7 +357,7 @@ class OperatorTrainer(TrainerInfo):
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         check_function("apply_all_workers", "fn", fn)
-        return self._dispatcher.run(Call(request=ApplyRequest(function=fn)))
+        return self._dispatcher.run(ApplyRequest(function=fn), max_losses=0)
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn(operator)` on every worker. See `apply_all_workers`.
@@ -368,7 +366,7 @@ class OperatorTrainer(TrainerInfo):
         sizes (``register_data``), but of other attributes only what ``state_dict`` returns.
         """
         check_function("apply_all_operators", "fn", fn)
-        return self._dispatcher.run(Call(request=ApplyOperatorRequest(function=fn)))
+        return self._dispatcher.run(ApplyOperatorRequest(function=fn), max_losses=0)
 
     def describe_data(self) -> dict[str, str]:
         """Return how the workers read each registered loader, and where a resumed run begins."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from raysgd._internal.context import Progress
+from raysgd._internal.context import Progress, Request
 from raysgd._internal.finite import bad_loss
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
-from raysgd.elastic.call import MAX_LOSSES, Call, LoadRequest
+from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.elastic.points import Part, Points
@@ -24,6 +24,9 @@ from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 
 logger = logging.getLogger(__name__)
+
+_MAX_LOSSES = 3
+"""Number of losses that a call tolerates if it trains nothing and can be repeated."""
 
 
 class WorkerMetrics(NamedTuple):
@@ -128,10 +131,11 @@ class Dispatcher:
             self._being_reported = before
             self.latest.update(metrics)
 
-    def run(self, call: Call, changes_state: bool = False) -> list[Any]:
-        """Run a call, and return the answers by rank."""
+    def run(self, request: Request, changes_state: bool = False, **options: Any) -> list[Any]:
+        """Run a call with these options of `Call`, and return the answers by rank."""
         self.check_open(changes_state)
-        if not isinstance(call.request, LoadRequest):
+        call = Call(request=request, **{"max_losses": _MAX_LOSSES, **options})
+        if not isinstance(request, LoadRequest):
             call.replay = self._replay_of
         return [outcome.value() for outcome in self.controller.run(call)]
 
@@ -250,16 +254,10 @@ class Dispatcher:
         if self._failed_validation is not None and not request.from_start:
             request = replace(request, number=self._failed_validation)
         self._failed_validation = request.number
-        call = Call(
-            request=request,
-            method="validate",
-            max_losses=MAX_LOSSES,
-            has_batches=True,
-            on_wait=self.callback_list.watcher(trainer, "validate"),
-        )
+        watcher = self.callback_list.watcher(trainer, "validate")
         start = 0 if request.from_start else self.controller.progress.validation_offset
         started = time.perf_counter()
-        results = self.run(call)
+        results = self.run(request, method="validate", has_batches=True, on_wait=watcher)
         seconds = time.perf_counter() - started
         self._failed_validation = None
         merged = self._merge(results)

@@ -15,7 +15,6 @@ from raysgd._internal.arguments import check_dict, check_int, set_fields
 from raysgd.callbacks.base import Callback, History, LastCall, Trainer
 from raysgd.callbacks.callback_list import check_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
-from raysgd.elastic.call import MAX_LOSSES, Call
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader
@@ -250,7 +249,7 @@ class FitLoop:
 
     def _can_validate(self) -> bool:
         request = ApplyOperatorRequest(function=_has_validation_loader)
-        return any(self.dispatcher.run(Call(request=request, method="fit", max_losses=MAX_LOSSES)))
+        return any(self.dispatcher.run(request, method="fit"))
 
     def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
@@ -260,10 +259,10 @@ class FitLoop:
         request = ValidateRequest(
             number=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=info
         )
-        call = Call(request=request, method="fit", max_losses=MAX_LOSSES, has_batches=True)
         try:
             # A worker without a batch has no metrics.
-            parts = [each for each in self.dispatcher.run(call) if each]
+            answers = self.dispatcher.run(request, method="fit", has_batches=True)
+            parts = [each for each in answers if each]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 parts.append(merge_workers(parts))

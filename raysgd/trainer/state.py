@@ -22,7 +22,7 @@ from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
 from raysgd.checkpoint.weights import check_suffix
 from raysgd.cluster.streams import Content, Inbox, StorageError
-from raysgd.elastic.call import MAX_LOSSES, Call, LoadRequest
+from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError
 from raysgd.loop.options import Options
@@ -121,8 +121,7 @@ class StateTransfer:
         """Return the answers of all workers that have a part of the state."""
         rank = 0 if self.dispatcher.controller.progress.holdings.complete else None
         options = {"rank": rank, "receives": Inbox, "any_size": True, **options}
-        call = Call(request=request, method=method, max_losses=MAX_LOSSES, **options)
-        return self.dispatcher.run(call)
+        return self.dispatcher.run(request, method=method, **options)
 
     # ---- files
 
@@ -193,8 +192,7 @@ class StateTransfer:
         of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
         of_workers = for_workers(state)
         with self.dispatcher.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
-            call = Call(request=LoadRequest(state=of_workers), max_losses=MAX_LOSSES)
-            self.dispatcher.run(call, changes_state=True)
+            self.dispatcher.run(LoadRequest(state=of_workers), changes_state=True)
         path = of_driver["parent"].get("path")
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
