@@ -441,7 +441,7 @@ class SimMember(WorkerHandle):
             elif task.method == "join_group" and len(task.arguments) == 3:
                 self._world.meet(self)
                 return
-            elif self.is_at("measured"):
+            elif self.is_at("departure"):
                 self.end("ok", f"of {self.home.pid}")
             elif self.is_at("export_shards"):
                 self.end("ok", self.home.pid)
