@@ -1,11 +1,27 @@
 """Fixtures of the unit tests, which do not start Ray."""
 
+import gc
+
 import pytest
 
+from raysgd._internal.context import WorkerContext
+from raysgd.backends import create_backend
 from tests.operators import Classifier, local
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 """Config for epochs of five batches."""
+
+
+@pytest.fixture
+def process_group():
+    """Create a gloo process group with one worker."""
+    backend = create_backend("gloo", 30)
+    context = WorkerContext(distributed=True)
+    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    yield
+    backend.teardown()
+    backend.close()
+    gc.collect()  # a wrapper in a reference cycle keeps the threads of its group; forks would hang
 
 
 @pytest.fixture

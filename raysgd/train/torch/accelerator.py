@@ -5,6 +5,7 @@ Each run has its own state: its precision, and the prepared objects.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -15,10 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from raysgd._internal.arguments import check_flags
+from raysgd._internal.arguments import check_choice, check_flags
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import PRECISIONS, Precision, in_full_precision
 from raysgd.train import worker_session
@@ -87,11 +89,12 @@ def prepare_model(
         model: the model.
         move_to_device: whether to move the model to `get_device()`; or another device.
         wrap_ddp: whether to wrap the model in DistributedDataParallel if there are several workers.
+            One worker alone has `module`, `no_sync`, and `join` too, and loads either state.
         ddp_kwargs: arguments of DistributedDataParallel.
     """
     check_flags("prepare_model", wrap_ddp=wrap_ddp)
     accelerator = _accelerator()
-    device = move_to_device if isinstance(move_to_device, torch.device) else get_device()
+    device = get_device() if isinstance(move_to_device, bool) else torch.device(move_to_device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if move_to_device:
@@ -109,16 +112,32 @@ def prepare_model(
     kwargs = dict(ddp_kwargs or {})
     if device.type == "cuda" and any(parameter.is_cuda for parameter in model.parameters()):
         kwargs.setdefault("device_ids", [device])
-    return DistributedDataParallel(model, **kwargs)
+    wrapped = DistributedDataParallel(model, **kwargs)
+    wrapped.register_load_state_dict_pre_hook(_add_prefix)
+    return wrapped
+
+
+def _add_prefix(wrapped: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Let a wrapped model load the state of a group of one worker."""
+    names, inner = [name for name in state if name.startswith(prefix)], f"{prefix}module."
+    if not any(name.startswith(inner) for name in names):
+        for name in names:
+            state[inner + name.removeprefix(prefix)] = state.pop(name)
 
 
 def _with_module(model: torch.nn.Module) -> torch.nn.Module:
-    """Return an object with all attributes of the model, whose `module` is `model`."""
+    """Return an object with the attributes of a model, and of its wrapper in a larger group."""
     if hasattr(model, "module"):
         return model
 
     class Prepared(type(model)):  # type: ignore[misc]
         module = model
+        no_sync = join = staticmethod(lambda **options: contextlib.nullcontext())
+
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            state_dict = copy.copy(state_dict)
+            consume_prefix_in_state_dict_if_present(state_dict, "module.")
+            return super().load_state_dict(state_dict, *args, **kwargs)
 
         def __deepcopy__(self, memo: Any) -> Any:
             return _with_module(copy.deepcopy(self.module, memo))
@@ -169,6 +188,10 @@ def prepare_data_loader(
             f"prepare_data_loader({type(data_loader).__name__}): must be a PyTorch DataLoader. "
             "Partition other data yourself, by raysgd.train.world_rank()."
         )
+    check_flags("prepare_data_loader", move_to_device=move_to_device, auto_transfer=auto_transfer)
+    check_choice(
+        "prepare_data_loader", "add_dist_sampler", add_dist_sampler, (True, False, "always")
+    )
     accelerator = _accelerator()  # makes a later accelerate() raise
     running, seed = worker_session.process_state.session, worker_session.process_state.seed
     if seed is None:  # the random numbers of several workers may differ

@@ -26,9 +26,21 @@ def test_a_prepared_loader_has_the_attributes_of_the_loader():
     assert [batch.tolist() for (batch,) in loader] == torch.arange(20).reshape(5, 4).tolist()
 
 
-def test_only_a_loader_can_be_prepared():
-    with pytest.raises(TypeError, match=r"list\): must be a PyTorch DataLoader"):
-        train.torch.prepare_data_loader([1, 2])
+@pytest.mark.parametrize(
+    ("loader", "arguments", "said"),
+    [
+        ([1, 2], {}, r"list\): must be a PyTorch DataLoader"),
+        (DataLoader([1, 2]), {"move_to_device": "cpu"}, "move_to_device='cpu'"),
+        (
+            DataLoader([1, 2]),
+            {"add_dist_sampler": "auto"},
+            "'auto'.*one of True, False, 'always'",
+        ),
+    ],
+)
+def test_wrong_arguments_of_loaders_are_errors(loader, arguments, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        train.torch.prepare_data_loader(loader, **arguments)
 
 
 def test_a_frozen_model_is_not_wrapped(monkeypatch):
@@ -127,6 +139,21 @@ def test_a_model_of_one_worker_has_the_attribute_of_a_wrapper():
     twin = copy.deepcopy(model)
     assert twin.module.weight is twin.weight is not model.weight
     assert type(pickle.loads(pickle.dumps(model))) is torch.nn.Linear
+    with model.no_sync(), model.join(enable=False):
+        model(torch.ones(1, 2)).backward()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
+def test_a_state_fits_groups_with_and_without_a_wrapper(sizes, process_group, monkeypatch):
+    models = []
+    for size in sizes:
+        monkeypatch.setattr("raysgd.train.torch.accelerator.world_size", lambda size=size: size)
+        model = torch.nn.BatchNorm1d(2)
+        models.append(train.torch.prepare_model(model, move_to_device="cpu"))
+    first, second = models
+    first.module.weight.data += 1
+    second.load_state_dict(first.state_dict())
+    assert second.module.weight.tolist() == [2, 2]
 
 
 def test_without_mixed_precision_an_optimizer_stays_as_it_is():
