@@ -28,6 +28,11 @@ class TFOptions(Options):
     trainer = "TFTrainer"
     precisions = (False, True, "mixed_float16", "mixed_bfloat16")
 
+    @property
+    def forms_group_with_tensorflow(self) -> bool:
+        """Whether a worker uses TensorFlow before ``setup``, to form its group."""
+        return self.use_horovod
+
     def backends(self) -> tuple[str, ...]:
         return ("gloo", "horovod", "tensorflow")
 

@@ -61,12 +61,7 @@ def register(
         getattr(model, "loss", None) if criterion is None else criterion
     ):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
-    state.class_weight = check_dict("register", "class_weight", class_weight)
-    if texts := [key for key in state.class_weight if isinstance(key, str)]:
-        raise TypeError(
-            f"register(class_weight={class_weight!r}): keys must be numbers of classes, such as 0, "
-            f"but {texts[0]!r} is text."
-        )
+    state.class_weight = _check_class_weight(class_weight)
     state.metrics = BatchMetrics(model, metrics)
     state.registered = True
     registered = (
@@ -76,6 +71,16 @@ def register(
         metrics,
     )
     return tuple(each for each in registered if each is not None)
+
+
+def _check_class_weight(class_weight: Any) -> dict[Any, Any]:
+    checked = check_dict("register", "class_weight", class_weight)
+    if texts := [key for key in checked if isinstance(key, str)]:
+        raise TypeError(
+            f"register(class_weight={class_weight!r}): keys must be numbers of classes, such as 0, "
+            f"but {texts[0]!r} is text."
+        )
+    return checked
 
 
 def _check_optimizer(state: KerasTrainState, optimizer: Any) -> Any:

@@ -36,7 +36,7 @@ class TFRunner(OperatorRunner):
             os.environ["CUDA_VISIBLE_DEVICES"] = context.visible_gpus[context.gpu_index]
         elif not self._options.use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-        if self._options.use_horovod:  # it forms its group with TensorFlow, before `setup`
+        if self._options.forms_group_with_tensorflow:
             _set_threads(context)
         elif context.distributed:
             from raysgd._internal.dynamo import postpone_dynamo
@@ -51,7 +51,7 @@ class TFRunner(OperatorRunner):
             from raysgd.tf.generators import KerasGenerators
 
         options = self._options
-        if not (context.in_driver or options.use_horovod):
+        if not (context.in_driver or options.forms_group_with_tensorflow):
             _set_threads(context)
         if options.use_gpu and not tf.config.list_physical_devices("GPU"):
             raise RuntimeError(
