@@ -23,7 +23,59 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection
 
 
-class TrainState(ABC):
+class SavedState(ABC):
+    """What checkpoints, snapshots, and new workers get."""
+
+    @abstractmethod
+    def user_settings(self) -> Any:
+        """Return values that user code may set between steps, such as learning rates."""
+
+    def module_modes(self) -> Any:
+        """Return the train or eval modes that user code may set in models, for new workers."""
+        return None
+
+    def set_module_modes(self, modes: Any) -> None:  # noqa: B027
+        """Apply the result of `module_modes`."""
+
+    @abstractmethod
+    def training_state(self) -> dict[str, Any]:
+        """Return models, optimizers, and the state of features. Tensors stay on their device."""
+
+    @abstractmethod
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError if a state does not fit the registered objects."""
+
+    @abstractmethod
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `training_state`."""
+
+    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+        """Replace incoming arrays in a state by equal ones of the training state.
+
+        The content of these arrays then arrives in the memory of the training state.
+        """
+        return state
+
+    @abstractmethod
+    def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
+        """Return a copy of a leaf of a state, on its device or in the memory of the host.
+
+        The copy may share memory with the leaf if it `may_alias`.
+        """
+
+    @abstractmethod
+    def whole_models(self) -> list[Any]:
+        """Return copies of the models on rank 0. All ranks with shards must call it."""
+
+    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
+        """Return a state without the frozen parameters that ``setup`` makes again.
+
+        With `for_workers`, leave out only what ``setup`` of all workers has made alike.
+        """
+        return state
+
+
+class TrainState(SavedState):
     """Models, optimizers, and the position in the data. Features add the rest of an update."""
 
     data: DataSources
@@ -73,56 +125,6 @@ class TrainState(ABC):
         for hook in ("begin", "begin_micro_batch", "before_update", "before_commit", "commit"):
             default = getattr(StepFeature, hook)
             self.overriding[hook] = [f for f in features if getattr(type(f), hook) is not default]
-
-    # ---- what checkpoints, snapshots, and new workers get
-
-    @abstractmethod
-    def user_settings(self) -> Any:
-        """Return values that user code may set between steps, such as learning rates."""
-
-    def module_modes(self) -> Any:
-        """Return the train or eval modes that user code may set in models, for new workers."""
-        return None
-
-    def set_module_modes(self, modes: Any) -> None:  # noqa: B027
-        """Apply the result of `module_modes`."""
-
-    @abstractmethod
-    def training_state(self) -> dict[str, Any]:
-        """Return models, optimizers, and the state of features. Tensors stay on their device."""
-
-    @abstractmethod
-    def check_training_state(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError if a state does not fit the registered objects."""
-
-    @abstractmethod
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `training_state`."""
-
-    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
-        """Replace incoming arrays in a state by equal ones of the training state.
-
-        The content of these arrays then arrives in the memory of the training state.
-        """
-        return state
-
-    @abstractmethod
-    def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
-        """Return a copy of a leaf of a state, on its device or in the memory of the host.
-
-        The copy may share memory with the leaf if it `may_alias`.
-        """
-
-    @abstractmethod
-    def whole_models(self) -> list[Any]:
-        """Return copies of the models on rank 0. All ranks with shards must call it."""
-
-    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
-        """Return a state without the frozen parameters that ``setup`` makes again.
-
-        With `for_workers`, leave out only what ``setup`` of all workers has made alike.
-        """
-        return state
 
     # ---- position
 
@@ -244,7 +246,7 @@ class TrainState(ABC):
 
     # ---- the other workers
 
-    def compare_setup(self, leader_rank: int) -> None:  # noqa: B027
+    def compare_setup(self, leader_rank: int) -> None:
         """Compare what ``setup`` has made with rank `leader_rank`. Every rank must call this."""
 
     def num_rows(self, batch: Any) -> int:

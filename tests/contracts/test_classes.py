@@ -14,6 +14,7 @@ OF_TWO_LAYERS = {
     "MicroBatching",  # Keras has no parts of batches
     "OperatorBase",  # two subclasses have the same name
     "RegisteredState",  # what features use
+    "SavedState",  # what checkpoints, snapshots, and new workers get
     "TorchProcessGroup",  # the backends of functions
     "TrainerInfo",
 }
