@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
@@ -235,8 +236,9 @@ class BatchSource:
 class PartitionedSource(BatchSource):
     """A loader of `total` items in batches of `size`, divided by an :class:`EpochPartition`.
 
-    If `size` is None, each item is a batch. A `layout` with a number of parts makes the global
-    batch size constant. If `size` is `config_batch`, the global batch size is `requested_batch`.
+    If `total` is None, it is unknown. If `size` is None, each item is a batch. A `layout` with a
+    number of parts makes the global batch size constant. If `size` is `config_batch`, the global
+    batch size is `requested_batch`.
     """
 
     is_partitioned = True
@@ -245,7 +247,7 @@ class PartitionedSource(BatchSource):
     def __init__(
         self,
         loader: Any,
-        total: int,
+        total: int | None,
         size: int | None,
         drop_last: bool,
         *,
@@ -262,8 +264,9 @@ class PartitionedSource(BatchSource):
         if follows_config and layout.num_parts is not None and requested_batch is not None:
             size = requested_batch // layout.num_parts
         super().__init__(loader)
+        self._length = total
         self._partition = EpochPartition(
-            total,
+            sys.maxsize if total is None else total,
             1 if size is None else size,
             world_size,
             rank,
@@ -301,6 +304,8 @@ class PartitionedSource(BatchSource):
         return self.partition.end(0)
 
     def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"{self.describe()} has no length.")
         return self.partition.num_batches()
 
     def __iter__(self) -> Iterator[Any]:
@@ -318,10 +323,10 @@ class PartitionedSource(BatchSource):
         return partition.plan(tuple(partition.sizes(offset, num_steps)))
 
     def batch_positions(self) -> Iterator[int]:
-        return (start for start, _ in self.partition.batches())
+        return itertools.count(self._partition.rank, self._partition.world_size)
 
-    def steps_left(self, offset: int) -> int:
-        return self.partition.num_steps(offset)
+    def steps_left(self, offset: int) -> int | None:
+        return None if self._length is None else self.partition.num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         return self._partition.offset_after(offset, num_steps)

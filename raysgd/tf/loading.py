@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -153,7 +152,9 @@ class DatasetSource(PartitionedSource):
 
     knows_sizes = False
     is_compared = False  # with the data of other workers
-    global_batch = None  # type: ignore[assignment]  # the partition counts batches, not samples
+    # The partition counts batches, not samples.
+    global_batch = None  # type: ignore[assignment]
+    epoch_samples = 0
 
     def __init__(
         self,
@@ -164,13 +165,13 @@ class DatasetSource(PartitionedSource):
         layout: StepLayout = BY_WORKERS,
         **partition_arguments: Any,
     ) -> None:
-        total = int(loader.cardinality().numpy())
-        self._total = total if total >= 0 else None
+        cardinality = int(loader.cardinality().numpy())
+        total = cardinality if cardinality >= 0 else None
         # For validation data of unknown length, each worker counts its own batches.
-        counted = layout if training or self._total is not None else BY_WORKERS
+        counted = layout if training or total is not None else BY_WORKERS
         super().__init__(
             loader,
-            sys.maxsize if self._total is None else total,
+            total,
             1,
             False,
             training=training,
@@ -187,9 +188,9 @@ class DatasetSource(PartitionedSource):
         return self._layout.num_parts is not None
 
     def __len__(self) -> int:
-        if self._total is None:
+        if (length := self.steps_left(0)) is None:
             raise TypeError("This data set has an unknown number of batches.")
-        return super().steps_left(0)
+        return length
 
     def __iter__(self) -> Iterator[Any]:
         iteration = self._iterate(self._num_begun + 1, epoch=-1)  # not in any epoch
@@ -197,12 +198,6 @@ class DatasetSource(PartitionedSource):
 
     def batching(self) -> None:  # type: ignore[override]
         return None
-
-    def batch_positions(self) -> Iterator[int]:
-        return itertools.count(self._partition.rank, self._partition.world_size)
-
-    def steps_left(self, offset: int) -> int | None:  # type: ignore[override]
-        return None if self._total is None else super().steps_left(offset)
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers use one order, because some may have started more iterations."""
@@ -297,7 +292,7 @@ class DatasetSource(PartitionedSource):
         return self.loader.element_spec
 
     def fingerprint(self) -> str:
-        return f"{self._total} batches of {self.loader.element_spec}"
+        return f"{self._length} batches of {self.loader.element_spec}"
 
     def describe(self) -> str:
         return f"{self.loader!r}, for {self._partition.world_size} workers"

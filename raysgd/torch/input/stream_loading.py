@@ -34,6 +34,7 @@ class StreamSource(PartitionedSource):
 
     reads_everything = True
     order_sampler = None
+    epoch_samples = 0
 
     def __init__(
         self, loader: Any, *, seed: int, order_batch: int | None = None, **partition_arguments: Any
@@ -41,10 +42,9 @@ class StreamSource(PartitionedSource):
         self._joins = has_samples(loader)
         self._order_batch, self._seed = order_batch, seed
         size, drop_last = (loader.batch_size, loader.drop_last) if self._joins else (None, False)
-        super().__init__(loader, 0, size, bool(drop_last), **partition_arguments)
+        super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
         self.knows_sizes = self._joins and keeps_samples(loader)
         self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
-        self._length = known_length(loader)
         self._saved: Mapping[str, Any] = {}
         self.close_workers()
 
@@ -55,11 +55,6 @@ class StreamSource(PartitionedSource):
     @property
     def _dataset(self) -> Any:
         return self.loader.dataset if self._joins else self.loader
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError(f"{self.describe()} has no length.")
-        return replace(self._partition, total=self._length).num_batches()
 
     def __iter__(self) -> Iterator[Any]:
         apart = self._apart()
@@ -113,14 +108,6 @@ class StreamSource(PartitionedSource):
         sizes = [self._available(start, partition.stride) for start in starts]
         least = partition.stride if partition.drop_last else 1
         return partition.plan(tuple(size for size in sizes if size >= least))
-
-    def batch_positions(self) -> Iterator[int]:
-        return itertools.count(self._partition.rank, self._partition.world_size)
-
-    def steps_left(self, offset: int) -> int | None:  # type: ignore[override]
-        if self._length is None:
-            return None
-        return replace(self._partition, total=self._length).num_steps(offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         end = offset + num_steps * self._partition.stride

@@ -26,16 +26,9 @@ def stream(num_samples, batch_size, shuffle=False):
 
 
 def sources(num_workers, num_samples=40, batch_size=8, training=True, shuffle=False, splits=False):
-    return [
-        DatasetSource(
-            stream(num_samples, batch_size, shuffle),
-            training=training,
-            world_size=num_workers,
-            rank=rank,
-            splits=splits,
-        )
-        for rank in range(num_workers)
-    ]
+    place = {"training": training, "world_size": num_workers, "splits": splits}
+    loaders = [stream(num_samples, batch_size, shuffle) for _ in range(num_workers)]
+    return [DatasetSource(loader, rank=rank, **place) for rank, loader in enumerate(loaders)]
 
 
 def drawn(source, epoch=0, offset=0, num_steps=None):
@@ -58,6 +51,11 @@ def test_validation_counts_no_sample_twice(workers, samples, size, splits):
     found = [drawn(s) for s in sources(workers, samples, size, training=False, splits=splits)]
     everything = [x for batches in found for batch in batches for x in batch]
     assert sorted(everything) == list(range(samples))
+
+
+def test_number_of_samples_in_unknown_batches_is_unknown():
+    source = DatasetSource(stream(8, 2).filter(lambda _: True), training=True, world_size=2, rank=0)
+    assert (source.steps_left(0), source.epoch_samples) == (None, 0)
 
 
 @pytest.mark.parametrize("splits", [False, True])
