@@ -210,6 +210,7 @@ class BatchSource:
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
         """Derive the order of epochs from `seed`, or from `own_seed` for a loader's generator."""
+        self._seed = seed
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all workers, to compare their data."""

@@ -116,9 +116,6 @@ class ArraySource(PartitionedSource):
         )
         self._shuffle, self._seed = shuffle and training, seed
 
-    def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        self._seed = seed
-
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         order = np.arange(self._partition.total)
         if self._shuffle:

@@ -239,7 +239,7 @@ class PartitionedLoader(PartitionedSource):
         generator = self.loader.generator
         if generator is not None:
             seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
-        self._seed = seed
+        super().reseed(seed)
 
     @property
     def own_seed(self) -> int | None:  # type: ignore[override]

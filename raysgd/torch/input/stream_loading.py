@@ -138,9 +138,6 @@ class StreamSource(PartitionedSource):
         start, size = self._unit
         return (self._buffer.digest_at(start + size) << 24) + size
 
-    def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        self._seed = seed
-
     def fingerprint(self) -> str:
         return f"a stream, {name_of(self._dataset)}"
 
