@@ -55,7 +55,7 @@ class Controller:
         supports_live_join: bool = True,
     ) -> None:
         self.state: State = machine.Broken()
-        self._is_shut_down = False
+        self.is_shut_down = False
         self._is_called = threading.Lock()
         self._pid = os.getpid()
         self._group = group
@@ -99,10 +99,8 @@ class Controller:
             raise
 
     def shutdown(self, force: bool = False) -> None:
-        busy = isinstance(self.state, machine.Running | machine.Starting | machine.Broken)
-        self._is_shut_down = True
-        self.state = machine.Closed()
-        self._release(force or busy)
+        self.is_shut_down = True
+        self._release(force or not isinstance(self.state, machine.Ready))
 
     def _release(self, force: bool) -> None:
         if os.getpid() != self._pid:  # the workers belong to the parent process
@@ -123,7 +121,7 @@ class Controller:
         try:
             yield
         except BaseException as error:
-            if not self._is_shut_down:
+            if not self.is_shut_down:
                 has_reached = self._supervision.attempt is not None
                 self._react(machine.Aborted(reached_workers=has_reached))
                 if has_reached and isinstance(error, KeyboardInterrupt):
@@ -133,12 +131,12 @@ class Controller:
             release_callers(error)
             raise
         finally:
-            if self._is_shut_down:
+            if self.is_shut_down:
                 self._release(force=True)
 
     def _check_open(self) -> None:
         self.check_process()
-        if self._is_shut_down:
+        if self.is_shut_down:
             raise RuntimeError(_SHUT_DOWN)
 
     def check_process(self) -> None:
@@ -156,9 +154,6 @@ class Controller:
         while True:
             self._check_open()
             self.state, actions = transition(self.state, event, self.policy)
-            if self._is_shut_down:  # another thread has just called `shutdown`
-                self.state = machine.Closed()
-                raise RuntimeError(_SHUT_DOWN)
             following = None
             for action in actions:
                 if isinstance(action, machine.RunCall):  # here, for short tracebacks of users
@@ -284,7 +279,7 @@ class Controller:
 
         The next call forms a generation.
         """
-        if not isinstance(self.state, machine.Closed):
+        if not self.is_shut_down:
             self._react(machine.StopRequested())
             self._context.commands.interrupt_and_send(request)
 

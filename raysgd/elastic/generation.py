@@ -162,10 +162,7 @@ class GroupForming:
         deadline, number = 0.0, 0
         while True:
             self._context.check_open()
-            if starting:
-                self._scale_up.tick(starting=True)
-            else:
-                self._scale_up.poll({})
+            self._scale_up.tick(starting)
             if starting and (error := self._scale_up.error) is not None:
                 if isinstance(error, WorkerLostError) and call.causes:
                     raise self._journal.failure(call, str(error), cause=error)

@@ -74,10 +74,6 @@ class Broken(State):
     """Number of consecutive failures to form a process group while all workers are alive."""
 
 
-class Closed(State):
-    """The workers are shut down. `Controller.shutdown` sets this final state."""
-
-
 # ---- events
 
 
@@ -243,8 +239,6 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
     """
     budget = state.budget
     match state, event:
-        case Closed(), _:
-            return state, ()
         case _, StopRequested():
             return _broken(state), ()
         case Running(), Aborted(reached_workers=reached_workers):

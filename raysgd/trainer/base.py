@@ -30,7 +30,6 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset
 from raysgd.elastic.controller import Controller
-from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import (
@@ -430,7 +429,7 @@ class OperatorTrainer(TrainerInfo):
             CallbackError: if a callback failed in ``on_train_end``, after the workers have stopped.
         """
         try:
-            if not isinstance(self._controller.state, Closed):
+            if not self._controller.is_shut_down:
                 self._callback_list.end(self)
         finally:  # also if Ctrl-C ends the callbacks
             self._controller.shutdown(force)

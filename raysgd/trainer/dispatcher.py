@@ -18,7 +18,6 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.controller import Controller
-from raysgd.elastic.machine import Closed
 from raysgd.elastic.points import Part, Points
 from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
@@ -110,7 +109,7 @@ class Dispatcher:
                     f"A callback cannot train, validate, or load in {hook}, during train(). It can "
                     "read and save the state."
                 )
-        if isinstance(self.controller.state, Closed):
+        if self.controller.is_shut_down:
             raise RuntimeError(
                 f"This {self.trainer_name} is shut down, and its state is gone. Call save() or "
                 "get_model() before shutdown(), and create a new trainer."

@@ -20,7 +20,6 @@ from raysgd.data.partition import MicroBatch
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
-from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.trainer.dispatcher import TrainCall
@@ -157,7 +156,7 @@ class Driver:
 
     def shutdown(self):
         self.controller.shutdown()
-        assert isinstance(self.controller.state, Closed)
+        assert self.controller.is_shut_down
 
 
 @dataclass

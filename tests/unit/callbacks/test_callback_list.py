@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.callbacks import Callback
-from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError, CheckpointError
 from tests.operators import Classifier, local
 from tests.unit.callbacks.spy import Late, Spy, Unloadable
@@ -458,7 +457,7 @@ def test_a_dropped_trainer_stops_its_workers_despite_callbacks():
     del trainer
     gc.collect()
     assert (ref(), operator()) == (None, None)
-    assert isinstance(controller.state, Closed)
+    assert controller.is_shut_down
 
 
 def test_callbacks_that_save_pause_at_the_next_step_before_a_preemption(make_trainer):

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from raysgd.cluster.worker import Worker
-from raysgd.elastic.machine import Broken, Closed, Ready
+from raysgd.elastic.machine import Broken, Ready
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import World
@@ -199,7 +199,7 @@ def test_an_error_at_the_start_leaves_no_worker(world):
     world.on_new_worker.append(lambda member: setattr(member, "join_error", ValueError("no data")))
     with pytest.raises(ValueError, match="no data"):
         world.drive(3)
-    assert isinstance(world.driver.controller.state, Closed)
+    assert world.driver.controller.is_shut_down
     assert all(worker.dead for worker in world.workers)
 
 
