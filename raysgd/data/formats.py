@@ -112,6 +112,8 @@ class Records(ABC):
         """Number of decoded records to keep in memory."""
         self.in_order = False
         """Whether records that are decoded together are read in order."""
+        self._versions: dict[int, str] = {}
+        """Versions of the local files that this process has indexed."""
         self.close()
         self._indexes = [self._load_index(number) for number in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]
@@ -125,7 +127,8 @@ class Records(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         transient = ("_files", "_pid", "_tables")
-        return {key: value for key, value in vars(self).items() if key not in transient}
+        kept = {key: value for key, value in vars(self).items() if key not in transient}
+        return {**kept, "_versions": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -162,7 +165,7 @@ class Records(ABC):
             file = int(files[first])
             start = self._ends[file - 1] if file else 0
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
-                self._check_stamp(file, _stamp(None, self.paths[file]))
+                self._check_local(file)
             records = self._read(file, in_order[first:stop] - start)
             for place, record in zip(order[first:stop].tolist(), records, strict=True):
                 results[place] = record
@@ -189,6 +192,7 @@ class Records(ABC):
     # ---- files
 
     def _load_index(self, number: int) -> Any:
+        self._versions[number] = _local_version(self.paths[number])
         path = self._cache_path(number, f"{type(self).__name__}.npy")
         with contextlib.suppress(Exception):  # it is missing or damaged
             index = np.load(path, mmap_mode="r" if path.stat().st_size > 2**16 else None)
@@ -204,12 +208,10 @@ class Records(ABC):
 
     def _cache_path(self, number: int, kind: str) -> Path:
         path, stamp = self.paths[number], self._stamps[number]
-        if "://" not in path:  # another file can have the same size and date
-            status = os.stat(path)
-            stamp += f" {status.st_ino} {status.st_ctime_ns}"
-        elif not stamp.endswith(" "):  # the server knows the version of the file
+        version = _local_version(path)
+        if not version and not stamp.endswith(" "):  # the server knows the version of the file
             path = _without_query(path)
-        key = hashlib.sha256(f"{path} {stamp}".encode()).hexdigest()
+        key = hashlib.sha256(f"{path} {stamp}{version}".encode()).hexdigest()
         return self._cache / f"{key[:24]}.{kind}"
 
     @contextlib.contextmanager
@@ -225,6 +227,15 @@ class Records(ABC):
                 f"{self.paths[number]}: raysgd cannot use its cache, {self._cache}: {error}. Pass "
                 "cache_dir=... with a folder that you can write to, and that has enough space."
             ) from error
+
+    def _check_local(self, number: int) -> None:
+        path, index = self.paths[number], self._indexes[number]
+        self._check_stamp(number, _stamp(None, path))
+        version = _local_version(path)
+        if self._versions.setdefault(number, version) == version:
+            return
+        if not np.array_equal(index, self._load_index(number)):  # no new mode or link
+            raise RuntimeError(f"{path} changed while it was read. Start again with the new file.")
 
     def _check_stamp(self, number: int, stamp: str) -> None:
         if stamp != self._stamps[number]:
@@ -408,6 +419,14 @@ def _stamp(fs: Any, path: str) -> str:
     names = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "created")
     version = next((info[name] for name in names if info.get(name) is not None), "")
     return f"{info['size']} {version}"
+
+
+def _local_version(path: str) -> str:
+    """Return what tells apart local files of the same size and date; empty for a URL."""
+    if "://" in path:
+        return ""
+    status = os.stat(path)
+    return f" {status.st_ino} {status.st_ctime_ns}"
 
 
 def _retry(function: Callable[[], T]) -> T:

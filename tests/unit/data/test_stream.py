@@ -246,6 +246,13 @@ def test_file_that_changes_is_an_error(tmp_path):
     os.utime(path, (0, 0))  # as if the disk counted time in seconds, the file would be as old
     with pytest.raises(RuntimeError, match=r"data\.txt changed while it was read"):
         stream[1]
+    stream = Stream(text(path, cache_dir=tmp_path / "cache"))
+    path.chmod(0o600)
+    assert stream[1] == "4"  # the content is the same
+    path.write_text("33\n\n5\n")
+    os.utime(path, (0, 0))
+    with pytest.raises(RuntimeError, match=r"data\.txt changed while it was read"):
+        stream[1]
     with pytest.raises(CheckpointError, match=r"has changed since .*: .*data\.txt"):
         check_files(Stream(text(path, cache_dir=tmp_path / "cache")), saved)
     other = Stream(text([path, path], cache_dir=tmp_path / "cache"))
