@@ -29,6 +29,8 @@ class ServiceLogger(LoggerCallback):
 
     run_id: str | None = None
     """ID of the run. None before the run starts."""
+    _own_id: str | None = None
+    """ID that the user chose."""
     _run: Any = None
     _failed = False
 
@@ -39,6 +41,10 @@ class ServiceLogger(LoggerCallback):
         seconds since the epoch.
         """
         raise NotImplementedError
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        if not (trainer.epoch or trainer.global_step):  # forget the run of another trainer
+            self.run_id = self._own_id
 
     def _open_once(self, trainer: Trainer) -> Any:
         """Return the run. The first record opens it, because loading a state can set `run_id`."""
@@ -270,7 +276,7 @@ class WandbLogger(ServiceLogger):
     def __init__(self, project: str = "raysgd", **arguments: Any) -> None:
         import_extra("WandbLogger", "wandb", "callbacks")
         self._arguments = {"project": project, **arguments}
-        self.run_id = arguments.get("id")
+        self.run_id = self._own_id = arguments.get("id")
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
         values = {"event": event.kind, "workers/num_workers": event.num_workers}

@@ -51,6 +51,8 @@ class EarlyStopping(Callback):
         self._epoch = -1  # of the newest value
 
     def on_train_start(self, trainer: Trainer) -> None:
+        if not (trainer.epoch or trainer.global_step):  # forget the run of another trainer
+            self.best, self.num_waited, self._epoch = None, 0, -1
         self._stop_if_due(trainer)
 
     def on_result(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ def test_several_validations_of_an_epoch_count_once(make_trainer, tmp_path):
     assert again.num_waited == 3
 
 
-def test_it_watches_metrics_of_training_as_well(make_trainer):
+def test_it_watches_metrics_of_training_and_begins_anew_in_each_trainer(make_trainer):
     stopping = EarlyStopping("num_workers_seen", patience=1)
 
     class Adding(Callback):
@@ -94,7 +94,8 @@ def test_it_watches_metrics_of_training_as_well(make_trainer):
         def on_epoch_end(self, trainer, metrics):
             metrics["num_workers_seen"] = trainer.num_workers
 
-    assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
+    for _ in range(2):
+        assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
 
 
 @pytest.mark.parametrize(

@@ -250,14 +250,17 @@ def test_wandb_writes_a_run_without_network_and_login(make_trainer, tmp_path, wa
     assert end.exit_code == 0
 
 
-def test_each_wandb_logger_has_its_own_run(make_trainer, tmp_path, wandb_offline):
+def test_each_wandb_logger_and_trainer_has_its_own_run(make_trainer, tmp_path, wandb_offline):
     import wandb
 
     settings = {"console": "off"}
     with wandb.init(mode="offline", dir=tmp_path, settings=settings) as users:
         loggers = [WandbLogger(mode="offline", settings=settings) for _ in range(2)]
-        make_trainer(callbacks=loggers, logdir=tmp_path).fit(1)
-        assert len({users.id, *(logger.run_id for logger in loggers)}) == 3
+        ids = [users.id]
+        for callbacks in (loggers, loggers[:1]):
+            make_trainer(callbacks=callbacks, logdir=tmp_path).fit(1)
+            ids += [logger.run_id for logger in callbacks]
+        assert len({*ids}) == 4
         users.log({"still": "open"})
 
 
