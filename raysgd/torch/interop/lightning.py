@@ -355,7 +355,10 @@ class _Surroundings:
 
     @property
     def current_epoch(self) -> int:
-        return int(self._operator._train_state.epoch)
+        state = self._operator._train_state
+        # In Lightning, an epoch ends after its validation.
+        is_over = self.validating and state.epoch > 0 and state.offset == 0
+        return int(state.epoch - is_over)
 
     @property
     def global_step(self) -> int:

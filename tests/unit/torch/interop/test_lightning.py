@@ -64,7 +64,7 @@ class Line(lightning.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
-        self.log("val_mae", (self(x) - y).abs().mean())
+        self.log_dict({"val_mae": (self(x) - y).abs().mean(), "at": float(self.current_epoch)})
         loss = torch.nn.functional.mse_loss(self(x), y)
         return {"loss": loss, "outputs": x}
 
@@ -125,6 +125,7 @@ def test_module_trains_like_a_plain_loop(tmp_path):
     errors = (expected.layer(X) - Y).abs()
     assert found["val_mae"] == pytest.approx(errors.mean().item(), rel=1e-5)
     assert found["val_loss"] == pytest.approx((errors**2).mean().item(), rel=1e-5)
+    assert found["at"] == 1, "the epoch of Lightning ends after its validation"
     assert "outputs" not in found
     # the state includes the entries that the module adds
     trainer.train(num_steps=2)
