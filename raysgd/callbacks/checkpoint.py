@@ -93,6 +93,8 @@ class CheckpointCallback(Callback):
         self._saved_at = 0
         """The step of the newest checkpoint, or of the start of training."""
         self._can_save = True
+        self._is_rated = False
+        """Whether a complete validation has measured the monitored metric."""
         self.restored_from: str | None = None
         """The checkpoint from which training resumed."""
 
@@ -152,13 +154,13 @@ class CheckpointCallback(Callback):
         if self.monitor is None:
             return
         if self.monitor in metrics:
+            self._is_rated = True
             self._save(trainer, metrics)
-        elif self.monitor not in trainer.latest_metrics:
-            if call.kind == "validate":
-                known = trainer.latest_metrics
-                raise ValueError(missing_metric("CheckpointCallback", self.monitor, known))
-            if trainer.num_epochs is None:  # in a loop without such a metric, keep the newest
-                self._save(trainer, metrics)
+        elif call.kind == "validate":
+            known = trainer.latest_metrics
+            raise ValueError(missing_metric("CheckpointCallback", self.monitor, known))
+        elif trainer.num_epochs is None and not self._is_rated:  # in a loop, keep the newest
+            self._save(trainer, metrics)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         # After other errors of raysgd, reading the state could wait for workers that never answer.
