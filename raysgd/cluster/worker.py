@@ -415,4 +415,6 @@ def _pack_error(error: BaseException) -> Parcel:
 
 
 def _as_text(error: BaseException) -> RemoteError:
-    return RemoteError(f"{type(error).__qualname__}: {error}")
+    told = RemoteError(f"{type(error).__qualname__}: {error}")
+    told.__notes__ = [*getattr(error, "__notes__", ())]
+    return told

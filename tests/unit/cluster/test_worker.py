@@ -205,6 +205,7 @@ def test_an_exception_that_cannot_be_sent_arrives_as_remote_error(worker, error)
     told = outcome.exception()
     assert type(told) is RemoteError
     assert type(error).__name__ in str(told)
+    assert told.__notes__[-1].startswith("Raised on worker ")
 
 
 def test_sys_exit_is_a_user_error(worker):
