@@ -32,7 +32,8 @@ def of_process() -> Mapping[str, Any]:
     if script is None or Path(script).name == "default_worker.py":  # a notebook, or a Ray worker
         return facts
     facts["command"], path = redact_command(sys.orig_argv), Path(script).resolve()
-    if path.parent == Path(sys.executable).parent.resolve():  # a command, such as raysgd
+    commands = Path(sys.executable).parent.resolve(), Path(__file__).parents[1]
+    if path.parent in commands:  # a command such as raysgd, or python -m raysgd
         path = Path.cwd() / path.name
     if commit := _git(path, "describe", "--always", "--dirty", "--abbrev=64", "--exclude=*"):
         is_new = _git(path, "status", "--porcelain", "--", path.name) != ""

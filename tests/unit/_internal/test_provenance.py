@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import raysgd
 from raysgd._internal.provenance import redact_command, without_homes
 from raysgd.checkpoint import Manifest
 
@@ -102,8 +103,9 @@ def test_a_script_has_the_commit_of_its_repository(repository, tmp_path):
         facts = facts_of(script / "train.py", "--key", "x")
         assert (facts["commit"], facts["dirty"]) == (commit, False)
         assert facts["command"].endswith("train.py --key '***'")
-    command = f"import sys; __file__ = {str(Path(sys.executable).parent / 'raysgd')!r}\n{PRINT}"
-    assert facts_of("-c", command, cwd=repository)["commit"] == commit
+    for path in (Path(sys.executable).with_name("raysgd"), raysgd.__file__):  # and -m raysgd
+        command = f"__file__ = {str(path)!r}\n{PRINT}"
+        assert facts_of("-c", command, cwd=repository)["commit"] == commit
     (repository / "new.py").write_text(PRINT)
     assert facts_of(repository / "train.py")["dirty"] is False
     assert facts_of(repository / "new.py")["dirty"] is True
