@@ -108,8 +108,8 @@ class RunLog:
         if path.stat().st_size and not records:
             raise TypeError("metrics.jsonl has no line in JSON")
         self.runs = [record for record in records if record["kind"] == "run"]
-        self.calls = [record for record in records if record["kind"] != "run"]
         everything = sorted((*self.events, *records), key=lambda record: record["time"])
+        self.calls = _committed(everything)
         self.began: float = everything[0]["time"] if everything else 0.0
         self.seconds: float = everything[-1]["time"] - self.began if everything else 0.0
         self.interruptions: list[tuple[int, float]] = []
@@ -117,8 +117,8 @@ class RunLog:
         for before, record in pairwise(everything):
             if record["kind"] == "started":
                 step = before["step"] if "step" in before else before["global_step"]
-                record["step"] = step  # the new trainer has not loaded its state yet
-                self.interruptions.append((step, record["time"] - before["time"]))
+                record["step"] = record.get("resumed_at", step)
+                self.interruptions.append((record["step"], record["time"] - before["time"]))
         self.idle_s: float = sum(seconds for _, seconds in self.interruptions)
 
     def steps(self) -> tuple[int, int]:
@@ -137,16 +137,8 @@ class RunLog:
         return [*found, *stops]
 
     def calls_of(self, kind: str) -> list[Record]:
-        """Return the calls of a kind without those that a later run repeated."""
-        return [
-            call
-            for call in self.calls
-            if call["kind"] == kind
-            and not any(
-                run["time"] > call["time"] and call["global_step"] > run["global_step"]
-                for run in self.runs
-            )
-        ]
+        """Return the calls of a kind."""
+        return [call for call in self.calls if call["kind"] == kind]
 
     def goodput(self) -> float:
         """Return the share of the time of trainers that went into committed steps, from 0 to 1.
@@ -162,6 +154,34 @@ class RunLog:
             step = call["global_step"]
         ran = self.seconds - self.idle_s
         return min(1.0, trained / ran) if ran > 0 else 0.0
+
+
+def _committed(everything: Sequence[Record]) -> list[Record]:
+    """Return the calls without those that a later run repeated.
+
+    Note the step at which a run begins in its event, because its trainer loads the state later.
+    """
+    calls, resumed_at, reached = [], None, sys.maxsize
+    for record in reversed(everything):
+        if record["kind"] == "run":
+            resumed_at = record["global_step"]
+            reached = min(reached, resumed_at)
+        elif record["kind"] == "started" and resumed_at is not None:
+            record["resumed_at"] = resumed_at
+        elif "step" not in record and record["global_step"] <= reached:  # a call
+            calls.append(record)
+    return calls[::-1]
+
+
+def _sizes(log: RunLog) -> list[tuple[int, int]]:
+    """Return the number of workers by step, without steps that were repeated."""
+    first, last = log.steps()
+    sizes: list[tuple[int, int]] = []
+    for event in log.events:
+        step = max(first, event["step"])
+        sizes = [size for size in sizes if size[0] <= step]
+        sizes.append((step, event["num_workers"]))
+    return [*sizes, (max(last, step), sizes[-1][1])]
 
 
 def _page(name: str, log: RunLog) -> str:
@@ -217,10 +237,7 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
     if phases := _phases(log):
         yield _chart(log, "Milliseconds per step", phases, starts_at_0=True)
     if log.events:
-        first, last = log.steps()
-        sizes = [(max(first, event["step"]), event["num_workers"]) for event in log.events]
-        sizes.append((last, sizes[-1][1]))
-        yield _chart(log, "Workers", {"workers": sizes}, starts_at_0=True, is_whole=True)
+        yield _chart(log, "Workers", {"workers": _sizes(log)}, starts_at_0=True, is_whole=True)
         fields = ("kind", "ranks", "step", "seconds", "cause")
         rows = [
             (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))

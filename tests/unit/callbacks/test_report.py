@@ -154,7 +154,7 @@ def test_incomplete_lines_are_skipped(tmp_path, caplog):
     """A driver was killed while it wrote a line, and another one continued the file."""
     write(tmp_path, [run(), call(120, 10, 5)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "tra\n' + json.dumps(run(130)) + '\n{"kind"')
+        file.write('{"kind": "tra\n' + json.dumps(run(130, 5)) + '\n{"kind"')
     log = RunLog(tmp_path)
     assert (len(log.runs), len(log.calls)) == (2, 1)
     assert "Skipped line 3 of" in caplog.text
@@ -172,10 +172,14 @@ def test_a_folder_without_metrics_is_refused(tmp_path):
         make_report(tmp_path)
 
 
-def test_calls_that_a_later_run_repeated_are_not_kept(tmp_path):
+def test_steps_that_a_later_run_repeated_are_not_kept(tmp_path):
     calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
-    write(tmp_path, [run(100), run(200, 5), *calls])
+    events = [event("started", 99), event("lost", 115, 8, num_workers=1)]
+    events += [event("started", 199, 0, num_workers=3), event("lost", 222, 11)]
+    write(tmp_path, [run(100), run(200, 5), *calls], events)
     assert [c["time"] for c in RunLog(tmp_path).calls_of("train")] == [110, 220, 230]
+    (line,) = charts(make_report(tmp_path).read_text())["Workers"]["lines"]
+    assert line == ["workers", [[0, 2], [5, 3], [11, 2], [15, 2]]]
 
 
 def test_only_committed_steps_count_as_goodput(tmp_path):
