@@ -186,7 +186,9 @@ class ProgressBar(EpochLines):
             _print(f"{label}: {', '.join(parts)}")
             return
         if total is not None and total != self._bar.total:
+            began = self._bar.start_t
             self._bar.reset(total)  # in a notebook, an assignment does not change the widget
+            self._bar.start_t = began
         self._bar.set_description(label, refresh=False)
         self._bar.set_postfix(shown, refresh=False)
         self._bar.n = done
