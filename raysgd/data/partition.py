@@ -112,7 +112,7 @@ class EpochPartition:
         start, parts, of_size = offset, [], None
         for size in self.sizes(offset, num_steps):
             if size != of_size:  # usually only the last one has another size
-                parts, of_size = self._parts(size), size
+                parts, of_size = self._micro_batches(size), size
             for low, high, _ in parts:
                 yield start + low, start + high
             start += size
@@ -130,25 +130,25 @@ class EpochPartition:
         end = self.end(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
-    def _parts(self, size: int) -> list[tuple[int, int, bool]]:
-        """Return this worker's parts of a step as (start, stop, whether the samples count)."""
+    def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
+        """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
         if self.layout.is_fixed:
             number = self.layout.num_current_parts(self.world_size)
             return [(*part_of(size, number, each), each < size) for each in self.owned]
         first, stop = part_of(size, self.world_size, self.rank, self.shares)
-        number, rows = self._num_parts(size) if self.may_split else 1, stop - first
+        number, rows = self._num_micro_batches(size) if self.may_split else 1, stop - first
         spans = [part_of(rows, number, part) for part in range(number)]
         return [
             (first + low, first + high, self.rank < size and part < rows)
             for part, (low, high) in enumerate(spans)
         ]
 
-    def _num_parts(self, size: int) -> int:
-        """Return the number of parts of each worker's batch in a step of `size` samples."""
+    def _num_micro_batches(self, size: int) -> int:
+        """Return how many micro-batches each worker's batch in a step of `size` samples has."""
         number = -(-size // (self.world_size * self.max_rows))
         if self.max_rows == 1:
             return number
-        # Avoid parts of one sample, because batch normalization fails on them.
+        # Avoid micro-batches of one sample, because batch normalization fails on them.
         spans = [
             part_of(size, self.world_size, rank, self.shares) for rank in range(self.world_size)
         ]
@@ -159,7 +159,7 @@ class EpochPartition:
         """Return this worker's micro-batches in an update, whose steps have `sizes` samples."""
         planned: list[MicroBatch] = []
         for step, size in enumerate(sizes):
-            parts = self._parts(size)
+            parts = self._micro_batches(size)
             counted = [stop - first if counts else 0 for first, stop, counts in parts]
             total = sum(counted)
             for index, count in enumerate(counted):
@@ -167,7 +167,7 @@ class EpochPartition:
                 weight = count if self.layout.is_fixed else weight
                 planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
         is_whole = not (self.layout.is_fixed or self.may_split)
-        is_large = is_whole and any(self._num_parts(size) > 1 for size in sizes)
+        is_large = is_whole and any(self._num_micro_batches(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_large)
 
 
@@ -224,28 +224,28 @@ class UpdatePlan:
 
 
 def part_of(
-    total: int, world_size: int, rank: int, shares: tuple[float, ...] | None = None
+    total: int, number: int, index: int, shares: tuple[float, ...] | None = None
 ) -> tuple[int, int]:
-    """Return one worker's part of `total` samples as (start, stop), in proportion to its share.
+    """Return one of `number` parts of `total` samples as (start, stop), in proportion to its share.
 
-    If there are fewer samples than workers, workers share samples.
+    If there are fewer samples than parts, parts have samples in common.
 
-    >>> [part_of(5, 3, rank) for rank in range(3)]
+    >>> [part_of(5, 3, i) for i in range(3)]
     [(0, 2), (2, 4), (4, 5)]
-    >>> [part_of(2, 3, rank) for rank in range(3)]
+    >>> [part_of(2, 3, i) for i in range(3)]
     [(0, 1), (1, 2), (0, 1)]
-    >>> [part_of(8, 2, rank, shares=(3.0, 1.0)) for rank in range(2)]
+    >>> [part_of(8, 2, i, shares=(3.0, 1.0)) for i in range(2)]
     [(0, 6), (6, 8)]
     """
-    if total < world_size:
-        first = rank % total
+    if total < number:
+        first = index % total
         return first, first + 1
     if shares is not None:
         bounds = _bounds(total, shares)
-        return bounds[rank], bounds[rank + 1]
-    size, extra = divmod(total, world_size)
-    first = rank * size + min(rank, extra)
-    return first, first + size + (rank < extra)
+        return bounds[index], bounds[index + 1]
+    size, extra = divmod(total, number)
+    first = index * size + min(index, extra)
+    return first, first + size + (index < extra)
 
 
 @functools.lru_cache(maxsize=256)

@@ -59,7 +59,7 @@ class StepIterator:
         self._started = time.perf_counter()
         self._signal = signal
         self._tx = train_state.transaction
-        self._parts: deque[tuple[Any, MicroBatch]] = deque()
+        self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
         self._batch_is_last = True  # the newest batch of the source is the last of the update
         self._ahead: deque[Any] = deque()  # batches of the loader that no update has
@@ -127,8 +127,8 @@ class StepIterator:
         if self._tx.is_open:
             self._end_micro_batch()
         self._signal.raise_stop()
-        if self._parts:
-            return self._next_part()
+        if self._micro_batches:
+            return self._next_micro_batch()
         if not self._ahead and (self._tx.is_open or not self._is_at_end()):
             self._read_ahead()
         if not self._ahead:
@@ -140,14 +140,14 @@ class StepIterator:
         micro_batch = self._plan_batch()
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
-        self._parts.extend(split_batch(batch, micro_batch))
-        self._tx.num_parts = max(self._tx.num_parts, len(self._parts))
-        return self._next_part()
+        self._micro_batches.extend(split_batch(batch, micro_batch))
+        self._tx.parts_per_batch = max(self._tx.parts_per_batch, len(self._micro_batches))
+        return self._next_micro_batch()
 
-    def _next_part(self) -> Any:
-        part, micro_batch = self._parts.popleft()
+    def _next_micro_batch(self) -> Any:
+        part, micro_batch = self._micro_batches.popleft()
         self._train_state.begin_micro_batch(
-            micro_batch, is_last=self._batch_is_last and not self._parts
+            micro_batch, is_last=self._batch_is_last and not self._micro_batches
         )
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
@@ -180,7 +180,7 @@ class StepIterator:
             with contextlib.suppress(Exception):  # the error of the loop is raised
                 self._commit()
         again = [*self._tx.drawn, *self._ahead]
-        self._parts.clear()
+        self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
         return again

@@ -49,7 +49,7 @@ class UpdateTransaction:
         # Batches of the loader, to train them again. None: the source can read the batch again.
         self.drawn: list[Any] = []
         self.plan = _NO_PLAN
-        self.num_parts = 1  # in which each planned micro-batch is trained
+        self.parts_per_batch = 1  # after memory ran out, planned micro-batches are split too
         self.is_skipped = False  # all steps of optimizers were skipped, for lack of items
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 before the first
@@ -76,7 +76,7 @@ class UpdateTransaction:
     @property
     def num_planned(self) -> int:
         """Number of micro-batches of the update."""
-        return len(self.plan.batches) * self.num_parts
+        return len(self.plan.batches) * self.parts_per_batch
 
     @property
     def is_split(self) -> bool:

@@ -46,7 +46,7 @@ class StepChecks(StepFeature):
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         has_losses = tx.weights.has_earlier_losses
         if tx.index > 0 and not has_losses and any(map(_has_gradients, tx.optimizers)):
-            self._refuse_parts(_NO_BACKWARD)
+            self._refuse_split(_NO_BACKWARD)
         self._note_gradients(self._precision.scales)
 
     def before_commit(self, tx: UpdateTransaction) -> None:
@@ -132,12 +132,12 @@ class StepChecks(StepFeature):
         tx, state = self._transaction, self._state
         is_whole = state.accumulation_steps == 1 and not tx.has_fixed_parts
         if is_whole and tx.weights.has_loss and count.items is not None:
-            self._refuse_parts("train_batch passes num_samples for several losses of a batch")
+            self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
         if tx.weights.has_gap and counts_samples and state.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
         if tx.requested:
-            self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
+            self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in state.optimizers if self._seen else ():
             changed = self._have_changed(optimizer) and self._precision.scales
             gradients = _gradients_of(optimizer)
@@ -178,7 +178,7 @@ class StepChecks(StepFeature):
         """Reject ``optimizer.step()`` in user code that must call ``optimizer_step``."""
         tx = self._transaction
         if tx.is_open:
-            self._refuse_parts("train_batch calls optimizer.step(), not self.optimizer_step()")
+            self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
         features = self._state.features
         why = next((each.needs_helper for each in features if each.needs_helper), "")
         if not why and tx.weights.uses_backward and self._precision.scales:
@@ -207,16 +207,16 @@ class StepChecks(StepFeature):
         seen = self._seen.get(id(optimizer))
         changed = seen is not None and bool(seen.find_changed())
         if changed:
-            self._refuse_parts("train_batch changes gradients before it steps an optimizer")
+            self._refuse_split("train_batch changes gradients before it steps an optimizer")
         return changed
 
     # ---- errors
 
-    def _refuse_parts(self, why: str) -> None:
+    def _refuse_split(self, why: str) -> None:
         self._state.micro_batching.refuse(why)
 
     def _reject(self, why: str) -> None:
-        self._refuse_parts(why)
+        self._refuse_split(why)
         if not self._transaction.is_only:
             raise RuntimeError(
                 f"{why}. With {self.needs_helper}, call self.backward(loss) and "
