@@ -194,7 +194,7 @@ class BatchSource:
     def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
         """Partition the epoch again. `config_batch` is this worker's new ``config[BATCH_SIZE]``."""
 
-    def set_parts(self, **fields: Any) -> bool:
+    def change_partition(self, **fields: Any) -> bool:
         """Set `shares` or `may_split` of the partition, and return whether they changed.
 
         Shares are valid until the next `repartition`.
@@ -316,7 +316,7 @@ class PartitionedSource(BatchSource):
         """Return a copy for a loop in user code. An iteration in progress then continues."""
         apart = copy.copy(self)
         apart._iteration = None
-        apart.set_parts(may_split=False)
+        apart.change_partition(may_split=False)
         return apart
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
@@ -337,7 +337,7 @@ class PartitionedSource(BatchSource):
         if self._follows_config and config_batch is not None and not self.keeps_step:
             self.set_batch_size(config_batch, follows_config=True)
 
-    def set_parts(self, **fields: Any) -> bool:
+    def change_partition(self, **fields: Any) -> bool:
         before, self._partition = self._partition, replace(self._partition, **fields)
         return any(getattr(before, name) != value for name, value in fields.items())
 

@@ -118,7 +118,7 @@ class Loop:
         source = train_state.data.training_source(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
-        if source.set_parts(shares=request.shares) or source is not self.source:
+        if source.change_partition(shares=request.shares) or source is not self.source:
             self.forget_iteration()
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
@@ -273,7 +273,7 @@ class Loop:
     def _read_rest(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Return the rest of an iteration over a loader."""
         may_split = self.train_state.micro_batching.may_split
-        if source.set_parts(may_split=may_split) or self._batches is None:
+        if source.change_partition(may_split=may_split) or self._batches is None:
             self._batches = source.batches(epoch, offset)
         return self._batches
 

@@ -91,7 +91,7 @@ class PreparedLoader(DataLoader[Any]):
             seed=seed,
             layout=StepLayout(full_size),
         )
-        source.set_parts(shares=shares if world_size == len(shares or ()) else None)
+        source.change_partition(shares=shares if world_size == len(shares or ()) else None)
         self.sampler = self._worker_sampler = _WorkerSampler(source, seed, num_collectives)
         if loader.batch_size is not None:
             self.batch_sampler = BatchSampler(self.sampler, loader.batch_size, loader.drop_last)

@@ -62,7 +62,7 @@ def test_number_of_samples_in_unknown_batches_is_unknown():
 def test_parts_of_a_step_follow_the_shares(splits):
     pair = sources(2, splits=splits)
     for source in pair:
-        assert source.set_parts(shares=(3.0, 1.0))
+        assert source.change_partition(shares=(3.0, 1.0))
     size = 8 if splits else 16
     for left, right in zip(*map(drawn, pair), strict=True):
         total = len(left) + len(right)

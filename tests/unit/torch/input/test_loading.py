@@ -356,8 +356,8 @@ def test_workers_read_by_their_shares_until_the_group_changes():
     sizes = {None: [[8, 8, 4], [8, 8, 4]], (3.0, 1.0): [[12, 12, 6], [4, 4, 2]]}
     for weights in (None, (3.0, 1.0), None, (3.0, 1.0)):
         for rank, source in enumerate(ranks):
-            source.set_parts(shares=weights)
-            assert not source.set_parts(shares=weights)  # no change
+            source.change_partition(shares=weights)
+            assert not source.change_partition(shares=weights)  # no change
             assert [len(batch) for batch in source.batches(0, 0)] == sizes[weights][rank]
             assert source.plan(0, 1).samples == sizes[weights][rank][0]
     ranks[0].repartition(2, 0, None)

@@ -88,9 +88,9 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         known = wrap(DataLoader(mapped, **settings), **arguments)
         assert (type(stream), type(known)) == (StreamSource, PartitionedLoader)
         for source in (stream, known):
-            source.set_parts(may_split=may_split)
+            source.change_partition(may_split=may_split)
             if shares:
-                source.set_parts(shares=tuple(float(n + 1) for n in range(world_size)))
+                source.change_partition(shares=tuple(float(n + 1) for n in range(world_size)))
         start = min(size, offset * stream.global_batch)
         found, end = read(stream, start, 100, group)
         expected = []
