@@ -239,16 +239,16 @@ class Loop:
         train_state = self.train_state
         source.current_epoch = train_state.epoch
         left = source.steps_left(train_state.offset)
-        go_on: Callable[[int], int] | None = None
+        have_batches: Callable[[int], int] | None = None
         self._shortest = None
         if not source.is_partitioned and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if left is not None:
                 left = self._least(min(left, 2**40))  # the product must fit into 64 bits
             else:
-                go_on = self._least
+                have_batches = self._least
         elif source.step_digest() is not None and train_state.context.world_size > 1:
-            go_on = partial(check_samples, source, train_state)
+            have_batches = partial(check_samples, source, train_state)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         after_commit: list[Callable[[], None]] = []
@@ -258,7 +258,7 @@ class Loop:
             after_commit.append(self._end_at_bad_loss)
         read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state, source, read, limit, left, go_on, self.signal, after_commit
+            train_state, source, read, limit, left, have_batches, self.signal, after_commit
         )
 
     def _end_at_bad_loss(self) -> None:

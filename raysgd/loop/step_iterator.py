@@ -30,9 +30,9 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `read` returns the iterator over the source. `go_on` returns 0 if any rank has no batch, and may
-    compare the samples of ranks. The functions `after_commit` run after each commit, unless the
-    loop has raised.
+    `read` returns the iterator over the source. `have_batches` returns 0 if any rank has no batch,
+    and may compare the samples of ranks. The functions `after_commit` run after each commit, unless
+    the loop has raised.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepIterator:
         read: Callable[[], Iterator[Any]],
         limit: int | None,
         steps_left: int | None,
-        go_on: Callable[[int], int] | None,
+        have_batches: Callable[[int], int] | None,
         signal: Signal,
         after_commit: Sequence[Callable[[], None]] = (),
     ) -> None:
@@ -54,7 +54,7 @@ class StepIterator:
         self._is_limited = limit is not None
         # Number of steps in this segment, or None if unknown.
         self.total_steps = min((n for n in (limit, steps_left) if n is not None), default=None)
-        self._go_on, self._after_commit = go_on, after_commit
+        self._have_batches, self._after_commit = have_batches, after_commit
         self.start_step = train_state.global_step
         self._started = time.perf_counter()
         self._signal = signal
@@ -220,7 +220,7 @@ class StepIterator:
         timing.enter(OTHER)
         if batch is not _NOTHING:
             self._ahead.append(batch)  # a worker may be lost during the collective
-        if self._go_on is not None and not self._go_on(len(self._ahead)):
+        if self._have_batches is not None and not self._have_batches(len(self._ahead)):
             self._ahead.clear()
         if not self._ahead:
             self._exhausted = True

@@ -20,7 +20,7 @@ def make_steps(
     batches,
     limit=None,
     steps_left="all",
-    go_on=None,
+    agree=None,
     size=1,
     num_optimizers=1,
     is_partitioned=False,
@@ -40,7 +40,7 @@ def make_steps(
     source, iterator = BatchSource(batches), iter(batches)
     source.is_partitioned = is_partitioned
     return train_state, StepIterator(
-        train_state, source, lambda: iterator, limit, steps_left, go_on, Signal()
+        train_state, source, lambda: iterator, limit, steps_left, agree, Signal()
     )
 
 
@@ -82,11 +82,11 @@ def test_all_ranks_end_when_one_has_no_batch_left():
     answers = iter([True, False])
     asked = []
 
-    def go_on(has_batch):
+    def agree(has_batch):
         asked.append(has_batch)
         return next(answers)
 
-    _, steps = make_steps(range(5), steps_left=None, go_on=go_on)
+    _, steps = make_steps(range(5), steps_left=None, agree=agree)
     assert list(steps) == [0]
     assert asked == [True, True]
     assert steps.epoch_is_over
@@ -123,11 +123,11 @@ def test_at_a_pause_the_ranks_are_not_asked_for_batches():
     """All ranks stop at the pause. A rank that asked the others would wait forever."""
     asked = []
 
-    def go_on(has_batch):
+    def agree(has_batch):
         asked.append(has_batch)
         return has_batch
 
-    train_state, steps = make_steps(range(5), steps_left=None, go_on=go_on)
+    train_state, steps = make_steps(range(5), steps_left=None, agree=agree)
     assert groups_of(train_state, steps, pause=2, after=1) == [[0], [1]]
     assert asked == [True, True]
 
@@ -180,12 +180,12 @@ def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
 def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails_at):
     answers = iter([True] * fails_at)
 
-    def go_on(has_batch):
+    def agree(has_batch):
         if not next(answers, False):
             raise ConnectionError
         return has_batch
 
-    train_state, steps = make_steps(range(count), steps_left=None, go_on=go_on, size=size)
+    train_state, steps = make_steps(range(count), steps_left=None, agree=agree, size=size)
     with contextlib.suppress(ConnectionError):
         for _ in steps:
             pass
