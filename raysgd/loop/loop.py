@@ -112,7 +112,7 @@ class Loop:
         if self.call_progress.state.number != request.number:
             self.call_progress.begin(request.number)
         if request.split:
-            train_state.micro_batching.raise_split(request.split)
+            train_state.micro_batching.increase_split(request.split)
         train_state.timers.enabled = request.profile
         trained_on = train_state.data.trains_on
         source = train_state.data.training_source(request.dataset)

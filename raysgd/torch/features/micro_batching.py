@@ -95,7 +95,7 @@ class TorchMicroBatching(MicroBatching):
             return 0
         return 2 * self.split
 
-    def raise_split(self, factor: int) -> None:
+    def increase_split(self, factor: int) -> None:
         self.split = max(self.split, factor)
         gc.collect()  # tensors in reference cycles
         if torch.cuda.is_initialized():

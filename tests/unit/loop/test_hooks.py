@@ -190,7 +190,7 @@ class Hesitant(Recorder):
 def test_metrics_of_a_refused_step_count_once(spied):
     trainer, _ = spied(Hesitant, {"num_samples": 24})
     operator = trainer.get_local_operator()
-    operator._train_state.micro_batching.raise_split(2)
+    operator._train_state.micro_batching.increase_split(2)
     result = trainer.train()
     assert operator.requests.count(1) == 3, "two parts, then the whole batch"
     assert (result["num_samples"], result["batch_count"]) == (24, 3)
