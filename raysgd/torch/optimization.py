@@ -94,7 +94,7 @@ class Optimization(StepFeature):
                 self._checks.check_size()
         self._checks.before_backward(count)
         copies = len(self._state.optimizers) > 1
-        self._accumulated.put_back(is_first=not tx.weights.has_loss, copies=copies)
+        self._accumulated.restore(is_first=not tx.weights.has_loss, copies=copies)
         factors = tx.weights.add(count, state.exchange.num_workers, state.exchange.total)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
@@ -109,7 +109,7 @@ class Optimization(StepFeature):
         parameters = [p for model in self._state.models for p in model.parameters()]
         for optimizer in self._state.optimizers:
             parameters += parameters_of(optimizer)
-        gradients = [*self._accumulated.copies(), *(p.grad for p in parameters)]
+        gradients = [*self._accumulated.restored.values(), *(p.grad for p in parameters)]
         unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
         multiply_all(unique.values(), factor)
 
@@ -207,19 +207,19 @@ class AccumulatedGradients:
 
     def __init__(self) -> None:
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._returned: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.restored: dict[torch.nn.Parameter, torch.Tensor] = {}
         """Gradients that are back in the parameters, until their optimizer steps."""
 
     def set_aside(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take the gradients of parameters until the first loss of the next micro-batch."""
         for parameter in parameters:
-            returned = self._returned.pop(parameter, None)
+            returned = self.restored.pop(parameter, None)
             gradient = returned if parameter.grad is None else parameter.grad
             if gradient is not None:
                 self._aside.setdefault(parameter, gradient)
                 parameter.grad = None
 
-    def put_back(self, is_first: bool, copies: bool) -> None:
+    def restore(self, is_first: bool, copies: bool) -> None:
         """Restore the gradients before a loss, also after a ``zero_grad`` between two losses.
 
         `is_first`: whether it is the first loss of the micro-batch. With several optimizers, pass
@@ -227,8 +227,8 @@ class AccumulatedGradients:
         of another optimizer.
         """
         if is_first:
-            self._returned, self._aside = self._aside, {}
-        for parameter, gradient in self._returned.items():
+            self.restored, self._aside = self._aside, {}
+        for parameter, gradient in self.restored.items():
             if is_first or (copies and parameter.grad is None):
                 parameter.grad = gradient.clone() if copies else gradient
             elif parameter.grad is None:
@@ -237,16 +237,13 @@ class AccumulatedGradients:
                     "zero_grad() before the first self.backward(loss) of the batch, or not at all."
                 )
 
-    def copies(self) -> list[torch.Tensor]:
-        return list(self._returned.values())
-
     def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         for parameter in parameters:
-            self._returned.pop(parameter, None)
+            self.restored.pop(parameter, None)
 
     def clear(self) -> None:
         self._aside.clear()
-        self._returned.clear()
+        self.restored.clear()
 
 
 def _zero_gradients_of(loss: torch.Tensor) -> None:
