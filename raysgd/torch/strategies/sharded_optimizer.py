@@ -36,7 +36,7 @@ from raysgd.torch.strategies.shards import (
     elements_of,
     flat,
     is_sharded,
-    transfers,
+    plan_transfers,
 )
 from raysgd.torch.tensors import copy_all, parameters_of
 
@@ -305,7 +305,7 @@ class ShardedOptimizer(Replication, StepFeature):
         token, version, _ = versions[leader_rank]
         pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
         shards = [layout.shard(each, size) for each in range(size)]
-        planned = transfers(shards, layout.num_copies(size), version, pieces_by_rank)
+        planned = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
         self.holdings = Holdings(complete=False, condition="lost" if planned is None else "good")
         if planned is None:
             return super().receive(leader_rank)

@@ -21,7 +21,7 @@ PARAMETER = "parameter"
 _ALIGNMENT = 16
 """Number of elements at whose multiples shards begin, because kernels prefer aligned tensors."""
 Shard: TypeAlias = Mapping[int, tuple[int, int]]
-"""For some parameters, by index, the first element and the exclusive end of a part."""
+"""For some parameters, by index, the first element and the exclusive end of a range."""
 
 
 class Transfer(NamedTuple):
@@ -44,7 +44,7 @@ class Transfer(NamedTuple):
         return max(fitting, key=lambda piece: piece.version)
 
 
-def transfers(
+def plan_transfers(
     shards: Sequence[Shard],
     copies: int,
     lowest: int,
@@ -56,18 +56,18 @@ def transfers(
         shards: the shard of each rank. The shards together contain all elements.
         copies: the number of other ranks that hold each shard.
         lowest: version of the parameters. State of an older version is unusable.
-        pieces_by_rank: for each rank, its parts of parameters: index, start, end, and version.
+        pieces_by_rank: for each rank, its pieces: index of the parameter, start, end, and version.
 
     Returns:
         The transfers, in the same order on all ranks; None if some elements are lost on all ranks.
 
-    >>> transfers([{0: (0, 3)}, {0: (3, 6)}], 0, 1, [[(0, 0, 4, 1)], []]) is None
+    >>> plan_transfers([{0: (0, 3)}, {0: (3, 6)}], 0, 1, [[(0, 0, 4, 1)], []]) is None
     True
     """
     size = len(shards)
-    parts = [(which, *part) for shard in shards for which, part in shard.items()]
-    parts += [(which, start, stop) for each in pieces_by_rank for which, start, stop, _ in each]
-    cuts = sorted({(which, bound) for which, *bounds in parts for bound in bounds})
+    ranges = [(which, *bounds) for shard in shards for which, bounds in shard.items()]
+    ranges += [(which, start, stop) for each in pieces_by_rank for which, start, stop, _ in each]
+    cuts = sorted({(which, bound) for which, *bounds in ranges for bound in bounds})
     place = {cut: number for number, cut in enumerate(cuts)}
     versions: list[dict[int, int]] = [{} for _ in cuts]  # by rank, for each range between two cuts
     for rank, of_rank in enumerate(pieces_by_rank):
@@ -168,13 +168,13 @@ class Layout:
 
     def pieces_of(self, shard: int, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces of a shard."""
-        parts = self.shards[shard]
+        ranges = self.shards[shard]
         return [
             piece
             for piece in pieces
-            if piece.which in parts
-            and parts[piece.which][0] <= piece.start
-            and piece.stop <= parts[piece.which][1]
+            if piece.which in ranges
+            and ranges[piece.which][0] <= piece.start
+            and piece.stop <= ranges[piece.which][1]
         ]
 
     def new_buffers(self, shard: int, device: torch.device) -> UpdateBuffers:

@@ -1,4 +1,4 @@
-"""Sharded optimizers and models: shares, transfers, recovery, and arguments."""
+"""Sharded optimizers and models: shards, transfers, recovery, and arguments."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.strategies.shards import Layout, gather_state, transfers
+from raysgd.torch.strategies.shards import Layout, gather_state, plan_transfers
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
     HAS_FULL_SHARDING,
@@ -42,7 +42,7 @@ MOMENTS = ("forward", "backward", "step", "barrier", "passed", "update", "gather
 """In the order of a step. From "passed" on, only some workers may have updated their shares."""
 
 
-# ---- shares and transfers
+# ---- shards and transfers
 
 
 @st.composite
@@ -70,7 +70,7 @@ def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
     for group in groups:
         shards = [layout.shard(rank, len(group)) for rank in range(len(group))]
         assert sorted(n for shard in map(elements, shards) for n in shard) == sorted(everything)
-        planned = transfers(shards, 1, 0, [held.get(worker, []) for worker in group])
+        planned = plan_transfers(shards, 1, 0, [held.get(worker, []) for worker in group])
         assert planned is not None
         for which, start, stop, _, source, _ in planned:  # each source holds what it sends
             has = [(a, b) for n, a, b, _ in held[group[source]] if n == which]
