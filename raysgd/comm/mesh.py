@@ -46,7 +46,7 @@ class Mesh:
         self._key = key
         self._timeout_s = timeout_s
         # Ranks that have connected, or None after `interrupt`.
-        self._come: SimpleQueue[tuple[int, socket.socket] | None] = SimpleQueue()
+        self._arrived: SimpleQueue[tuple[int, socket.socket] | None] = SimpleQueue()
         self._sockets: list[socket.socket] = []
         self._peers: dict[int, socket.socket] = {}
         self._num_started = 0
@@ -67,10 +67,10 @@ class Mesh:
                 connections[rank] = connect(target, timeout_s=left_s, hold=self._hold)
                 connections[rank].sendall(_RANK.pack(self._rank))
             while len(connections) < len(addresses) - 1:
-                come = self._come.get(timeout=max(0.0, ends - time.monotonic()))
-                if come is None:
+                arrived = self._arrived.get(timeout=max(0.0, ends - time.monotonic()))
+                if arrived is None:
                     break
-                rank, connections[rank] = come
+                rank, connections[rank] = arrived
         except OSError as error:
             self._break(
                 f"Workers cannot connect to each other: rank {self._rank} to rank {rank}: {error}",
@@ -95,7 +95,7 @@ class Mesh:
         (rank,) = _RANK.unpack(await exactly(connection, _RANK.size))
         connection = socket.socket(fileno=connection.detach())
         self._sockets.append(connection)
-        self._come.put((rank, connection))
+        self._arrived.put((rank, connection))
 
     def _hold(self, connection: socket.socket) -> None:
         self._sockets.append(connection)
@@ -193,7 +193,7 @@ class Mesh:
         self._broken = self._broken or f"gloo/ {reason}."
         for connection in list(self._sockets):
             shut_down(connection)
-        self._come.put(None)
+        self._arrived.put(None)
 
     def endpoints(self) -> set[tuple[str, int]]:
         """Return the own addresses of the connections."""

@@ -108,7 +108,7 @@ class TorchProcessGroup(CollectiveBackend):
         self._connector: Connector | None = None
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
-        self._set_interface = False
+        self._has_set_interface = False
         self._links: dict[str, float] = {}
         self._sent: dict[str, tuple[int, float]] = {}
         self._links_at = math.inf  # no links within one host
@@ -145,7 +145,7 @@ class TorchProcessGroup(CollectiveBackend):
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             own = worker_address(driver_host, context.node_ip)
             os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own)
-            self._set_interface = True
+            self._has_set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
             store = self._client = TorchStore(rendezvous.store, self._timeout)
@@ -224,7 +224,7 @@ class TorchProcessGroup(CollectiveBackend):
         self._sent = sent
 
     def teardown(self) -> None:
-        if self._set_interface:
+        if self._has_set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
         if self._mesh is not None:
             self._mesh.close()
