@@ -49,7 +49,7 @@ class CheckpointFolder:
     def _check(self, name: str, manifest: Manifest) -> None:
         """Raise an error if a checkpoint does not belong in this folder."""
 
-    def _learn(self, names: Iterable[str]) -> None:
+    def _read_manifests(self, names: Iterable[str]) -> None:
         """Read new manifests, and forget the manifests of checkpoints that are not in `names`."""
         known = self._manifests
         self._manifests = {name: known[name] for name in names if name in known}
@@ -100,7 +100,7 @@ class CheckpointFolder:
 
     def _tidy(self, newest: str | None) -> None:
         """Remove all checkpoints but `newest` and the best ones. Only log errors."""
-        surplus = [] if self._keep is None else self._rank_names()[self._keep :]
+        surplus = [] if self._keep is None else self._list_best_first()[self._keep :]
         try:
             for name in surplus:
                 if name != newest:
@@ -113,7 +113,7 @@ class CheckpointFolder:
         except CheckpointError as error:
             logger.warning("Could not remove older checkpoints: %s", error)
 
-    def _rank_names(self) -> list[str]:
+    def _list_best_first(self) -> list[str]:
         """Return the names of the readable checkpoints, best first, then newest first."""
         known = (name for name, manifest in self._manifests.items() if manifest)
         return sorted(known, key=self._goodness, reverse=True)
@@ -205,7 +205,7 @@ class CheckpointStore(CheckpointFolder):
             )
         self._folder.make_folder()
         names = self._names()
-        self._learn(names)
+        self._read_manifests(names)
         number = name_numbers(names[0])[0] + 1 if names else 1
         step = state.get("global_step", 0)
         name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{step:08d}.ckpt"
@@ -220,8 +220,8 @@ class CheckpointStore(CheckpointFolder):
     @property
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
-        self._learn(self._names())
-        rated = [name for name in self._rank_names() if self._goodness(name)[0]]
+        self._read_manifests(self._names())
+        rated = [name for name in self._list_best_first() if self._goodness(name)[0]]
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:

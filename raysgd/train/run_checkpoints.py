@@ -59,7 +59,7 @@ class RunCheckpoints(CheckpointFolder):
         if not names:
             return None
         newest, self.blob, manifest = self._load_first(names, read_pickle)
-        self._learn(names)
+        self._read_manifests(names)
         (self.number,), self.has_saved = name_numbers(newest), True
         return manifest
 
@@ -99,12 +99,12 @@ class RunCheckpoints(CheckpointFolder):
 
     @property
     def latest_path(self) -> Path | None:
-        newest = max(self._rank_names(), key=name_numbers, default=None)
+        newest = max(self._list_best_first(), key=name_numbers, default=None)
         return None if newest is None else self._path_of(newest)
 
     @property
     def best_path(self) -> Path | None:
-        return next(map(self._path_of, self._rank_names()), None)
+        return next(map(self._path_of, self._list_best_first()), None)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint: the file if it is on disk, otherwise the one in memory."""
@@ -117,7 +117,7 @@ class RunCheckpoints(CheckpointFolder):
         """Return the checkpoints on disk, best first, each with its numbers."""
         return [
             (Checkpoint(path=self._path_of(name)), dict(manifest.metrics))
-            for name in self._rank_names()
+            for name in self._list_best_first()
             if (manifest := self._manifests[name])
         ]
 
