@@ -90,7 +90,7 @@ class Evaluation:
     def _source_of(self, loader: Any) -> BatchSource:
         if callable(loader) and not isinstance(loader, Iterable):
             loader = loader(self._operator.config)
-        return self._train_state.data.source_of(loader)
+        return self._train_state.data.wrap_given(loader)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
         """Return a sort key and the predictions, on the CPU, for each batch of this worker.

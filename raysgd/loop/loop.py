@@ -115,7 +115,7 @@ class Loop:
             train_state.micro_batching.increase_split(request.split)
         train_state.timers.enabled = request.profile
         trained_on = train_state.data.trains_on
-        source = train_state.data.training_source(request.dataset)
+        source = train_state.data.select_training(request.dataset)
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
         if source.change_partition(shares=request.shares) or source is not self.source:

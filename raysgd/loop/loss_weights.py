@@ -16,7 +16,7 @@ class LossCount(NamedTuple):
     samples: float | None = None  # rows of the batch, if the ``train_batch`` of raysgd counts them
     is_sum: bool = False  # a sum over samples, and not a mean
 
-    def counting_samples(self) -> LossCount:
+    def with_samples(self) -> LossCount:
         """Return the count to use if workers do not know the sizes of all batches."""
         return self if self.is_sum or self.items is not None else self._replace(items=self.samples)
 
@@ -50,7 +50,7 @@ class LossWeights:
     optimizer, and once more in the first update of a generation if it has several micro-batches. A
     micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
     total, so `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
-    `LossCount.counting_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
+    `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
     fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
     """
 

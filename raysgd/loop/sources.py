@@ -100,7 +100,7 @@ class DataSources(ABC):
         """Return the source of a loader. Reading it raises an error if there is none."""
         return self._sources[name] if self.has(name) else BatchSource(_no_batches(name))
 
-    def source_of(self, loader: Any) -> BatchSource:
+    def wrap_given(self, loader: Any) -> BatchSource:
         """Return the source of a loader that was passed to a call."""
         source = self._wrap("The loader", loader, training=False)
         if not source.is_partitioned and self._settings.context.world_size > 1:
@@ -111,7 +111,7 @@ class DataSources(ABC):
             )
         return source
 
-    def training_source(self, dataset: Dataset | None) -> BatchSource:
+    def select_training(self, dataset: Dataset | None) -> BatchSource:
         """Return the source to train on, and remember its name in `trains_on`."""
         name = "train" if dataset is None else f"dataset {dataset.uid}"
         if dataset is not None and not self.has(name):

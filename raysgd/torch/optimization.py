@@ -89,7 +89,7 @@ class Optimization(StepFeature):
             count = LossCount(None if count is None else as_count(count))
         self.counts_items = count.items is not None
         if not state.data.knows_sizes:
-            count = count.counting_samples()
+            count = count.with_samples()
             if count.items is None and not count.is_sum:
                 self._checks.check_size()
         self._checks.before_backward(count)

@@ -142,7 +142,7 @@ def test_warning_about_a_loader_that_every_worker_trains_on(num_workers, caplog)
         source = runner.operator.train_loader
         runner.operator._train_state.settings.context = WorkerContext(world_size=2)
         with pytest.raises(TypeError, match="raysgd cannot partition this list_iterator"):
-            runner.operator._train_state.data.source_of(source.loader)
+            runner.operator._train_state.data.wrap_given(source.loader)
 
 
 def test_rehearsal_returns_metrics_and_changes_nothing():

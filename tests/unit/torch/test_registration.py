@@ -123,7 +123,7 @@ def test_data_set_of_a_call_keeps_its_batch_size():
             make_registration(config_batch=share),
             Dataset(range(8), batch_size=4),
         )
-        source = train_state.data.training_source(dataset)
+        source = train_state.data.select_training(dataset)
         train_state.begin_generation(WorkerContext(world_rank=1, world_size=2), config_batch=2)
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
