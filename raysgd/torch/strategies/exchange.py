@@ -44,7 +44,7 @@ class GradientExchange(StepFeature):
         on_gpu = self._state.settings.device.type == "cuda"
         return on_gpu or any(map(ddp.is_compiled, self._state.models))
 
-    def check_trainable(self) -> None:
+    def check_trained(self) -> None:
         models, dtypes = list(map(ddp.unwrap, self._state.models)), self._dtypes
         if not self.keeps_equal:  # a worker may add parameters, or cast them
             stepped = [p for each in self._state.optimizers for p in parameters_of(each)]

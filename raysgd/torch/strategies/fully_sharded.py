@@ -242,7 +242,7 @@ class FullyShardedModel(ShardedOptimizer):
         finally:
             self._place()
 
-    def check_trainable(self) -> None:
+    def check_trained(self) -> None:
         check_same_parameters(self.models.models, {p: p.dtype for p in self._parameters})
         for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
             if parameter.requires_grad != trained:
@@ -266,7 +266,7 @@ class FullyShardedGradients(GradientExchange):
         self._sharing = [m for m in state.models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
-    def check_trainable(self) -> None:
+    def check_trained(self) -> None:
         """Do nothing, because `FullyShardedModel` checks the parameters of its generation."""
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
