@@ -28,6 +28,8 @@ _RETURN_S = 0.7
 _NODE_LOSS_S = 10.0
 """Seconds that Ray may take to report a lost node."""
 ANSWER_S = 0.7
+BUSY_TICK_S = 0.05
+"""Seconds between two looks while workers start or progress is shown."""
 _SILENCE_S = 10.0
 """Seconds that a stopped process may take to answer."""
 _SALVAGE_S = 10.0

@@ -107,7 +107,7 @@ class Controller:
             return
         try:
             self.snapshots.clear()
-            self._scale_up.stop()
+            self._scale_up.drop()
         finally:
             try:
                 self._group.shutdown(force)
@@ -197,7 +197,7 @@ class Controller:
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
                     logger.warning(text, why)
-                self._scale_up.stop()
+                self._scale_up.drop()
                 context.discard_members()
             case machine.Fail(why, lost):
                 if lost:

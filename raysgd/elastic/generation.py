@@ -14,7 +14,7 @@ from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
+from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.journal import list_ranks
@@ -30,7 +30,6 @@ _RESTART_STRAGGLER_S = 5.0
 _MENTION_S = 30.0
 """Seconds after which to log what a start or a rejoin is waiting for."""
 _START_TICK_S = 0.01
-_BUSY_TICK_S = 0.05
 
 
 class GroupForming:
@@ -180,7 +179,7 @@ class GroupForming:
                 said = f"{missing}, and {room}"
                 self._journal.record("waiting", [], cause=said, seconds=wait_s)
                 deadline, number = now + wait_s, number + 1
-            self._clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
+            self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
 
     def _start_group(self) -> Progress | None:
         """Form a group of the ready workers, and return its progress. None if a worker was lost."""
@@ -203,7 +202,7 @@ class GroupForming:
         results[:] = [each for each in results if each.progress.global_step <= step]
         self._scale_up.forget_joined(members)
         if not (self._context.policy.survivors_stay and self._context.elastic.grow):
-            self._scale_up.stop()  # late workers could never join
+            self._scale_up.drop()  # late workers could never join
         self._scale_up.set_up_alone()
         return progress
 

@@ -197,7 +197,7 @@ class ScaleUp:
         if missing <= 0:
             in_order = sorted(self._replacements, key=lambda r: r.member is None)
             for replacement in in_order[self._num_places() :]:
-                self._drop(replacement)  # other workers took the place, or all members stay
+                self._discard(replacement)  # other workers took the place, or all members stay
             if not self._replacements:
                 self.group.give_back()
         if missing > 0 and self._failures < self.config.max_attempts:
@@ -253,7 +253,7 @@ class ScaleUp:
         return replacement is not None
 
     def _fail(self, replacement: Replacement, error: BaseException) -> None:
-        self._drop(replacement)
+        self._discard(replacement)
         member, slot, phase = replacement.member, replacement.slot, replacement.phase
         said = cause_of(member, error)
         self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
@@ -283,18 +283,18 @@ class ScaleUp:
         if self._failures == self.config.max_attempts:
             logger.warning("No more replacement workers start in this call.")
 
-    def _drop(self, replacement: Replacement) -> None:
+    def _discard(self, replacement: Replacement) -> None:
         if replacement not in self._replacements:
             return  # `shutdown` in another thread has done this
         self._replacements.remove(replacement)
         if replacement.member is not None:
             self.group.discard(replacement.member)
 
-    def drop(self, members: Collection[WorkerHandle]) -> None:
-        """Discard replacement workers, although they have not failed."""
+    def drop(self, members: Collection[WorkerHandle] | None = None) -> None:
+        """Discard some or all replacement workers, although they have not failed."""
         for replacement in list(self._replacements):
-            if replacement.member in members:
-                self._drop(replacement)
+            if members is None or replacement.member in members:
+                self._discard(replacement)
 
     def ready(self) -> list[WorkerHandle]:
         """Return the replacement workers that can join now."""
@@ -302,13 +302,8 @@ class ScaleUp:
             return []  # a restart could not start the other workers
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
-        return [
-            replacement.member
-            for replacement in self._replacements
-            if replacement.member is not None
-            and replacement.is_ready
-            and (is_free or replacement.replaces_lost)
-        ]
+        ready = [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
+        return [replacement.member for replacement in ready if replacement.member is not None]
 
     def num_started(self) -> int:
         """Return the number of replacements with a process. The others wait for room."""
@@ -362,7 +357,3 @@ class ScaleUp:
         if members:
             self.try_again()
         self.start_cooldown()
-
-    def stop(self) -> None:
-        for replacement in list(self._replacements):
-            self._drop(replacement)

@@ -15,7 +15,7 @@ from raysgd.cluster.streams import offering
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.commands import Attempt
+from raysgd.elastic.commands import BUSY_TICK_S, Attempt
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
 from raysgd.elastic.machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
@@ -25,7 +25,6 @@ from raysgd.errors import CollectiveError
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-_BUSY_TICK_S = 0.05
 _UNEVEN_TICK_S = 0.25
 _NOTICE_S = 0.1
 """Seconds between the request of a pause and the pause."""
@@ -182,7 +181,7 @@ class Supervision:
             self._context.check_open()
             is_busy = call.on_wait is not None or self._context.scale_up.num_started()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
-            if attempt.collect(_BUSY_TICK_S if is_busy else idle_s):
+            if attempt.collect(BUSY_TICK_S if is_busy else idle_s):
                 continue
             if self._group.is_cut_off():
                 continue  # the workers wait for the network too

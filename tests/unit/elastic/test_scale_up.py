@@ -237,7 +237,7 @@ def test_a_start_waits_60_s_for_late_workers_and_a_restart_half_a_second(make, c
         clock.now += 0.2
         assert scale_up.are_enough(2)
         scale_up.forget_joined([first.member, second.member])
-        scale_up.stop()
+        scale_up.drop()
 
 
 @pytest.mark.parametrize(("grow", "grace_s"), [(True, 0.5), (False, 60.0)])
