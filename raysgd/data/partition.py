@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -187,18 +187,14 @@ class MicroBatch:
         """Whether another worker has the same samples, so that these do not count."""
         return self.weight == 0
 
-    def split(self, number: int, rows: int, repeats: int = 0) -> list[MicroBatch]:
-        """Return the `number` parts of this batch, which has `rows` samples.
-
-        `repeats` parts of weight 0 follow.
-        """
-        spans = [part_of(rows, number, i) if i < rows else (0, 0) for i in range(number)]
-        sizes = [stop - first for first, stop in spans] + [0] * repeats
+    def split(self, sizes: Sequence[int]) -> list[MicroBatch]:
+        """Return the parts of this batch, given their rows. A part of 0 rows repeats another."""
+        total = sum(sizes)
         return [
             replace(
                 self,
-                samples=None if self.samples is None else self.samples * size / rows,
-                weight=self.weight * size / rows,
+                samples=None if self.samples is None else self.samples * size / total,
+                weight=self.weight * size / total,
                 ends_step=self.ends_step and index == len(sizes) - 1,
             )
             for index, size in enumerate(sizes)

@@ -57,10 +57,13 @@ class TorchMicroBatching(MicroBatching):
         repeats = factor - number if self._settings.context.world_size > 1 else 0
         if number + repeats == 1:
             return whole
-        parts = batch_parts(batch, number) if rows else [in_own_containers(batch)]
-        micro_batches = micro_batch.split(number, max(rows, 1), repeats)
+        spans = [part_of(max(rows, 1), number, index) for index in range(number)]
+        parts = [rows_of(batch, *span) if rows else in_own_containers(batch) for span in spans]
         parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
-        return list(zip(parts, micro_batches, strict=True))
+        # If there are more parts than rows, the others repeat rows.
+        sizes = [stop - first for first, stop in spans[: max(rows, 1)]]
+        sizes += [0] * (len(parts) - len(sizes))
+        return list(zip(parts, micro_batch.split(sizes), strict=True))
 
     def is_tolerable(self, error: BaseException) -> bool:
         return self._settings.options.split_on_oom and ran_out_of_memory(error)
@@ -151,14 +154,8 @@ def _has_one_each(batch: Any, samples: float) -> bool:
     return any(_has_one_each(item, samples) for item in batch)
 
 
-def batch_parts(batch: Any, number: int) -> list[Any]:
-    rows = num_rows(batch)
-
-    def part(index: int) -> Any:
-        start, stop = part_of(rows, number, index)
-        return map_batch(batch, lambda leaf: None if leaf is None else leaf[start:stop])
-
-    return [part(index) for index in range(number)]
+def rows_of(batch: Any, start: int, stop: int) -> Any:
+    return map_batch(batch, lambda leaf: None if leaf is None else leaf[start:stop])
 
 
 def in_own_containers(batch: Any) -> Any:
