@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from raysgd._internal.finite import bad_arrays
 from raysgd._internal.imports import import_extra
 from raysgd.checkpoint.location import Location
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 def check_suffix(path: Any) -> None:
@@ -31,7 +35,7 @@ def save_model(
     """Write the weights of models to a ``.safetensors`` file, completely or not at all.
 
     ``safetensors.torch.load_model(model, path)`` reads the file. The file has each tensor once. Its
-    metadata maps other names of a tensor to the name in the file.
+    metadata maps other names of a tensor to the name in the file. A warning names a NaN.
 
     Args:
         models: a PyTorch model; or several models, whose keys begin with ``0.``, ``1.``, …; or the
@@ -57,6 +61,7 @@ def save_model(
 
             # safetensors writes the elements of a transposed array in another order.
             arrays = {name: np.asarray(array, order="C") for name, array in models.items()}
+            _warn_of_nan(arrays)
             file.write(save(arrays, metadata={"format": "np"}))
         else:
             file.write(_of_modules(models, left_out))
@@ -84,4 +89,12 @@ def _of_modules(
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         is_view = tensor.nbytes < tensor.untyped_storage().nbytes()
         tensors[name] = tensor.clone() if is_view else tensor  # they must not share memory
+    _warn_of_nan(tensors)
     return save(tensors, metadata)
+
+
+def _warn_of_nan(arrays: Mapping[str, Any]) -> None:
+    for name in bad_arrays(arrays):
+        if (arrays[name] != arrays[name]).any():  # infinity may be meant, as in a mask
+            logger.warning("save_model() writes NaN, because %s of the model has it.", name)
+            return

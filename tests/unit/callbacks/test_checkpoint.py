@@ -248,8 +248,12 @@ def test_an_infinite_mask_is_saved_and_a_spoiled_model_is_not(make_trainer, tmp_
     trainer.train(num_steps=4)
     trainer.save(tmp_path / "state.pt")
     before = (tmp_path / "state.pt").read_bytes()
+    trainer.save_model(tmp_path / "model.safetensors")
     with torch.no_grad():
         weights(trainer)["0.weight"].fill_(torch.nan)
+    assert "writes NaN" not in caplog.text
+    trainer.save_model(tmp_path / "model.safetensors")
+    assert "writes NaN, because 0.weight" in caplog.text
     trainer.train(num_steps=4)
     assert steps(tmp_path) == [2, 4]
     with pytest.raises(CheckpointError, match=r"step 8 is not saved to .*state.pt, because models"):
