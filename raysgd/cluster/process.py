@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable
 
@@ -59,3 +61,11 @@ def end_forks_with_this_process() -> None:
         threading.Thread(target=wait, name="raysgd-parent", daemon=True).start()
 
     os.register_at_fork(after_in_child=watch)
+
+
+def end_wandb(failed: bool = False) -> None:
+    """Write the runs of Weights & Biases, which a process of Ray no longer does at its exit."""
+    teardown = getattr(sys.modules.get("wandb"), "teardown", None)
+    if teardown is not None:
+        with contextlib.suppress(Exception):
+            teardown(exit_code=int(failed))

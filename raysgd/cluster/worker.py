@@ -290,7 +290,9 @@ class Worker:
         if self._backend is not None:
             self._backend.teardown()
         self.runner = None
-        if not self._remote:
+        if self._remote:
+            process.end_wandb()
+        else:
             gc.collect()  # a wrapper in a reference cycle keeps the threads of its process group
 
     @property

@@ -20,10 +20,11 @@ import cloudpickle
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.values import numbers_in
+from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
+from raysgd.train.report_queue import ReportQueue, RunStoppedError, Turn, TurnKind
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Session:
             end = Turn("end", content=_pack_result(value), iteration=self.iteration)
         except BaseException as error:
             end = Turn("end", error=error)
+        if not isinstance(end.error, RunStoppedError):
+            end_wandb(failed=end.error is not None)
         if process_state.session is self:
             process_state.session = None  # before the driver sees the end and begins another run
         self.report_queue.end(end)

@@ -122,6 +122,15 @@ class TwoArgumentsError(Exception):
         super().__init__(f"{first} {second}")
 
 
+def test_runs_of_wandb_end_with_the_worker(worker, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb = pytest.importorskip("wandb")
+    wandb.init(mode="offline", dir=tmp_path, settings={"console": "off"}).log({"a": 1})
+    worker.teardown()
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert path.stat().st_size > 1000, "7 bytes are in the file from the beginning"
+
+
 # ---- values
 
 

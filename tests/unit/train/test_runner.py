@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -105,6 +106,19 @@ def test_a_second_run_may_use_another_precision_of_accelerate(make_worker):
     for run, precision in enumerate(("no", "bf16", "no")):
         worker.begin(partial(function, precision), run)
         assert worker.next().value == precision
+
+
+def test_runs_of_wandb_end_with_the_function(make_worker, monkeypatch):
+    codes = []
+    stand_in = SimpleNamespace(teardown=lambda exit_code: codes.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    worker = make_worker()
+    worker.begin(int)
+    worker.next()
+    worker.begin([].pop, "two")
+    with pytest.raises(IndexError):
+        worker.next()
+    assert codes == [0, 1]
 
 
 def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
