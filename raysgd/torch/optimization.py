@@ -127,8 +127,7 @@ class Optimization(StepFeature):
             self._state.exchange.average(optimizer)
             if not tx.weights.is_empty:
                 for feature in self._state.overriding["before_update"]:
-                    if tx.bad_step is None:
-                        feature.before_update(tx, optimizer)
+                    feature.before_update(tx, optimizer)
                 if tx.bad_step is None:
                     self.precision.step(optimizer)
         finally:

@@ -35,7 +35,7 @@ class GradientNorms(StepFeature):
         self._norms.clear()
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
-        if self._is_logged or self._max_norm is not None:
+        if tx.bad_step is None and (self._is_logged or self._max_norm is not None):
             state, precision = self._state, self._state.optimization.precision
             precision.unscale(optimizer)
             tensors, norm = state.exchange.norm(precision.parameters(optimizer))

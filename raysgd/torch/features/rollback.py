@@ -27,13 +27,17 @@ class Rollback(StepFeature):
     """Restores parameters and optimizer states if a step is discarded.
 
     This feature copies only if steps make several updates, or if `train_batch` of an earlier step
-    changed parameters before the update, as sharpness-aware minimization does. Otherwise the
-    version counters of PyTorch show whether a discarded step changed parameters. If so, the state
-    is partial. The counters do not detect changes through ``parameter.data``.
+    changed parameters before the update, as sharpness-aware minimization does. With bad steps, it
+    also copies before the first update. Otherwise the version counters of PyTorch show whether a
+    discarded step changed parameters. If so, the state is partial. The counters do not detect
+    changes through ``parameter.data``.
     """
 
     def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        models: Sequence[torch.nn.Module],
+        has_bad_steps: bool = False,
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
         self._images = [_BeforeImage(optimizer) for optimizer in (*optimizers, *wrapped)]
@@ -46,25 +50,39 @@ class Rollback(StepFeature):
             if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
         ]
         self._versions: Versions | None = None
-        self._has_copies = self._moves_parameters = False
+        self._has_copies = False
+        self._moves_parameters = None if has_bad_steps else False  # None: not known yet
 
     def begin(self, tx: UpdateTransaction) -> None:
-        self._has_copies = tx.has_several_optimizer_steps or self._moves_parameters
+        self._has_copies = tx.has_several_optimizer_steps or self._moves_parameters is not False
         if self._has_copies:
             for image in self._images:
                 image.take()
         self._versions = Versions(lambda: self._parameters)
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
-        if self._versions is not None and not self._moves_parameters:
+        if self._versions is None:
+            return
+        if tx.bad_step is not None:
+            self._restore(tx)  # what train_batch changed before the update
+            if tx.is_partial:
+                raise RuntimeError(
+                    "A bad step cannot be undone, because train_batch changed parameters before "
+                    "the update for the first time. Load a checkpoint: trainer.load(path)."
+                )
+        elif not self._moves_parameters:
             self._moves_parameters = bool(self._versions.find_changed())
 
     def commit(self, tx: UpdateTransaction) -> None:
-        self._versions, self._has_copies = None, False
+        self._versions = None
 
     def roll_back(self, tx: UpdateTransaction) -> None:
-        if self._versions is None:
-            return
+        if self._versions is not None:
+            self._restore(tx)
+            self._versions = None
+
+    def _restore(self, tx: UpdateTransaction) -> None:
+        assert self._versions is not None
         changed = self._versions.find_changed()
         if self._has_copies:
             for image in reversed(self._images):
@@ -72,9 +90,7 @@ class Rollback(StepFeature):
                 changed.difference_update(map(id, image.parameters))
         elif tx.stepping is not None:
             tx.is_partial = True  # an optimizer may change its state before parameters
-        if changed:
-            tx.is_partial = True
-        self.commit(tx)
+        tx.is_partial = tx.is_partial or bool(changed)
 
 
 class _BeforeImage:
