@@ -56,6 +56,11 @@ def check_members(name: str, argument: Any, kind: type | None) -> list[Any]:
         if unusable := _INSTEAD.keys() & {type(part).__name__ for part in parts}:
             cls_name = unusable.pop()
             raise TypeError(f"register({name}=...) cannot use a {cls_name}. {_INSTEAD[cls_name]}")
+        if kind is torch.optim.Optimizer and not hasattr(member, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"register({name}=...) cannot use a {type(member).__name__}, whose __init__ does "
+                "not call super().__init__(). Register the optimizer that it wraps."
+            )
     if not members:
         raise ValueError(f"register({name}=...) is empty. Pass at least one.")
     return members

@@ -36,6 +36,8 @@ ELEMENTWISE = (
     optim.Rprop,
 )
 """Optimizers that update each element independently of the others."""
+_INNER = "inner"
+"""Entry of an optimizer's state: states of the optimizers in it, by number."""
 
 
 def copy_leaf(leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
@@ -103,18 +105,41 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 # ---- loading
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state exactly. ``load_state_dict`` alone casts tensors to the parameters' dtypes."""
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer, and of the optimizers in it if its own state lacks them."""
+    state = dict(optimizer.state_dict())
+    if inner := list(map(optimizer_state, inner_optimizers(optimizer))):
+        known = set(map(id, _tensors_in(state, set())))
+        state[_INNER] = {
+            number: each
+            for number, each in enumerate(inner)
+            if not known.issuperset(map(id, _tensors_in(each, set()))) or not each.get("state")
+        }
+    return state
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], is_exact: bool
+) -> None:
+    """Load an `optimizer_state`. ``load_state_dict`` casts tensors to the parameters' dtypes.
+
+    If it `is_exact`, tensors keep their dtypes.
+    """
     if "param_groups" in state and (problem := _groups_problem(optimizer, state)):
         raise ValueError(problem)
-    optimizer.load_state_dict(dict(state))
-    if "param_groups" not in state:  # a wrapper, which loads the state of the inner optimizer
-        return
-    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+    inner = inner_optimizers(optimizer)
+    sharing = [each for each in inner if each.param_groups is optimizer.param_groups]
+    optimizer.load_state_dict({key: state[key] for key in state if key != _INNER})
+    for number, of_inner in state.get(_INNER, {}).items():
+        load_optimizer(inner[number], of_inner, is_exact)
+    for each in sharing:
+        each.param_groups = optimizer.param_groups
+    entries = state.get("state", {})  # a wrapper may have another format
+    for own, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
         for parameter, key in zip(own["params"], saved["params"], strict=True):
-            if parameter in optimizer.state and key in state["state"]:
+            if is_exact and parameter in optimizer.state and key in entries:
                 loaded = optimizer.state[parameter]
-                optimizer.state[parameter] = _in_dtypes_of(state["state"][key], loaded)
+                optimizer.state[parameter] = _in_dtypes_of(entries[key], loaded)
 
 
 def _in_dtypes_of(saved: Any, loaded: Any) -> Any:
@@ -212,8 +237,10 @@ def is_like(saved: Any, value: torch.Tensor) -> bool:
 
 
 def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-    if "param_groups" not in state and "param_groups" not in (whole := optimizer.state_dict()):
-        missing, unknown = whole.keys() - state.keys(), state.keys() - whole.keys()
+    usual = {"state", "param_groups"}
+    if not (usual <= state.keys() or usual <= (whole := optimizer.state_dict()).keys()):
+        own, saved = whole.keys() | {_INNER}, state.keys() | {_INNER}
+        missing, unknown = own - saved, saved - own
         return _describe_difference("it", missing, unknown) if missing or unknown else ""
     groups, _ = state["param_groups"], state["state"].items()
     if problem := _groups_problem(optimizer, state):
@@ -346,7 +373,9 @@ def renormalized_weights(models: Iterable[torch.nn.Module]) -> set[torch.Tensor]
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that an optimizer wraps, as sharpness-aware minimization does."""
-    return [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    values = vars(optimizer).values()
+    listed = (each for value in values if isinstance(value, list | tuple) for each in value)
+    return [each for each in (*values, *listed) if isinstance(each, torch.optim.Optimizer)]
 
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")

@@ -29,6 +29,7 @@ from raysgd.torch.tensors import (
     copy_leaf,
     copy_to_cpu,
     load_optimizer,
+    optimizer_state,
     parameters_of,
     reuse_memory,
     state_problem,
@@ -150,7 +151,7 @@ class TorchTrainState(RegisteredState):
         models = [(model, model.state_dict()) for model in map(ddp.plain, self.models)]
         state: dict[str, Any] = {
             "models": list(itertools.starmap(self._unsharded_part, models)),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": list(map(optimizer_state, self.optimizers)),
         }
         if self.not_finite:
             state["not_finite"] = self.not_finite
@@ -237,8 +238,9 @@ class TorchTrainState(RegisteredState):
             for kind, objects, states in reversed(stateful):
                 for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
                     load, own = None, each.state_dict()
-                    if kind == "optimizers" and keeps_dtypes:
-                        load = functools.partial(load_optimizer, each)
+                    if kind == "optimizers":
+                        load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
+                        own = optimizer_state(each)
                     elif kind == "models" and (
                         KEY in state or not self.replication.is_unsharded(each)
                     ):

@@ -467,6 +467,10 @@ UNFIT = {
         lambda: {"optimizers": zero_redundancy(linear())},
         ["ZeroRedundancyOptimizer", 'sharding="optimizer"'],
     ),
+    "bare": (
+        lambda: {"optimizers": torch.optim.SGD.__new__(torch.optim.SGD)},
+        ["SGD", "super().__init__()", "that it wraps"],
+    ),
     "timm": (
         lambda: {"schedulers": Timm()},
         ["Timm.step() needs epoch", 'scheduler_step_freq="manual"', "update_scheduler"],

@@ -308,18 +308,25 @@ class Wrapping(torch.optim.Optimizer):
         self.base.load_state_dict(state["base"])
 
 
-class Wrapped(Plain):
-    make_optimizer = staticmethod(Wrapping)
+class Bare(Wrapping):
+    """Has the usual format, without the state of the wrapped optimizer."""
+
+    state_dict = torch.optim.Optimizer.state_dict
+    load_state_dict = torch.optim.Optimizer.load_state_dict
 
 
-def test_wrapper_loads_its_state():
+@pytest.mark.parametrize(("kind", "key"), [(Wrapping, "count"), (Bare, "state")])
+def test_wrapper_loads_its_state(kind, key):
+    class Wrapped(Plain):
+        make_optimizer = staticmethod(kind)
+
     _, state = train(Wrapped)
     with local(Wrapped) as trainer:
         trainer.load_state_dict(state)
         trainer.train()
         check_equal(trainer.get_model(), plain(2)[0])
-        state["optimizers"][0].pop("count")
-        with pytest.raises(CheckpointError, match="lacks count"):
+        state["optimizers"][0].pop(key)
+        with pytest.raises(CheckpointError, match=r"lacks count|not the state of an optimizer"):
             trainer.load_state_dict(state)
 
 
