@@ -309,6 +309,9 @@ class Records(ABC):
         def read(file: Any) -> bytes:
             file.seek(start)
             data: bytes = file.read(size)
+            total = getattr(file, "size", None)  # of a remote file
+            if isinstance(total, int) and len(data) < min(size, total - start):
+                raise ConnectionError(f"{self.paths[number]}: the answer has too few bytes")
             return data
 
         return self._with_file(number, read)

@@ -32,6 +32,11 @@ class tar(Spans):  # noqa: N801
             for member in archive:
                 vars(archive)["members"] = []  # would grow with the file
                 stem, name = _stem(member.name)
+                if stem and (member.islnk() or member.issym()):
+                    raise ValueError(
+                        f"{member.name!r} is only a link. Pack files instead of links, with the "
+                        "options --dereference and --hard-dereference of tar"
+                    )
                 if not member.isfile() or not stem:
                     continue
                 if stem != key:

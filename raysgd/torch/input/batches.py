@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import default_collate
 
 from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
@@ -97,6 +98,15 @@ def map_batch(
 
 def _moves_itself(item: Any) -> bool:
     return callable(getattr(item, "to", None))
+
+
+def join_samples(samples: list[Any]) -> Any:
+    """Join samples, which may be small batches, into one batch."""
+    if isinstance(samples[0], tuple | list):
+        return [join_samples(list(column)) for column in zip(*samples, strict=True)]
+    if isinstance(samples[0], torch.Tensor) and samples[0].dim() > 0:
+        return torch.cat(samples)
+    return default_collate(samples)
 
 
 # ---- from a batch to the arguments of forward

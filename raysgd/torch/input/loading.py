@@ -31,6 +31,7 @@ from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
 from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_ranks
 from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
+from raysgd.torch.input.batches import join_samples
 from raysgd.torch.input.orders import (
     HUGE,
     IndexSampler,
@@ -120,11 +121,14 @@ class PartitionedLoader(PartitionedSource):
         self.reseed(seed)
         self.knows_sizes = keeps_samples(loader)
         # An item of a `raysgd.data.Dataset` can have several rows.
-        self._joins = loader.batch_size is not None and loader.collate_fn != _join_samples
+        self._joins = loader.batch_size is not None and loader.collate_fn != join_samples
         self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
-        self._order: tuple[tuple[int, int], Order] | None = None
+        self._drawn: tuple[int, int] | None = None  # seed and epoch of the order
+        self._order: Order = None
+        self._digest: int | None = None  # of the order, once it is known
         self._orders_agreed = False
+        self._saved: Mapping[str, Any] = {}
 
     @property
     def partition(self) -> EpochPartition:
@@ -165,6 +169,8 @@ class PartitionedLoader(PartitionedSource):
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         order, partition = self._order_of(epoch, offset), self.partition
+        if offset and self._saved.get("epoch") == epoch:
+            self._check_order(epoch)
         first, again = itertools.tee(partition.batches(offset, num_steps))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
@@ -253,12 +259,14 @@ class PartitionedLoader(PartitionedSource):
         if not self._has_order(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            self._order = (self._seed, epoch), drawn_order(sampler, self._seed + epoch)
-        assert self._order is not None
-        return self._order[1]
+            self._set_order(epoch, drawn_order(sampler, self._seed + epoch))
+        return self._order
+
+    def _set_order(self, epoch: int, order: Order) -> None:
+        self._drawn, self._order, self._digest = (self._seed, epoch), order, None
 
     def _has_order(self, epoch: int) -> bool:
-        return self._order is not None and self._order[0] == (self._seed, epoch)
+        return self._drawn == (self._seed, epoch)
 
     def order_digest(self, epoch: int) -> int | None:
         """Return a number that identifies the order of an epoch.
@@ -271,8 +279,18 @@ class PartitionedLoader(PartitionedSource):
         if is_plain_shuffle(sampler):
             return self.own_seed  # with the epoch, this determines the order
         order = self._order_of(epoch)
-        # Keys without their own `repr` never compare equal.
-        return int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
+        if self._digest is None:  # keys without their own `repr` never compare equal
+            self._digest = int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
+        return self._digest
+
+    def _check_order(self, epoch: int) -> None:
+        if self._saved.get("order") not in (None, self.order_digest(epoch)):
+            raise RuntimeError(
+                f"Training cannot continue in epoch {epoch}: {type(self.order_sampler).__name__} "
+                "now gives another order, and samples would repeat. Let it take the number of the "
+                "epoch from set_epoch(epoch), which raysgd calls, and not from a counter. Or "
+                "continue from a checkpoint of the end of an epoch."
+            )
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers use one order, because a user's sampler or generator may differ.
@@ -299,15 +317,20 @@ class PartitionedLoader(PartitionedSource):
                 )
             # A worker has joined since, and its sampler has drawn less often.
             source = train_state.minimum(rank if was_drawn else size) % size
-            order = train_state.from_rank(lambda: self._order_of(epoch), source)
-            self._order = (self._seed, epoch), order
+            self._set_order(epoch, train_state.from_rank(lambda: self._order_of(epoch), source))
         self._orders_agreed = True
 
     # ---- for messages and comparisons
 
     def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
-        stamps = file_stamps(self.loader.dataset) if offset else {}
-        return {**stamps, **super().position(epoch, offset)}
+        if not offset:
+            return {}
+        order = self.order_digest(epoch) if self._has_order(epoch) else self._saved.get("order")
+        stamps = file_stamps(self.loader.dataset)
+        return {**stamps, **super().position(epoch, offset), "order": order}
+
+    def move_to(self, position: Mapping[str, Any]) -> None:
+        self._saved = position
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         check_files(self.loader.dataset, position)
@@ -333,7 +356,7 @@ class PartitionedLoader(PartitionedSource):
 
 def _check_equal_bits(name: str, source: BatchSource) -> None:
     is_split = isinstance(source, PartitionedLoader) and source.loader.batch_size is not None
-    if not is_split or source.loader.collate_fn is _join_samples:
+    if not is_split or source.loader.collate_fn is join_samples:
         raise ValueError(
             f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
             "batch_size and a map-style data set, which raysgd can divide into shards, but it is "
@@ -375,7 +398,7 @@ def wrap_loader(
             "torch.utils.data.DataLoader(data, batch_size=...)."
         )
     if isinstance(loader, ItemDataset):
-        loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
+        loader = DataLoader(loader, loader.batch_size, collate_fn=join_samples)  # type: ignore[arg-type]
     may_partition = partitions and own_ranks(loader) is None
     whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_whole(whole)
@@ -455,18 +478,6 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
     is_own = type(batches) is not BatchSampler or loader.batch_size is None
     return batches is not None and is_own
-
-
-# ---- data sets of items
-
-
-def _join_samples(samples: list[Any]) -> Any:
-    """Join samples, which may be small batches, into one batch."""
-    if isinstance(samples[0], tuple | list):
-        return [_join_samples(list(column)) for column in zip(*samples, strict=True)]
-    if isinstance(samples[0], torch.Tensor) and samples[0].dim() > 0:
-        return torch.cat(samples)
-    return default_collate(samples)
 
 
 def _tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:

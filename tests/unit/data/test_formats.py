@@ -210,11 +210,13 @@ def cut(data):
     return data[: len(data) * 2 // 3]
 
 
-def archive_of(names):
+def archive_of(names, kind=tarfile.REGTYPE):
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for name in names:
-            archive.addfile(tarfile.TarInfo(name))
+            member = tarfile.TarInfo(name)
+            member.type = kind
+            archive.addfile(member)
     return file.getvalue()
 
 
@@ -256,6 +258,7 @@ def test_all_parts_of_a_compressed_file_are_read_or_an_error_names_it(
         ("data.tar", ARCHIVE[:1200], "cut or damaged at byte 1024"),
         ("data.tar", ARCHIVE + ARCHIVE, "more data follows the end at 1536"),
         ("data.tar", archive_of(["a.cls", "a.cls"]), "a sample has two files 'a.cls'"),
+        ("data.tar", archive_of(["a.cls"], tarfile.LNKTYPE), "'a.cls' is only a link"),
         ("data.zip", b"", "cannot read .zip files"),
         ("data.parquet", b"no archive" * 100, "Parquet magic bytes not found"),
         ("data.jsonl.zst", b"", "to read .zst files, install zstandard"),
@@ -301,8 +304,8 @@ class Counting(MemoryFileSystem):
     """A file system whose reads fail, and which needs a token."""
 
     protocol = "counting"
-    num_failures = 0
-    opened = 0
+    num_failures = opened = 0
+    is_short = False  # a failing read has no error, but too few bytes
 
     def __init__(self, token, **options):
         super().__init__(**options)
@@ -324,9 +327,13 @@ class ServiceError(Exception):
 
 
 class Failing(io.BytesIO):
+    size = property(lambda self: len(self.getbuffer()))
+
     def read(self, *size):
         if Counting.num_failures:
             Counting.num_failures -= 1
+            if Counting.is_short:
+                return b""
             raise ServiceError
         return super().read(*size)
 
@@ -344,7 +351,7 @@ def test_remote_file_is_opened_once_and_again_after_an_error(tmp_path, monkeypat
         assert Counting.opened == 2  # and once after the error
     records = text("counting:///a.txt", cache_dir=tmp_path, token="mine")
     assert records.read([0]) == ["0"]
-    Counting.opened, Counting.num_failures = 0, 2
+    Counting.opened, Counting.num_failures, Counting.is_short = 0, 2, True
     assert records.read([1]) == ["1"]
     assert Counting.opened == 2
 

@@ -731,3 +731,26 @@ def test_position_within_an_epoch_fits_only_data_of_its_length(make):
         wrap(make(size)).check_position(saved.position(3, 0))  # the end of an epoch
         with pytest.raises(CheckpointError, match=r"its length was 1., and is "):
             wrap(make(size)).check_position(position)
+
+
+class Counting(Reversed):
+    """A sampler that counts its epochs."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return ByEpoch.__iter__(self)
+
+
+def test_position_within_an_epoch_fits_only_its_order():
+    for kind in ByEpoch, Counting:
+        saved, resumed = (wrap(DataLoader(tensors(10), 2, sampler=kind(10))) for _ in range(2))
+        for epoch in range(2):
+            next(saved.batches(epoch, 0))
+        resumed.move_to(saved.position(1, 4))
+        assert resumed.position(1, 4) == saved.position(1, 4)
+        if kind is ByEpoch:
+            assert indices(resumed.batches(1, 4)) == indices(saved.batches(1, 4))
+    with pytest.raises(RuntimeError, match="Counting now gives another order"):
+        next(resumed.batches(1, 4))
