@@ -17,7 +17,7 @@ class tar(Spans):  # noqa: N801
 
     ``"__key__"`` is the path up to the first dot of the file name, and the other keys are the rest
     of the names in lower case, as in WebDataset. Hidden files, and files without an ending, do not
-    count. `Records` describes the arguments.
+    count, and links are an error. `Records` describes the arguments.
     """
 
     unit = "sample"

@@ -239,8 +239,9 @@ def is_like(saved: Any, value: torch.Tensor) -> bool:
 def _optimizer_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
     usual = {"state", "param_groups"}
     if not (usual <= state.keys() or usual <= (whole := optimizer.state_dict()).keys()):
-        own, saved = whole.keys() | {_INNER}, state.keys() | {_INNER}
-        missing, unknown = own - saved, saved - own
+        missing, unknown = (
+            one.keys() - other.keys() - {_INNER} for one, other in ((whole, state), (state, whole))
+        )
         return _describe_difference("it", missing, unknown) if missing or unknown else ""
     groups, _ = state["param_groups"], state["state"].items()
     if problem := _groups_problem(optimizer, state):
