@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,9 @@ class KerasTrainState(TrainState):
     def compile_arguments(self) -> list[Any]:
         names = ("optimizer", "_compile_loss", "_compile_metrics")
         arguments = [getattr(model, name, None) for model in self.models for name in names]
-        return arguments + [_fixed_options(optimizer) for optimizer in self.optimizers]
+        for options, rate in map(_options_of, self.optimizers):
+            arguments += [options, None if isinstance(rate, float) else rate]
+        return arguments
 
     def check_compiled(self) -> None:
         """Raise an error for a change after `setup` that would have no effect."""
@@ -221,7 +224,7 @@ class KerasTrainState(TrainState):
             return [portable(model) for model in self.models]
 
     def user_settings(self) -> Any:
-        return self.trainable(), [str(optimizer.get_config()) for optimizer in self.optimizers]
+        return self.trainable(), [_options_of(optimizer) for optimizer in self.optimizers]
 
     def trainable(self) -> list[dict[str, bool]]:
         return [trainable_parts(model) for model in self.models]
@@ -259,11 +262,13 @@ class KerasTrainState(TrainState):
         self.transaction.is_partial = False
 
 
-def _fixed_options(optimizer: Any) -> str:
-    config = getattr(optimizer, "inner_optimizer", optimizer).get_config()
-    if isinstance(config.get("learning_rate"), float):  # a variable, and no schedule
-        del config["learning_rate"]
-    return str(config)
+def _options_of(optimizer: Any) -> tuple[str, Any]:
+    """Return the options of an optimizer but its rate, and the rate: a number or a schedule."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rate, options = inner._learning_rate, {}
+    with contextlib.suppress(NotImplementedError):  # a schedule without get_config
+        options = {**inner.get_config(), "learning_rate": None}
+    return str(options), float(rate) if hasattr(rate, "numpy") else rate
 
 
 def _with_class_weight(class_weight: Mapping[Any, float], target: Any, sample_weight: Any) -> Any:

@@ -220,8 +220,23 @@ def decay(operator):
     operator.optimizer.weight_decay = 0.1
 
 
+class Constant(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1
+
+
 def schedule(operator):
-    operator.optimizer.learning_rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    operator.optimizer.learning_rate = Constant()
+
+
+class Scheduled(Digits):
+    def register(self, models, optimizers, **others):
+        return super().register(models, keras.optimizers.SGD(Constant()), **others)
+
+
+def test_a_schedule_needs_no_config():
+    with TFTrainer(training_operator_cls=Scheduled, config={}, use_local=True) as trainer:
+        assert trainer.train(num_steps=1)["batch_count"] == 1
 
 
 @pytest.mark.parametrize("change", [compile_again, decay, schedule])
