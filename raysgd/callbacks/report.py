@@ -109,16 +109,27 @@ class RunLog:
             raise TypeError("metrics.jsonl has no line in JSON")
         self.runs = [record for record in records if record["kind"] == "run"]
         everything = sorted((*self.events, *records), key=lambda record: record["time"])
-        self.calls = _committed(everything)
         self.began: float = everything[0]["time"] if everything else 0.0
         self.seconds: float = everything[-1]["time"] - self.began if everything else 0.0
+        self.calls: list[Record] = []
+        """The calls without those that a later run repeated."""
         self.interruptions: list[tuple[int, float]] = []
         """Step and seconds of each time between two trainers."""
-        for before, record in pairwise(everything):
-            if record["kind"] == "started":
+        resumed_at, reached = None, sys.maxsize
+        for record, before in pairwise([*reversed(everything), {}]):
+            if record["kind"] == "run":
+                resumed_at = record["global_step"]
+                reached = min(reached, resumed_at)
+            elif "step" not in record and record["global_step"] <= reached:
+                self.calls.append(record)
+            elif record["kind"] == "started" and before:
                 step = before["step"] if "step" in before else before["global_step"]
-                record["step"] = record.get("resumed_at", step)
+                # The event does not know the state that its trainer has loaded since.
+                record["step"] = step if resumed_at is None else resumed_at
                 self.interruptions.append((record["step"], record["time"] - before["time"]))
+                resumed_at = None
+        self.calls.reverse()
+        self.interruptions.reverse()
         self.idle_s: float = sum(seconds for _, seconds in self.interruptions)
 
     def steps(self) -> tuple[int, int]:
@@ -154,23 +165,6 @@ class RunLog:
             step = call["global_step"]
         ran = self.seconds - self.idle_s
         return min(1.0, trained / ran) if ran > 0 else 0.0
-
-
-def _committed(everything: Sequence[Record]) -> list[Record]:
-    """Return the calls without those that a later run repeated.
-
-    Note the step at which a run begins in its event, because its trainer loads the state later.
-    """
-    calls, resumed_at, reached = [], None, sys.maxsize
-    for record in reversed(everything):
-        if record["kind"] == "run":
-            resumed_at = record["global_step"]
-            reached = min(reached, resumed_at)
-        elif record["kind"] == "started" and resumed_at is not None:
-            record["resumed_at"] = resumed_at
-        elif "step" not in record and record["global_step"] <= reached:  # a call
-            calls.append(record)
-    return calls[::-1]
 
 
 def _sizes(log: RunLog) -> list[tuple[int, int]]:
