@@ -96,17 +96,3 @@ def test_it_watches_metrics_of_training_and_begins_anew_in_each_trainer(make_tra
 
     for _ in range(2):
         assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"mode": "low"},
-        {"patience": 0},
-        {"patience": 1.5},
-        {"min_delta": NAN},
-    ],
-)
-def test_wrong_arguments_raise(arguments):
-    with pytest.raises((TypeError, ValueError), match=rf"EarlyStopping\({next(iter(arguments))}"):
-        EarlyStopping(**arguments)
