@@ -305,8 +305,8 @@ class _Iteration:
         self._kept = collections.deque[tuple[Any, int]]()
         self._first = 0  # offset of the first such batch
         self._read_digest = self.digest = 0  # of all samples, and of those up to the newest step
-        self._num_equal = 0  # targets so far that are all equal; -1 once they differ
-        self._targets: list[set[Any]] = []  # their values
+        self._targets: set[Any] = set()  # their values so far, until they differ
+        self._num_targets = 0
 
     def can_continue(self, epoch: int, offset: int) -> bool:
         return self._epoch == epoch and self._first <= offset
@@ -335,13 +335,10 @@ class _Iteration:
         """
         has_target = isinstance(batch, tuple) and len(batch) > 1
         arrays = _compared(batch[1:] if has_target else batch)
-        if has_target and self._num_equal >= 0:
-            values = [set(array.tolist()) for array in arrays]
-            self._targets = [a | b for a, b in zip(self._targets or values, values, strict=True)]
-            self._num_equal += len(arrays[0])
-            if any(len(each) > 1 for each in self._targets):
-                self._num_equal = -1
-            if self._num_equal > _NUM_EQUAL:
+        if has_target and len(self._targets) <= 1:
+            self._num_targets += len(arrays[0])
+            self._targets.update(zip(*(array.tolist() for array in arrays), strict=False))
+            if len(self._targets) == 1 and self._num_targets > _NUM_EQUAL:
                 arrays += _compared(batch[0])
         for array in arrays:
             content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
