@@ -25,7 +25,7 @@ class MeanLoss:
         self.compiled = _compile(model, loss=criterion)
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
-        tensors = _mapped(tf.convert_to_tensor, [target, output, sample_weight])
+        tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
         values = self.compiled.compute_loss(None, *tensors)
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
@@ -73,10 +73,10 @@ class BatchMetrics:
         """Return the values for one batch, in a form that merges exactly."""
         if self._compiled_metrics is None:
             return {}
-        tensors = _mapped(tf.convert_to_tensor, [target, output, sample_weight])
+        tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
         if not self._names:
             self._compiled_metrics.update_state(*tensors)  # the first batch creates the metrics
-            self._names = _stable(self._compiled_metrics.result(), self._compiled_metrics.metrics)
+            self._names = _unnumber(self._compiled_metrics.result(), self._compiled_metrics.metrics)
         values: dict[str, MergeableMetric] = {}
         updates = [(metric, metric.update_state) for metric in self._compiled_metrics.metrics]
         try:
@@ -94,14 +94,14 @@ class BatchMetrics:
         updated = partial(update, *arguments, **named)
         owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
         is_own = not owner.__module__.startswith("keras.")
-        if is_own and name not in self._checked and _adds_up(metric, updated):
+        if is_own and name not in self._checked and _prove_sum(metric, updated):
             self._checked.add(name)
-        _begin(metric)
+        _reset(metric)
         updated()
         values[name] = mergeable(metric, (arguments, named))
 
 
-def kept_metrics(model: Any) -> list[Any]:
+def own_metrics(model: Any) -> list[Any]:
     """Return the metrics that the model and its layers update themselves."""
     inner = [each for each in model._flatten_layers(False) if not isinstance(each, keras.Model)]
     return [metric for layer in [model, *inner] for metric in layer._metrics]
@@ -113,12 +113,12 @@ def mergeable(metric: Any, arguments: Any) -> MergeableMetric:
     return KerasMetric(metric, arguments)
 
 
-def _mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+def _map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
     """Call a function for each leaf of a nest that is not None."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
 
 
-def _stable(names: Any, metrics: list[Any]) -> list[str]:
+def _unnumber(names: Any, metrics: list[Any]) -> list[str]:
     """Remove the numbers that Keras appends to repeated names, as in auc_7."""
     stable: list[str] = []
     for name, metric in zip(names, metrics, strict=True):
@@ -129,13 +129,13 @@ def _stable(names: Any, metrics: list[Any]) -> list[str]:
     return stable
 
 
-def _begin(metric: Any) -> None:
+def _reset(metric: Any) -> None:
     for variable in metric.variables:  # reset_state may miss some variables
         variable.assign(tf.zeros_like(variable))
     metric.reset_state()
 
 
-def _adds_up(metric: Any, update: Callable[[], Any]) -> bool:
+def _prove_sum(metric: Any, update: Callable[[], Any]) -> bool:
     """Check that the state of a metric after two updates is twice the state after one.
 
     Return False if a variable is still zero, because the check then proves nothing.
@@ -144,7 +144,7 @@ def _adds_up(metric: Any, update: Callable[[], Any]) -> bool:
         TypeError: If the state is not a sum.
     """
     update()  # the first update may create variables
-    _begin(metric)
+    _reset(metric)
     states = []
     for _ in range(3):
         states.append([np.array(variable.numpy(), np.float64) for variable in metric.variables])
@@ -172,7 +172,7 @@ class KerasMetric(MergeableMetric):
     """
 
     def __init__(self, metric: Any, arguments: Any) -> None:
-        self._specs = _mapped(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), arguments)
+        self._specs = _map_nest(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), arguments)
         self._config = (type(metric), metric.get_config())
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
@@ -186,7 +186,7 @@ class KerasMetric(MergeableMetric):
         kind, config = self._config
         metric = kind.from_config(config)
         if len(metric.variables) != len(self._sums):  # F1Score creates variables in the first batch
-            arguments, named = _mapped(lambda spec: tf.zeros(spec.shape, spec.dtype), self._specs)
+            arguments, named = _map_nest(lambda spec: tf.zeros(spec.shape, spec.dtype), self._specs)
             metric.update_state(*arguments, **named)
         for variable, value in zip(metric.variables, self._sums, strict=True):
             variable.assign(tf.cast(value, variable.dtype))

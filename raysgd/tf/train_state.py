@@ -30,7 +30,7 @@ from raysgd.tf.keras import (
 )
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
 from raysgd.tf.loading import KerasSources
-from raysgd.tf.losses import BatchMetrics, kept_metrics, mergeable
+from raysgd.tf.losses import BatchMetrics, mergeable, own_metrics
 from raysgd.tf.options import TFSettings
 
 
@@ -84,7 +84,7 @@ class KerasTrainState(TrainState):
 
     def unpack(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
         """Return the features, target, and sample weights, with class weights in training."""
-        for metric in kept_metrics(self.models[0]):
+        for metric in own_metrics(self.models[0]):
             metric.reset_state()
         features, target, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if training and self.class_weight:
@@ -120,7 +120,7 @@ class KerasTrainState(TrainState):
         values: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
         for each in self._losses:
             each.reset_state()
-        values |= {each.name: mergeable(each, ((), {})) for each in kept_metrics(self.models[0])}
+        values |= {each.name: mergeable(each, ((), {})) for each in own_metrics(self.models[0])}
         values |= self.metrics.measure(target, output, weights)
         return {f"{prefix}_{name}": value for name, value in values.items()}
 
