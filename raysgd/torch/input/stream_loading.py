@@ -72,7 +72,7 @@ class StreamSource(PartitionedSource):
         turns = 1 if partition.even else partition.world_size
         self._steps_read = 0
         for number in itertools.count() if num_steps is None else range(num_steps * turns):
-            self._unit = offset, size = offset, self._available(offset, unit)
+            self._unit = offset, size = offset, self._ensure(offset, unit)
             if size == 0 or (partition.drop_last and size < unit):
                 return
             self._steps_read = number // turns + 1
@@ -86,7 +86,7 @@ class StreamSource(PartitionedSource):
                 self._buffer.trim(offset + size)
             offset += size
         if offset == self._length:
-            self._available(offset, 1)  # code of the loader after its last batch may matter
+            self._ensure(offset, 1)  # code of the loader after its last batch may matter
 
     def _batch(self, start: int, stop: int) -> Any:
         samples = self._buffer.samples(start, stop)
@@ -105,7 +105,7 @@ class StreamSource(PartitionedSource):
         self._buffer.trim(offset)
         partition = self._partition
         starts = range(offset, offset + num_steps * partition.stride, partition.stride)
-        sizes = [self._available(start, partition.stride) for start in starts]
+        sizes = [self._ensure(start, partition.stride) for start in starts]
         least = partition.stride if partition.drop_last else 1
         return partition.plan(tuple(size for size in sizes if size >= least))
 
@@ -202,9 +202,9 @@ class StreamSource(PartitionedSource):
         self._buffer = StreamBuffer(chunks, starts, mark)
         self._reading = epoch, self._seed
 
-    def _available(self, start: int, size: int) -> int:
+    def _ensure(self, start: int, size: int) -> int:
         with self._closing_after_errors():
-            return self._buffer.available(start, size)
+            return self._buffer.ensure(start, size)
 
     @contextlib.contextmanager
     def _closing_after_errors(self) -> Iterator[None]:
