@@ -61,10 +61,10 @@ class ActorGroup:
 
         self._monitor = HostMonitor(driver_grace_s, stops_calls, is_any_reached)
 
-    def is_cut_off(self) -> bool:
+    def detect_cut_off(self) -> bool:
         """Whether the driver's own host has lost its network connection."""
         watches = [member.watch for member in self.members]
-        return self._monitor is not None and self._monitor.is_cut_off(watches)
+        return self._monitor is not None and self._monitor.detect_cut_off(watches)
 
     def _reserve(self, num_workers: int, min_workers: int) -> Reservation:
         """Reserve resources for workers. Simulated clusters override this method."""

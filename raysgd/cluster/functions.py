@@ -46,7 +46,7 @@ def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
             raise
 
 
-def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
+def wait_until_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
     """Wait, and return whether all workers are idle or dead."""
     import ray
 

@@ -277,7 +277,7 @@ class Commands:
         while True:
             self._clock.wait(asked.values(), _LOOK_EVERY_S)
             now = self._clock.monotonic()
-            if self._group.is_cut_off():
+            if self._group.detect_cut_off():
                 began = looked = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
             is_early = now - began < _SILENCE_S

@@ -166,7 +166,7 @@ class GroupForming:
                 if isinstance(error, WorkerLostError) and call.causes:
                     raise self._journal.failure(call, str(error), cause=error)
                 raise error
-            if self._scale_up.are_enough(min_workers):
+            if self._scale_up.decide_start(min_workers):
                 return
             now = self._clock.monotonic()
             is_short = num_members + self._scale_up.num_started() < min_workers
@@ -302,7 +302,7 @@ class GroupForming:
                 )
                 for member, error in lost.items():
                     attempt.declare_lost(member, error)
-            if self._clock.monotonic() > deadline and not self._group.is_cut_off():
+            if self._clock.monotonic() > deadline and not self._group.detect_cut_off():
                 waiting = list_ranks(self._journal.ranks, attempt.pending)
                 self._end(attempt)
                 raise WorkerTimeoutError(

@@ -316,7 +316,7 @@ class ScaleUp:
         # Crashes while other workers trained do not count.
         self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
 
-    def are_enough(self, min_workers: int) -> bool:
+    def decide_start(self, min_workers: int) -> bool:
         """Return whether there are enough members and workers that may join.
 
         A start waits a while for late workers, and always for a worker in the driver's process.

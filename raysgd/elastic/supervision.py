@@ -183,7 +183,7 @@ class Supervision:
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
             if attempt.collect(BUSY_TICK_S if is_busy else idle_s):
                 continue
-            if self._group.is_cut_off():
+            if self._group.detect_cut_off():
                 continue  # the workers wait for the network too
             progress = self._ask_progress(call)
             newest = (

@@ -12,7 +12,7 @@ from raysgd._internal.step_timing import SAVE
 from raysgd.loop.train_state import TrainState
 
 _BUDGET = 0.01
-"""Share of the training time that snapshots may take."""
+"""Fraction of the training time that snapshots may take."""
 _SMALL_BYTES = 16 * 2**20
 """Size of a state that has a snapshot at each epoch, because it costs milliseconds."""
 _S_PER_BYTE = 2e-9
@@ -84,7 +84,7 @@ class Snapshots:
         must_agree = has_shards and self._every == "auto" and not self._is_needed
         if self._every is None or (must_agree and not begins):
             return
-        due = train_state.replication.in_sync and (self._is_needed or self._is_due())
+        due = train_state.replication.in_sync and (self._is_needed or self._decide_due())
         if must_agree and context.distributed:
             # The clocks of the ranks differ, but all shards must be of one step.
             due = bool(train_state.minimum(int(due)))
@@ -105,7 +105,7 @@ class Snapshots:
         if has_taken:
             self.clear(outdated=True)
 
-    def _is_due(self) -> bool:
+    def _decide_due(self) -> bool:
         epoch, step = self._newest or (-1, 0)
         if isinstance(self._every, int):
             return self._state.global_step - step >= self._every

@@ -129,7 +129,7 @@ class StepIterator:
         self._signal.raise_stop()
         if self._micro_batches:
             return self._next_micro_batch()
-        if not self._ahead and (self._tx.is_open or not self._is_at_end()):
+        if not self._ahead and (self._tx.is_open or not self._check_end()):
             self._read_ahead()
         if not self._ahead:
             self._ended = True
@@ -152,7 +152,7 @@ class StepIterator:
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
-    def _is_at_end(self) -> bool:
+    def _check_end(self) -> bool:
         if self._exhausted or self.num_steps == self.total_steps:
             return True
         self.paused = self._signal.pauses_at(self.start_step + self.num_steps)

@@ -199,7 +199,7 @@ class BackendExecutor:
         try:
             if graceful_termination and self._run is None and isinstance(controller.state, Ready):
                 # The `on_shutdown` hook of the backend would wait for busy workers forever.
-                is_gentle = functions.are_idle(controller.members, patience_s)
+                is_gentle = functions.wait_until_idle(controller.members, patience_s)
             if is_gentle:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:

@@ -46,7 +46,7 @@ def attempt_of(*names):
 
 
 def test_a_worker_whose_answer_is_lost_lives_and_is_asked_again_until_the_wait_ends():
-    group = SimpleNamespace(clock=Clock(), is_cut_off=lambda: False)
+    group = SimpleNamespace(clock=Clock(), detect_cut_off=lambda: False)
     requests = Commands(group, None, lambda: None, timeout_s=1)
     assert requests.probe_or_kill([Named("a")], is_over=lambda: True) == ({}, {})
     assert requests.probe_or_kill([Named("a")]) == ({"a": Progress()}, {})

@@ -228,14 +228,14 @@ def test_a_start_waits_60_s_for_late_workers_and_a_restart_half_a_second(make, c
         scale_up.tick(starting=True)
         first, second, _ = replacements()[-3:]
         first.get_ready()
-        assert not scale_up.are_enough(2)
+        assert not scale_up.decide_start(2)
         clock.now += 2.0
         second.get_ready()
-        assert not scale_up.are_enough(2)
+        assert not scale_up.decide_start(2)
         clock.now += grace_s - 0.1
-        assert not scale_up.are_enough(2)
+        assert not scale_up.decide_start(2)
         clock.now += 0.2
-        assert scale_up.are_enough(2)
+        assert scale_up.decide_start(2)
         scale_up.forget_joined([first.member, second.member])
         scale_up.drop()
 
@@ -253,11 +253,11 @@ def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(
     assert (len(replacements()), scale_up.num_started()) == (4, 3)
     first.get_ready()
     second.get_ready()
-    assert not scale_up.are_enough(2)
+    assert not scale_up.decide_start(2)
     clock.now += grace_s - 0.1
-    assert not scale_up.are_enough(2)
+    assert not scale_up.decide_start(2)
     clock.now += 0.2
-    assert scale_up.are_enough(2)
+    assert scale_up.decide_start(2)
 
 
 def test_replacements_start_again_after_a_new_loss(make, clock):
