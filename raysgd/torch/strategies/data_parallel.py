@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +78,17 @@ class UserWrappers(GradientExchange):
             if wrapper.require_backward_grad_sync != wanted:  # to set it takes many calls
                 wrapper.require_backward_grad_sync = wanted
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        return ddp.no_forward_sync(self._wrappers)
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Keep models that user code wrapped from broadcasting buffers in their forward pass."""
+        before = [wrapper.require_forward_param_sync for wrapper in self._wrappers]
+        for wrapper in self._wrappers:
+            wrapper.require_forward_param_sync = False
+        try:
+            yield
+        finally:
+            for wrapper, value in zip(self._wrappers, before, strict=True):
+                wrapper.require_forward_param_sync = value
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._set_sync(True)

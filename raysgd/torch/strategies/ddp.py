@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -142,17 +141,3 @@ def averaged_parameters(model: DistributedDataParallel) -> dict[str, bool]:
         return required
     # User code wrapped the model and froze parameters later, so any parameter may be averaged.
     return {name: is_trainable(parameter) for name, parameter in named.items()}
-
-
-@contextlib.contextmanager
-def no_forward_sync(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Keep models that user code wrapped from broadcasting buffers in their forward pass."""
-    wrapped = [m for m in models if isinstance(m, DistributedDataParallel)]
-    before = [model.require_forward_param_sync for model in wrapped]
-    for model in wrapped:
-        model.require_forward_param_sync = False
-    try:
-        yield
-    finally:
-        for model, value in zip(wrapped, before, strict=True):
-            model.require_forward_param_sync = value

@@ -39,10 +39,11 @@ def test_forward_pass_without_gradients_does_not_communicate(process_group, monk
 
 def test_wrapper_of_user_code_does_not_communicate_in_validation(process_group):
     wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
-    assert wrapped.require_forward_param_sync
+    exchange = UserWrappers(SimpleNamespace(models=[wrapped], accumulation_steps=1))
+    exchange.wrap()
 
     def validate():
-        with ddp.no_forward_sync([wrapped, torch.nn.Linear(1, 1)]):
+        with exchange.evaluating():
             assert not wrapped.require_forward_param_sync
             raise KeyError
 
