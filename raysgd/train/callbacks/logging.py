@@ -149,14 +149,23 @@ class TBXLoggerCallback(_ServiceCallback):
     torch.
     """
 
+    _step = 0  # of the newest report
+
     def __init__(
         self, logdir: str | os.PathLike[str] | None = None, worker_to_log: int = 0
     ) -> None:
         super().__init__(logdir, worker_to_log)
         self._new_board = board_class("TBXLoggerCallback")
 
-    def _begin(self, config: dict[str, Any]) -> None:
-        self._run = self._new_board(str(self.logdir))
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        for result in results:
+            step = result.get(constants.TRAINING_ITERATION, 0)
+            if self._run is None or 0 < step <= self._step:
+                self.finish_training()
+                # Hide later steps, which were reported after the checkpoint.
+                self._run = self._new_board(str(self.logdir), purge_step=step)
+            self._step = step
+        super().handle_result(results)
 
     def _numbers(self, result: dict[str, Any]) -> dict[str, float]:
         shown = {name: value for name, value in result.items() if name not in _NOT_SHOWN}

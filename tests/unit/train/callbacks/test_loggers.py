@@ -96,20 +96,28 @@ def test_traces_are_written_only_into_their_folder(tmp_path):
     assert not (tmp_path / "worker_0.json").exists()
 
 
-def test_tensorboard_gets_numbers_as_scalars(tmp_path):
+def test_tensorboard_gets_numbers_as_scalars_and_shows_repeated_steps_once(tmp_path, monkeypatch):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.summary.writer import event_file_writer
+
+    # TensorBoard sorts the files of one second by name.
+    number = event_file_writer.AtomicCounter(1000)
+    monkeypatch.setattr(event_file_writer, "_global_uid", number)
     callback = TBXLoggerCallback()
     callback.start_training(logdir=tmp_path, config={})
     own = {"_timestamp": 1.0, "_training_iteration": 7, "_time_this_iter_s": 0.5}
     lists = {"list": [1, 2], "array": np.ones((2, 3))}
     nested = {"val": {"loss": 0.25, "each": (0.5, np.inf)}}
-    callback.process_results([{"loss": 0.5, "one": np.ones(1), **own, **lists, **nested}, {"b": 1}])
+    for step in (6, 7, 8, 7):  # after 8, the workers restart from a checkpoint
+        own["_training_iteration"] = step
+        result = {"loss": 0.5, "one": np.ones(1), **own, **lists, **nested}
+        callback.process_results([result, {"b": 1}])
     callback.finish_training()
     found = events.EventAccumulator(str(tmp_path))
     found.Reload()
     scalars = {"loss", "one", "val/loss", "_time_this_iter_s"}
     assert set(found.Tags()["scalars"]) == {f"ray/train/{name}" for name in scalars}
-    assert found.Scalars("ray/train/loss")[0].step == 7
+    assert [each.step for each in found.Scalars("ray/train/loss")] == [6, 7]
 
 
 def test_a_relative_folder_of_mlflow_is_that_of_the_first_script(tmp_path, monkeypatch):
