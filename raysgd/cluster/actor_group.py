@@ -14,7 +14,7 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
 from raysgd.cluster.notices import Notice, PreemptionNotices
-from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
+from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerInfo
 from raysgd.cluster.worker_handle import ActorHandle, InlineHandle, WorkerHandle
 
 if TYPE_CHECKING:  # it imports Ray, which a worker in the driver's process does not need
@@ -250,7 +250,7 @@ def _actor_class() -> Any:
     # Ray Client does not support concurrency groups per call.
     for name, method in inspect.getmembers(Worker, inspect.isfunction):
         if not name.startswith("_"):
-            group = "control" if name in CONTROL_METHODS else "work"
+            group = "work" if name in WORK_METHODS else "control"
             ray.method(concurrency_group=group)(method)
     remote: Any = ray.remote  # the type stubs lack concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)

@@ -91,22 +91,14 @@ class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
-CONTROL_METHODS = (
-    "info",
-    "interrupt",
-    "watch_driver",
-    "progress",
-    "pause_at",
-    "snapshot",
-    "stacks",
-)
-"""Methods that run in parallel with the work of a worker."""
+WORK_METHODS = ("create", "join_group", "call", "execute", "teardown")
+"""Methods that run one at a time. The other methods run in parallel with them, as *control*."""
 
 
 class Worker:
     """Hosts a runner. The driver calls it through a Ray actor, or directly in its own process.
 
-    Methods run one at a time, and `CONTROL_METHODS` in parallel with them.
+    `WORK_METHODS` run one at a time, and the other methods in parallel with them.
 
     Args:
         catches_sigterm: whether to report SIGTERM to the driver instead of ending the process.

@@ -57,7 +57,7 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def control(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
-        """Call one of `CONTROL_METHODS` in parallel with the work."""
+        """Call a method outside of `WORK_METHODS`, in parallel with the work."""
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a user function in the work thread, and return a Ray reference."""

@@ -12,7 +12,7 @@ from raysgd.cluster import actor_group as group_module
 from raysgd.cluster import functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
+from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from tests.unit.cluster.clock import ManualClock
 
@@ -30,7 +30,7 @@ def test_control_methods_have_their_own_threads():
         for name, method in inspect.getmembers(Worker, inspect.isfunction)
         if not name.startswith("_")
     }
-    assert {name for name, group in groups.items() if group == "control"} == set(CONTROL_METHODS)
+    assert {name for name, group in groups.items() if group == "work"} == set(WORK_METHODS)
     assert groups["call"] == groups["execute"] == "work"
 
 
