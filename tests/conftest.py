@@ -284,14 +284,18 @@ FIRST = (
 def pytest_collection_modifyitems(items):
     """Move the tests of `distributed` to the end, except those in `FIRST`.
 
-    In each file, the tests that end what others share come last, in any order of the others.
+    In each file, the tests that end shared workers come after those that share them, and before
+    those that start workers of their own, for which there is no room earlier.
     """
     yield
     files = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}
+    enders = {i.path for i in items if i.get_closest_marker("ends_shared")}
 
     def place(item):
         is_late = "distributed" in item.path.parts and item.path.name not in FIRST
-        return is_late, files[item.path], item.get_closest_marker("ends_shared") is not None
+        starts_own = item.path in enders and "module_cluster" in item._fixtureinfo.argnames
+        ends_shared = item.get_closest_marker("ends_shared") is not None
+        return is_late, files[item.path], starts_own, ends_shared
 
     items.sort(key=place)
 
