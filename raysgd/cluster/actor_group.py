@@ -209,8 +209,7 @@ class ActorGroup:
             for member in self.members:
                 if not member.remote:  # the driver's process continues to run and must be clean
                     member.control(Worker.interrupt)
-                    pending.append(member.work(Worker.teardown))
-                elif not force and member.alive:
+                if not member.remote or (member.alive and not force):
                     pending.append(member.work(Worker.teardown))
             if self.clock.wait(pending, patience_s) or force:
                 return  # at least one member hangs

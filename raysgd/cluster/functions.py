@@ -59,7 +59,8 @@ def wait_until_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
 def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[Any]:
     """Wait for a function on each of these workers, and return the results.
 
-    Raise the first failure, or the loss that caused it, while other workers are still busy.
+    Raise the first failure, or the loss that caused it, while other workers are still busy. The
+    results are no futures, because Ray would unpickle them in a thread where no user code may run.
     """
     import ray
 

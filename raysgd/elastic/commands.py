@@ -190,11 +190,6 @@ class Commands:
         self._pausing = None if step is None else number
         return self._ask_now(self._group.members, Worker.pause_at, number, step)
 
-    def cancel_pause(self) -> None:
-        """Revoke a pause that the last attempt has not reached."""
-        if self.is_pausing:
-            self.pause_at(None)
-
     def interrupt(self, attempt: Attempt) -> None:
         """Make an attempt fail on all members, because each may wait for any other."""
         self._unfinished |= attempt.pending

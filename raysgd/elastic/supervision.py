@@ -68,7 +68,8 @@ class Supervision:
     def run(self, action: RunCall) -> GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         self.attempt = None
-        self._commands.cancel_pause()
+        if self._commands.is_pausing:  # the last attempt has not reached its pause
+            self._commands.pause_at(None)
         call = self._call
         if action.is_replay:
             assert self._replay is not None
