@@ -72,6 +72,9 @@ class Rollback(StepFeature):
                 )
         elif not self._moves_parameters:
             self._moves_parameters = bool(self._versions.find_changed())
+            if self._has_copies and not (self._moves_parameters or tx.has_several_optimizer_steps):
+                self._has_copies = False  # of the first update; release their memory
+                self._images = [_BeforeImage(image.optimizer) for image in self._images]
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._versions = None

@@ -85,6 +85,17 @@ def test_parameters_frozen_as_the_step_begins_are_restored():
     assert not steps.step.is_partial
 
 
+def test_copies_for_a_first_bad_step_are_released():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer, step = torch.optim.SGD([parameter], lr=0.5), UpdateTransaction()
+    step.optimizers = [optimizer]
+    rollback = Rollback([optimizer], [], has_bad_steps=True)
+    rollback.begin(step)
+    assert len(rollback._images[0]._copies.values) == 1
+    rollback.before_update(step, optimizer)
+    assert not rollback._images[0]._copies.values
+
+
 class Odd(torch.optim.SGD):
     """An optimizer whose state has new tensors, nested ones, and a key that is not a parameter."""
 

@@ -562,19 +562,12 @@ def test_loader_without_indices_is_read_as_a_stream(name):
     assert indices(in_turn)[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("name", BY_USER)
+@pytest.mark.parametrize("name", [*BY_USER, "all"])
 def test_loader_that_selects_samples_of_its_worker_is_not_partitioned(name):
-    loader = BY_USER[name](tensors())
-    source = wrap(loader, world_size=2, rank=0)
+    loader = BY_USER[name](tensors()) if name in BY_USER else DataLoader(tensors(), batch_size=3)
+    source = wrap(loader, partitions=name in BY_USER, world_size=2, rank=0)
     assert (type(source), source.by_user) == (BatchSource, True)
     assert indices(source.batches(0, 0)) == indices(loader)
-
-
-def test_add_dist_sampler_false_leaves_a_loader_whole():
-    loader = DataLoader(tensors(), batch_size=3)
-    source = wrap(loader, partitions=False, world_size=2, rank=1)
-    assert source.by_user
-    assert indices(source.batches(0, 0)) == list(range(20))
 
 
 def parts_of(loader, epoch=0, **arguments):
