@@ -133,7 +133,7 @@ class GroupForming:
     def restart(self, min_workers: int) -> machine.GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self._clock.monotonic(), self._scale_up.is_first
-        left = "; ".join(f"left {member.name}" for member in self._group.leaving())
+        left = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
         num_before, progress = len(self._group.members), None
         self._context.discard_members()
         self._scale_up.begin()

@@ -25,7 +25,7 @@ _WARNINGS = {
     "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
     "resumed": "Training continues with %(num_workers)d of %(most)d workers, no step lost.",
     "grown": "Worker %(workers)s joined: %(num_workers)d of %(most)d.",
-    "moved": "Worker %(workers)s joined: %(num_workers)d of %(most)d. %(cause)s.",
+    "moved": "Worker %(workers)s joined: %(num_workers)d of %(most)d; %(cause)s.",
     "restarted": "The workers restarted: %(num_workers)d of %(most)d.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
 }
