@@ -217,7 +217,7 @@ class Commands:
         """Call a control method of workers. Return the answers of those that answer soon."""
         asked = {member: member.control(method, *arguments) for member in members}
         self._clock.wait(asked.values(), ANSWER_S)
-        return _results(asked)
+        return results_of(asked)
 
     def ask(
         self,
@@ -230,7 +230,7 @@ class Commands:
         packed = pack(request)
         asked = {m: m.work(Worker.call, packed, inbox and inbox.address()) for m in members}
         self._clock.wait(asked.values(), timeout_s)
-        return _results(asked)
+        return results_of(asked)
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.
@@ -293,7 +293,7 @@ class Commands:
             member.kill_process()
         asked = {member: answer for member, answer in asked.items() if member not in again}
         lost |= {member: error for member, f in asked.items() if (error := _error_of(f))}
-        return _results(asked), lost
+        return results_of(asked), lost
 
     def _silent_too_long(
         self, silent: Sequence[WorkerHandle], waited_s: float
@@ -303,7 +303,7 @@ class Commands:
         if waited_s < self._timeout_s:
             states = {member: member.is_stopped() for member in silent}
             self._clock.wait(states.values(), _SILENCE_S)
-            stopped = [member for member, is_stopped in _results(states).items() if is_stopped]
+            stopped = [member for member, is_stopped in results_of(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))
 
@@ -313,7 +313,8 @@ def value_of(outcome: Outcome) -> Any:
     return outcome.value() if outcome.kind == "ok" else None
 
 
-def _results(asked: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
+def results_of(asked: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
+    """Return the results of the calls that have succeeded."""
     return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.commands import Attempt
+from raysgd.elastic.commands import Attempt, results_of
 from raysgd.elastic.journal import list_ranks
 
 logger = logging.getLogger(__name__)
@@ -81,14 +80,9 @@ class HealthMonitor:
             self._has_shown = True
             asked = {member: member.control(Worker.stacks) for member in self.attempt.pending}
             self.clock.wait(asked.values(), _STACKS_S)
+            answers, none = results_of(asked), "no answer: the process is stopped or gone"
             stacks = [
-                f"Worker {self.ranks[member]} on {member.name}:\n{_stack_of(answer)}"
-                for member, answer in asked.items()
+                f"Worker {self.ranks[member]} on {member.name}:\n{answers.get(member, none)}"
+                for member in asked
             ]
             logger.warning("No batch finished for %.0f s. %s", waited_s, "\n".join(stacks))
-
-
-def _stack_of(answer: Future[str]) -> str:
-    if answer.done() and answer.exception() is None:
-        return answer.result()
-    return "no answer: the process is stopped or gone"

@@ -26,7 +26,7 @@ from raysgd.torch.register_checks import (
     check_step_freq,
     is_trained,
 )
-from raysgd.torch.strategies.table import check_sharding_args, strategy_of
+from raysgd.torch.strategies.table import STRATEGIES, check_sharding_args, mode_of
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -65,7 +65,7 @@ def register(
         state.schedulers = check_members("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
     check_related(modules, state.optimizers, state.schedulers)
-    strategy = strategy_of(state, sharding)
+    strategy = STRATEGIES[mode_of(options, sharding, state.context.distributed)]
     _move_models(state, modules, strategy.keeps_parameters)
     state.not_finite = _infinite(modules)
     if apex_args and options.use_fp16 != "apex":

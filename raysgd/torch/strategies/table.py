@@ -107,10 +107,6 @@ def check_sharding_args(
     return sharding_args
 
 
-def strategy_of(state: TorchTrainState, sharding: str | None) -> Strategy:
-    return STRATEGIES[mode_of(state.settings.options, sharding, state.context.distributed)]
-
-
 def mode_of(options: TorchOptions, sharding: str | None, distributed: bool) -> str:
     """Return the key of the strategy for the arguments of the trainer and of ``register``."""
     if options.layout.is_fixed:

@@ -16,7 +16,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
-REGISTER = ["strategy_of", "_move_models", "prepare", "wrap", "features_of", "register_hooks"]
+REGISTER = ["mode_of", "_move_models", "prepare", "wrap", "features_of", "register_hooks"]
 REGISTER += ["wrap_steps", "_move_criteria", "note_frozen_modes"]
 # The hooks of user code come first, because they may reject a step, and shards come last.
 STEP = ["average", "before_of_user", "_begin_update", "_before_optimizer_step", "_begin_step"]
