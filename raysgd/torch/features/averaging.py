@@ -41,9 +41,6 @@ class Averaging(StepFeature):
         return [o for o in optimizers if hasattr(o, "train") and hasattr(o, "eval")]
 
     def begin_call(self, logs_steps: bool) -> None:
-        self.use_training_weights()
-
-    def use_training_weights(self) -> None:
         for optimizer in self.switched:
             optimizer.train()
 
