@@ -38,12 +38,10 @@ from raysgd.loop.loop import Loop
 from raysgd.loop.state_schema import state_for
 
 
-def enter_generation(
-    loop: Loop, context: WorkerContext, leader_rank: int, config_batch: int | None
-) -> None:
+def enter_generation(loop: Loop, context: WorkerContext, leader_rank: int) -> None:
     """Enter a generation with the state of the leader. Every rank must call this."""
     train_state, position = loop.train_state, loop.train_state.position()
-    train_state.begin_generation(context, config_batch)
+    train_state.begin_generation(context)
     state = _load_from_leader(loop, leader_rank) if context.distributed else None
     train_state.is_new = False
     has_moved = train_state.position() != position

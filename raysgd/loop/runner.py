@@ -52,7 +52,8 @@ class OperatorRunner(Runner, ABC):
     # ---- lifecycle
 
     def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
-        enter_generation(self._hosted_loop, context, leader_rank, self._set_config_batch(context))
+        self._set_config_batch(context)
+        enter_generation(self._hosted_loop, context, leader_rank)
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
@@ -64,19 +65,17 @@ class OperatorRunner(Runner, ABC):
         sizes = {"config_batch": config.get(BATCH_SIZE), "requested_batch": given.get(BATCH_SIZE)}
         return operator_cls, config, {"options": options, "context": context, **sizes}
 
-    def _set_config_batch(self, context: WorkerContext) -> int | None:
-        requested = self._train_state.settings.requested_batch
-        if requested is None:
-            return None
-        size = requested // self._options.layout.num_current_parts(context.world_size)
-        self.operator.config[BATCH_SIZE] = size
-        return size
+    def _set_config_batch(self, context: WorkerContext) -> None:
+        settings, number = self._train_state.settings, context.world_size
+        if settings.requested_batch is not None:
+            size = settings.requested_batch // self._options.layout.num_current_parts(number)
+            self.operator.config[BATCH_SIZE] = settings.config_batch = size
 
     def host(self, operator: Any) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
         train_state = self._train_state
-        train_state.settings.config_batch = self._set_config_batch(train_state.context)
+        self._set_config_batch(train_state.context)
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
             sources = train_state.data

@@ -273,10 +273,9 @@ class TrainState(SavedState):
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""
 
-    def begin_generation(self, context: WorkerContext, config_batch: int | None) -> None:
+    def begin_generation(self, context: WorkerContext) -> None:
         self.is_new = self.is_new or self.context.alone
         self.settings.context = context
-        self.settings.config_batch = config_batch
         self.transaction.weights.expected = None  # new workers must use the same number
         self.data.repartition()
         for feature in self.features:

@@ -383,7 +383,7 @@ def test_validation_counts_the_steps_of_the_group(start, rank, firsts):
     trainer, operator = start(elastic=ElasticConfig(global_batch="scale"))
     train_state = operator._train_state
     context = dataclasses.replace(train_state.context, world_rank=rank, world_size=2)
-    train_state.begin_generation(context, None)
+    train_state.begin_generation(context)
     for num_steps, first, last in ((1, 0, 1), (2, 1, 3), (2, 0, 2), (None, 2, 3), (3, 0, 3)):
         operator.validated.clear()
         trainer.validate(num_steps=num_steps)

@@ -62,7 +62,7 @@ def trained(num_workers, size, batch_size, **config):
         runners[-1].setup(WorkerContext(in_driver=True))
         train_state = runners[-1].operator._train_state
         train_state.begin_generation(
-            WorkerContext(world_rank=rank, world_size=size, in_driver=True), None
+            WorkerContext(world_rank=rank, world_size=size, in_driver=True)
         )
         train_state.communication = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:

@@ -119,12 +119,10 @@ def test_data_set_of_a_call_keeps_its_batch_size():
     """A worker that joins later has another batch share when it receives the data set."""
     sizes = []
     for share in (4, 2):
-        train_state, dataset = (
-            make_registration(config_batch=share),
-            Dataset(range(8), batch_size=4),
-        )
-        source = train_state.data.select_training(dataset)
-        train_state.begin_generation(WorkerContext(world_rank=1, world_size=2), config_batch=2)
+        train_state = make_registration(config_batch=share)
+        source = train_state.data.select_training(Dataset(range(8), batch_size=4))
+        train_state.settings.config_batch = 2
+        train_state.begin_generation(WorkerContext(world_rank=1, world_size=2))
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
 
@@ -153,7 +151,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     wrapped = register(train_state, model)[0]
     model.requires_grad_(False)
     registration.use_wrappers(train_state, [])
-    train_state.begin_generation(train_state.context, None)
+    train_state.begin_generation(train_state.context)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
     model.requires_grad_(True)
