@@ -6,7 +6,13 @@ import sys
 import pytest
 import torch
 
-from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, LearningRateLogger
+from raysgd.callbacks import (
+    Callback,
+    CheckpointCallback,
+    EarlyStopping,
+    LearningRateLogger,
+    TorchProfiler,
+)
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CallbackError, CheckpointError, CollectiveError
 from tests.operators import Classifier
@@ -414,6 +420,8 @@ def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_p
         (EarlyStopping, {"patience": 0}),
         (EarlyStopping, {"patience": 1.5}),
         (EarlyStopping, {"min_delta": float("nan")}),
+        (TorchProfiler, {"num_steps": 0}),
+        (TorchProfiler, {"skip_steps": -1}),
     ],
 )
 def test_wrong_arguments_raise(kind, arguments):

@@ -204,9 +204,3 @@ def test_losing_the_profiled_worker_loses_only_the_trace(make_trainer, tmp_path,
     trainer.fit(2, callbacks=[Losing(), profiler])
     assert profiler.trace is None
     assert "worker 0 was lost" in caplog.text
-
-
-@pytest.mark.parametrize("arguments", [{"num_steps": 0}, {"skip_steps": -1}])
-def test_wrong_arguments_raise(arguments):
-    with pytest.raises(ValueError, match="TorchProfiler"):
-        TorchProfiler(**arguments)
