@@ -82,8 +82,7 @@ def register(
     state.buffers = BufferCopies(state.models, state)
     state.set_features(list(features_of(state, max_grad_norm)))
     state.optimization.register_hooks()
-    for optimizer in state.averaging.switched:
-        optimizer.train()  # a loaded state has the weights of training
+    state.averaging.use_training_weights()  # as a loaded state
     state.criteria = criteria = _move_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.registered = True

@@ -40,9 +40,12 @@ class Averaging(StepFeature):
         optimizers: list[Any] = self._state.optimizers
         return [o for o in optimizers if hasattr(o, "train") and hasattr(o, "eval")]
 
-    def begin_call(self, logs_steps: bool) -> None:
+    def use_training_weights(self) -> None:
         for optimizer in self.switched:
             optimizer.train()
+
+    def begin_call(self, logs_steps: bool) -> None:
+        self.use_training_weights()
 
     def start(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or continue with averages of the same kind.
