@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
@@ -283,13 +284,18 @@ class PartitionedLoader(PartitionedSource):
             self._digest = int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
         return self._digest
 
+    def _order_key(self, epoch: int) -> int:
+        """Return a number that identifies the order of an epoch in a state, with its seed."""
+        digest = self.order_digest(epoch)
+        return zlib.crc32(type(self.order_sampler).__name__.encode()) if digest is None else digest
+
     def _check_order(self, epoch: int) -> None:
-        if self._saved.get("order") not in (None, self.order_digest(epoch)):
+        if self._saved.get("order") not in (None, self._order_key(epoch)):
             raise RuntimeError(
                 f"Training cannot continue in epoch {epoch}: {type(self.order_sampler).__name__} "
-                "now gives another order, and samples would repeat. Let it take the number of the "
-                "epoch from set_epoch(epoch), which raysgd calls, and not from a counter. Or "
-                "continue from a checkpoint of the end of an epoch."
+                "gives another order than when the state was saved, and samples would repeat. Use "
+                "the same sampler, and take the number of the epoch from set_epoch(epoch), which "
+                "raysgd calls. Or continue from a checkpoint of the end of an epoch."
             )
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
@@ -325,7 +331,7 @@ class PartitionedLoader(PartitionedSource):
     def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
         if not offset:
             return {}
-        order = self.order_digest(epoch) if self._has_order(epoch) else self._saved.get("order")
+        order = self._order_key(epoch) if self._has_order(epoch) else self._saved.get("order")
         stamps = file_stamps(self.loader.dataset)
         return {**stamps, **super().position(epoch, offset), "order": order}
 

@@ -745,5 +745,13 @@ def test_position_within_an_epoch_fits_only_its_order():
         assert resumed.position(1, 4) == saved.position(1, 4)
         if kind is ByEpoch:
             assert indices(resumed.batches(1, 4)) == indices(saved.batches(1, 4))
-    with pytest.raises(RuntimeError, match="Counting now gives another order"):
-        next(resumed.batches(1, 4))
+    other = wrap(DataLoader(tensors(10), 2))
+    for loader in resumed, other:
+        loader.move_to(saved.position(1, 4))
+        with pytest.raises(RuntimeError, match=r"(Counting|SequentialSampler) gives another order"):
+            next(loader.batches(1, 4))
+    list(other.batches(0, 0))
+    shuffled = wrap(DataLoader(tensors(10), 2, shuffle=True))
+    shuffled.move_to(other.position(0, 4))
+    with pytest.raises(RuntimeError, match="RandomSampler gives another order"):
+        next(shuffled.batches(0, 4))
