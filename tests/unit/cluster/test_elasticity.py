@@ -601,15 +601,22 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
     assert len(run(controller, "work", any_size=True)) == 2
 
 
-@pytest.mark.parametrize("failing", ["setup_error", "join_error"])
-def test_a_later_call_retries_replacements_that_failed(world, failing):
+@pytest.mark.parametrize(
+    ("failing", "error", "num_tries"),
+    [
+        ("setup_error", ValueError("no such file"), 2),
+        ("join_error", ValueError("no such file"), 2),
+        ("join_error", CheckpointError("another model"), 1),  # no worker can load this state
+    ],
+)
+def test_a_later_call_retries_replacements_that_failed(world, failing, error, num_tries):
     """The user may have fixed the cause of the error in `setup`."""
     controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
-    every_new(world, **{failing: ValueError("no such file")})
+    every_new(world, **{failing: error})
     world.at_step(20, lambda: world.lose(1))
     with pytest.raises(WorkerLostError, match="min_workers=3"):
         run_until(controller, 100, max_losses=1)
-    assert kinds(controller).count("newcomer_failed") == 2
+    assert kinds(controller).count("newcomer_failed") == num_tries
     every_new(world, **{failing: None})
     assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
 

@@ -1,319 +1,223 @@
 """Replacement workers: how many start, when they are retried, and when they join."""
 
+import contextlib
+import re
+from dataclasses import replace
+
 import pytest
 
-from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.notices import PreemptionNotices
+from raysgd.cluster.notices import Notice
 from raysgd.cluster.worker import WorkerInfo
-from raysgd.elastic import scale_up as scaling_module
-from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.policies import Policy
-from raysgd.elastic.scale_up import ScaleUp
-from raysgd.errors import CheckpointError
-from tests.blackbox.simulation.seam import LostError
-from tests.unit.cluster.clock import ManualClock
-
-
-class FakeMember(str):
-    remote = True
-    name = "a node"
-    info = WorkerInfo(node_id="", node_ip="")
-
-    @property
-    def node_id(self):
-        return f"node of {self}"
-
-
-class FakeGroup:
-    """A fake group whose members are names and whose slots are numbers."""
-
-    def __init__(self, clock, num_workers, present, use_local=False):
-        self.clock = clock
-        self.options = GroupOptions(num_workers=num_workers, use_local=use_local, num_cpus=3)
-        self.members = [FakeMember(f"member{index}") for index in range(present)]
-        self.slots = list(range(num_workers))
-        self.taken = list(range(present))
-        self.discarded = []
-        self.notices = PreemptionNotices(clock)
-
-    def vacant_slots(self, request=True):
-        return [slot for slot in self.slots if slot not in self.taken]
-
-    def leaving(self):
-        return {}
-
-    def give_back(self):
-        pass
-
-    def discard(self, member):
-        self.discarded.append(member)
-
-    def slot_of(self, member):
-        return int(member.removeprefix("member"))
-
-    def lose(self, scale_up, slot):
-        member = next(each for each in self.members if each == f"member{slot}")
-        scale_up.note_loss(member)
-        self.members.remove(member)
-        self.taken.remove(slot)
-
-    def take(self, replacement):
-        self.members.append(replacement.member)
-        self.taken.append(replacement.slot)
-
-
-class FakeJournal:
-    generation = 7
-
-    def __init__(self):
-        self.failed = []
-
-    def record(self, kind, members, cause):
-        assert kind == "newcomer_failed"
-        self.failed += members
-
-
-class FakeReplacement:
-    """A replacement that becomes ready or fails when the test says so."""
-
-    made = ()
-
-    def __init__(self, scale_up, slot, rank, size, replaces_lost):
-        self.slot, self.rank = slot, rank
-        self.size, self.phase = size, "start"
-        self.replaces_lost = replaces_lost
-        self.member = None
-        self.is_ready = False
-        self.error = None
-        self.num_advances = 0
-        FakeReplacement.made.append(self)
-
-    def advance(self):
-        self.num_advances += 1
-        if self.member is None:
-            self.member = FakeMember(f"replacement worker{len(FakeReplacement.made)}")
-
-    def get_ready(self):
-        self.member = self.member or FakeMember(f"replacement worker{self.slot}")
-        self.is_ready = True
+from tests.blackbox.simulation.world import TICK_S, World
+from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    monkeypatch.setattr(scaling_module, "Replacement", FakeReplacement)
-    monkeypatch.setattr(FakeReplacement, "made", [])
-    return ManualClock()
+def world():
+    """Room for two workers so far."""
+    return World(room=2)
 
 
-@pytest.fixture
-def make(clock):
-    def make(num_workers=3, present=2, **config):
-        group = FakeGroup(clock, num_workers, present, config.pop("use_local", False))
-        journal = FakeJournal()
-        values = {"resize_cooldown_s": 10.0, **config}
-        scale_up = ScaleUp(
-            group,
-            ElasticConfig(**values),
-            journal,
-            Policy(may_grow=values.get("grow", True)),
-            ("created",),
-            timeout_s=30.0,
-        )
-        return scale_up, group
-
-    return make
-
-
-def replacements():
-    return FakeReplacement.made
-
-
-# ---- how many
-
-
-@pytest.mark.parametrize("present", [2, 3])
-def test_requests_are_given_back_when_no_worker_is_missing(make, present):
-    scale_up, group = make(num_workers=3, present=present)
-    given_back = []
-    group.give_back = lambda: given_back.append(True)
+def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
+    """One without a process is the first, and its request for resources is given back."""
+    controller = world.drive(2).controller
+    scale_up, leaving = controller._scale_up, controller._group.notices._announced
+    leaving |= dict.fromkeys(controller.members, Notice("a test"))
     scale_up.tick()
-    assert bool(given_back) == (present == 3)
-
-
-def test_one_worker_starts_for_each_leaving_member_until_it_stays(make):
-    scale_up, group = make(num_workers=2, present=2)
-    group.slots = [0, 1, 2, 3]
-    group.leaving = lambda: {group.members[0]: None}
+    *_, one, other = slots = world.reservations[0].slots
+    one.index, other.index, world.room = other.index, one.index, 3  # there is room for the second
+    world.sleep(1.0)
     scale_up.tick()
-    assert [replacement.member is None for replacement in replacements()] == [False, True]
-    group.leaving = dict
+    *_, started = world.workers
+    assert (len(slots), len(world.workers), started.slot) == (4, 3, other)
+    leaving.popitem()
     scale_up.tick()
-    assert group.discarded == [replacements()[0].member]
-    assert not scale_up.num_started()
-
-
-def test_a_surplus_replacement_without_a_process_is_dropped_first(make):
-    scale_up, group = make(num_workers=3, present=1)
+    assert not started.dead
+    leaving.clear()
     scale_up.tick()
-    waiting, started = replacements()
-    waiting.advance = lambda: None
-    waiting.member, started.member = None, FakeMember("started")
-    group.members.append(FakeMember("member1"))
-    scale_up.tick()
-    assert not group.discarded
-    assert scale_up.num_started()
+    assert started.dead
+    assert one not in world.reservations[0].slots
 
 
 # ---- failures
 
 
-def test_no_other_replacement_starts_if_one_cannot_load_the_state(make, clock):
-    scale_up, _ = make()
-    scale_up.tick()
-    (first,) = replacements()
-    scale_up.fail(first.member, CheckpointError("its groups have [2, 2] parameters, not [2]"))
-    scale_up.forget_joined([])  # the others form a group without it
-    assert waits_until_the_next(scale_up, clock) is None
-    scale_up.try_again()  # in the next call
-    scale_up.tick()
-    assert len(replacements()) == 2
+@pytest.mark.parametrize(
+    ("phase", "after_s", "most"), [("start", 0.1, 5), ("set up", 0.3, 3), ("join", 0.8, 5)]
+)
+def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after_s, most):
+    controller = world.drive(3, resize_cooldown_s=0.0, initial_s=2.0, max_attempts=5).controller
+    lives_s = iter([after_s] * (most - 1) + [0.0] + [after_s] * most)
+    began = []
+
+    def kill(member):
+        began.append((world.now, controller._scale_up.error))
+        member.start_s, life_s = 0.2, next(lives_s, None)
+        if life_s == 0.0:
+            member.die("OOM")  # while it comes up, which is another phase
+        elif life_s is not None:
+            world.plan(life_s, lambda: member.die("OOM"))
+
+    world.on_new_worker.append(kill)
+    world.room = 3
+    assert steps_of(controller, 400) == [400] * 3
+    times, errors = zip(*began, strict=True)
+    long = [n for n in range(1, len(times)) if times[n] - times[n - 1] > 1.9]
+    assert (long, len(times)) == ([2 * most], 2 * most + 1)
+    # user code runs only in these phases
+    assert [error is not None for error in errors] == [False] * 2 * most + [phase != "join"]
 
 
-def waits_until_the_next(scale_up, clock, most_s=200.0):
-    """Return the seconds until another replacement starts, or None after `most_s`."""
-    before, began = len(replacements()), clock.now
-    while len(replacements()) == before:
-        scale_up.tick()
-        if clock.now - began > most_s:
-            return None
-        clock.now += 0.1
-    return clock.now - began
+def steps_of(controller, step, max_losses=0):
+    outcomes = run_until(controller, step, max_losses=max_losses)
+    return [outcome.progress.global_step for outcome in outcomes]
 
 
-def test_a_lost_replacement_is_replaced_immediately_with_its_rank(make):
-    scale_up, _ = make(num_workers=5, present=2)
-    scale_up.tick()
-    first, *others = replacements()
-    first.error = LostError("OOM")
-    scale_up.tick()
-    scale_up.tick()
-    another = replacements()[-1]
-    assert len(replacements()) == 4
-    assert (another.slot, another.rank, another.size) == (first.slot, first.rank, 5)
-    assert another.replaces_lost  # it joins without a cooldown
-    assert [n.error for n in others] == [None, None]
+def test_replacements_start_again_after_a_new_loss(world):
+    """Otherwise, waiting for min_workers would be useless."""
+    controller = world.drive(3, max_attempts=1).controller
+    every_new(world, setup_error=ValueError("no such file"))
+    world.room = 3
+    world.at_step(100, lambda: (world.on_new_worker.clear(), world.lose(1)))
+    assert steps_of(controller, 400, max_losses=1) == [400] * 3
+    assert kinds(controller).count("newcomer_failed") == 1
 
 
-@pytest.mark.parametrize(("step", "most"), [("set up", 3), ("start", 5), ("join", 5)])
-def test_a_slot_with_repeated_losses_in_the_same_step_waits(make, clock, step, most):
-    scale_up, _ = make(num_workers=4, initial_s=2.0, max_attempts=5)
-    scale_up.tick()
-    for other in (*[step] * (most - 1), "come up", *[step] * (most - 1)):
-        before = len(replacements())
-        replacements()[-1].phase, replacements()[-1].error = other, LostError("OOM")
-        scale_up.tick()
-        assert len(replacements()) == before + 1
-    assert scale_up.error is None
-    replacements()[-1].phase, replacements()[-1].error = step, LostError("OOM")
-    scale_up.tick()
-    assert waits_until_the_next(scale_up, clock) == pytest.approx(2, abs=0.25)
-    # user code runs only in these steps
-    assert (scale_up.error is not None) == (step in ("set up", "start"))
+# ---- late workers of a start
 
 
-def test_a_start_waits_60_s_for_late_workers_and_a_restart_half_a_second(make, clock):
-    scale_up, _ = make(num_workers=3, present=0)
-    for grace_s in (60.0, 0.5):
-        scale_up.begin()
-        scale_up.tick(starting=True)
-        first, second, _ = replacements()[-3:]
-        first.get_ready()
-        assert not scale_up.decide_start(2)
-        clock.now += 2.0
-        second.get_ready()
-        assert not scale_up.decide_start(2)
-        clock.now += grace_s - 0.1
-        assert not scale_up.decide_start(2)
-        clock.now += 0.2
-        assert scale_up.decide_start(2)
-        scale_up.forget_joined([first.member, second.member])
-        scale_up.drop()
+def delay(world, *seconds):
+    """Set the seconds until a worker has started, by slot."""
+    world.on_new_worker.append(lambda m: setattr(m, "start_s", seconds[m.slot.index]))
+
+
+def test_a_start_waits_60_s_for_late_workers_from_the_moment_there_are_enough(world):
+    world.room = 3
+    delay(world, 1.0, 3.0, 90.0)
+    assert len(world.drive(3, min_workers=2).controller.members) == 2
+    assert world.now - 1000.0 == pytest.approx(63.0, abs=0.2)
+
+
+def test_a_restart_waits_half_a_second_for_late_workers(world):
+    controller = world.drive(3).controller
+    delay(world, 0.0, 0.0, 90.0)
+    world.at_step(20, lambda: (setattr(world, "room", 3), lose_all(world)))
+    run_until(controller, 60, max_losses=1)
+    (restarted,) = (event for event in controller.events if event.kind == "restarted")
+    assert restarted.num_workers == 2
+    assert restarted.seconds == pytest.approx(0.5 + 0.5, abs=0.2)  # from the end of the setup
 
 
 @pytest.mark.parametrize(("grow", "grace_s"), [(True, 0.5), (False, 60.0)])
-def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(
-    make, clock, grow, grace_s
-):
-    scale_up, _ = make(num_workers=3, present=0, grow=grow)
-    scale_up.begin()
-    scale_up.tick(starting=True)
-    first, second, third = replacements()
-    third.error = LostError("killed")
-    scale_up.tick(starting=True)
-    assert (len(replacements()), scale_up.num_started()) == (4, 3)
-    first.get_ready()
-    second.get_ready()
-    assert not scale_up.decide_start(2)
-    clock.now += grace_s - 0.1
-    assert not scale_up.decide_start(2)
-    clock.now += 0.2
-    assert scale_up.decide_start(2)
-
-
-def test_replacements_start_again_after_a_new_loss(make, clock):
-    """Otherwise, waiting for min_workers would be useless."""
-    scale_up, group = make(num_workers=3, present=2, max_attempts=1)
-    scale_up.tick()
-    replacements()[-1].error = ValueError("setup")
-    scale_up.tick()
-    clock.now += 1000
-    group.lose(scale_up, 1)
-    scale_up.tick()
-    assert len(replacements()) > 1
+def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(world, grow, grace_s):
+    world.room = 3
+    delay(world, 1.0, 1.0, 90.0)
+    world.plan(0.5, lambda: world.workers[2].die("killed"))
+    controller = world.drive(3, min_workers=2, grow=grow).controller
+    assert (len(world.workers), len(controller.members)) == (4, 2)
+    assert world.now - 1000.0 == pytest.approx(1.0 + grace_s, abs=0.2)
 
 
 # ---- joining
 
 
-def test_a_worker_for_new_room_waits_for_the_cooldown(make, clock):
-    scale_up, _ = make(resize_cooldown_s=10.0)
-    scale_up.start_cooldown()
-    scale_up.tick()
-    replacements()[0].get_ready()
-    clock.now += 9.9
-    assert scale_up.ready() == []
-    clock.now += 0.2
-    assert scale_up.ready() == [replacements()[0].member]
-    scale_up.start_cooldown()
-    assert scale_up.ready() == []
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_worker_for_new_room_waits_for_the_cooldown_unless_it_succeeds_a_lost_one(world, is_lost):
+    controller = world.drive(3, resize_cooldown_s=10.0).controller
+    world.room = 3
+    if is_lost:
+        world.plan(0.2, lambda: world.workers[2].die("OOM"))
+    run_until(controller, 400)
+    assert kinds(controller)[-1] == "grown"
+    assert controller.events[-1].step * TICK_S == pytest.approx(1.0 if is_lost else 10.0, abs=0.9)
 
 
-def test_the_successor_of_a_lost_worker_joins_without_the_cooldown(make):
-    scale_up, group = make(num_workers=3, present=2, resize_cooldown_s=1e6)
-    group.lose(scale_up, 1)
-    scale_up.start_cooldown()
-    scale_up.tick()
-    for replacement in replacements():
-        replacement.get_ready()
-    assert {n.slot: n.replaces_lost for n in replacements()} == {1: True, 2: False}
-    assert scale_up.ready() == [n.member for n in replacements() if n.slot == 1]
+def test_the_successor_of_a_worker_that_leaves_waits_although_its_slot_was_lost_before(world):
+    world.room = 3
+    controller = world.drive(3, resize_cooldown_s=10.0).controller
+    world.at_step(20, lambda: world.lose(2))
+    run_until(controller, 100, max_losses=1)
+    controller.drain(None, 2, 6.0)
+    run_until(controller, 600)
+    assert kinds(controller)[-4:] == ["grown", "draining", "resumed", "grown"]
+    left, grown = controller.events[-2:]
+    assert (grown.step - left.step) * TICK_S == pytest.approx(10.0, abs=0.9)
 
 
-def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
-    scale_up, group = make(num_workers=2, present=2, resize_cooldown_s=5.0)
-    group.lose(scale_up, 1)
-    scale_up.tick()
-    replacements()[0].get_ready()
-    group.take(replacements()[0])
-    scale_up.forget_joined([replacements()[0].member])
-    assert not scale_up.num_started()
-    assert scale_up.ready() == []
-    # the worker leaves, but is not lost
-    group.members.pop()
-    group.taken.pop()
-    scale_up.tick()
-    replacements()[1].get_ready()
-    assert not replacements()[1].replaces_lost
-    assert scale_up.ready() == []  # the join started a cooldown
-    clock.now += 5
-    assert scale_up.ready() == [replacements()[1].member]
+# ---- from a free slot to a worker that is ready
+
+
+GPUS = ("1", "3")
+
+
+def setups(member):
+    """Return the arguments of the calls in which a worker sets up, whose answers still wait."""
+    return [task.arguments for task in member.queue if task.method == "join_group"]
+
+
+def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
+    controller = world.drive(3).controller
+    every_new(world, home=WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
+    world.room = 3
+    controller._scale_up.tick()
+    ((context, rendezvous, leader, alone),) = setups(world.workers[2])
+    assert (rendezvous, leader, alone) == (None, None, True)
+    assert (context.world_rank, context.world_size) == (2, 3)
+    assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", GPUS, 0)
+    assert (context.generation, context.num_cpus) == (controller.journal.generation, 1)
+    assert context.distributed
+
+
+def test_a_worker_that_sets_up_again_sees_the_same_gpus(world):
+    """Its process cannot change them."""
+    together, alone = [], []
+    every_new(world, home=WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
+
+    def lose():
+        (member,) = (each for each in world.workers if each.context is None and each.slot.index)
+        together.extend(setups(member))
+        world.workers[0].die("OOM")
+        world.plan(0.1, lambda: alone.extend(setups(member)))
+
+    world.on_meeting.append(lose)
+    world.drive(2)
+    ((before, *_),) = together
+    ((after, *_),) = alone
+    assert after == replace(before, generation=after.generation)
+    assert after.generation > before.generation
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"setup_s": 1e6}, "Worker 2 took longer than 30 s to set up. To wait longer, raise time"),
+        ({"silent": True}, "took longer than 100 s to come up. .*set SGD_PLACEMENT_GROUP_TIMEOUT"),
+    ],
+)
+def test_a_phase_that_takes_too_long_is_an_error(world, change, said):
+    controller = world.drive(3, timeout_s=30.0).controller
+    controller._group.options = replace(controller._group.options, start_timeout_s=100.0)
+    every_new(world, **change)
+    world.room = 3
+    run_until(controller, 2200)
+    assert re.search(said, controller.events[-1].cause)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the group is gone"), KeyboardInterrupt()])
+def test_a_worker_that_cannot_be_started_is_tried_again_later(world, error):
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+
+    group = controller._group
+    new_member = group.new_member
+
+    def fail(slot):
+        group.new_member = new_member
+        raise error
+
+    group.new_member = fail
+    world.room = 3
+    with pytest.raises(KeyboardInterrupt) if not str(error) else contextlib.nullcontext():
+        run_until(controller, 200)
+    assert steps_of(controller, 400) == [400] * 3
+    (failed,) = (event for event in controller.events if event.kind == "newcomer_failed")
+    assert str(error) in failed.cause
