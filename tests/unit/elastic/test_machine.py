@@ -5,7 +5,6 @@ import re
 from itertools import product
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,28 +168,9 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
         assert after.budget.has_begun == has_begun
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p.survivors_stay])
-def test_a_loss_ends_no_survivor(policy):
-    state = Running(CallBudget(in_call=True, has_begun=True, max_losses=1))
-    after, actions = machine.transition(state, machine.WorkersLost(lost=LOST), policy)
-    assert actions == (machine.RemoveLost(LOST), Do.SURVEY)
-    assert (type(after), after.budget.num_losses) == (Broken, 1)
-
-
 def test_the_third_failure_to_form_a_live_group_is_an_error():
     state, event = Broken(), machine.FormingFailed(error=BROKEN_LINK)
     for _ in range(2):
         state, actions = machine.transition(state, event, POLICIES[0])
         assert actions == (Do.SURVEY,)
     assert machine.transition(state, event, POLICIES[0])[1] == ()
-
-
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p.keeps_snapshots])
-def test_a_lost_state_stops_members_and_replacements(policy):
-    state, actions = machine.transition(Broken(), machine.StateLost(why="no shards"), policy)
-    assert (state, actions) == (Broken(), (machine.DiscardWorkers("no shards"), Do.SURVEY))
-
-
-def test_an_event_that_cannot_happen_is_an_error():
-    with pytest.raises(ValueError, match="cannot happen in the state Ready"):
-        machine.transition(Ready(), machine.GroupFormed(), POLICIES[0])
