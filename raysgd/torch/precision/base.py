@@ -58,7 +58,7 @@ class Precision(StepFeature):
         return ()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Unscale the gradients, for clipping. Called at most once before `step`."""
+        """Unscale the gradients, for clipping, unless this has happened since the last `step`."""
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
         return parameters_of(optimizer)

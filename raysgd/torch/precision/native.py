@@ -34,8 +34,7 @@ class NativeAmp(Precision):
         # bfloat16 has the range of float32, and needs no scaler.
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
         self.scales = self.scaler is not None
-        self._stepped: set[int] = set()
-        self._is_checked = False
+        self._reset()
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type)
@@ -54,10 +53,13 @@ class NativeAmp(Precision):
         return scaler._scale, scaler._growth_tracker  # the public getters wait for a GPU
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and check them for overflows."""
-        if self.scaler is not None and self._has_gradients(optimizer):
+        """Divide the gradients by the scale once, and check them for overflows."""
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return
+        if self._has_gradients(optimizer):
             self._is_checked = True  # set this first, because unscale_ may raise halfway
             self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scaler is None or not self._has_gradients(optimizer):
@@ -75,8 +77,12 @@ class NativeAmp(Precision):
     def _update_scale(self) -> None:
         if self._is_checked and self.scaler is not None:
             self.scaler.update()
-            self._is_checked = False
-            self._stepped.clear()
+            self._reset()
+
+    def _reset(self) -> None:
+        self._is_checked = False  # whether there are results of overflow checks
+        self._stepped: set[int] = set()  # the IDs of optimizers
+        self._unscaled: set[int] = set()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         """Keep the scale, and discard the results of overflow checks."""
@@ -84,8 +90,7 @@ class NativeAmp(Precision):
             state = self.scaler.state_dict()
             self.scaler = self._new_scaler()
             self.scaler.load_state_dict(state)
-            self._is_checked = False
-            self._stepped.clear()
+            self._reset()
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else {_KEY: self.scaler.state_dict()}

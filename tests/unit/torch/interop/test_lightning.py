@@ -1,5 +1,6 @@
 """A LightningModule in an operator: steps, hooks, data, and errors."""
 
+import json
 import operator
 import pickle
 
@@ -406,6 +407,16 @@ class Inner(lightning.LightningModule):
 class Lazy:
     def __getattr__(self, name):
         raise (AttributeError if name.startswith("__") else KeyError)(name)
+
+
+def test_logged_norms_see_the_unscaled_gradients_of_a_module(tmp_path):
+    half = {"use_fp16": True, "amp_dtype": torch.float16, "scheduler_step_freq": "epoch"}
+    trainer = local(TrainingOperator.from_ptl(Line), {"lr": 0.1}, logdir=tmp_path, **half)
+    trainer.fit(1, log_every=2)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    norms = [line["metrics"]["grad_norm"] for line in lines if line["kind"] == "step"]
+    assert len(norms) == 2
+    assert norms[0] < 100  # the scale is 65536
 
 
 def test_fit_validates_and_resumes_a_module(tmp_path):
