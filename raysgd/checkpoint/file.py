@@ -24,7 +24,8 @@ from raysgd.errors import CheckpointError
 REQUIRED = ("models", "optimizers", "epoch")
 """Keys that the state of every trainer has."""
 SHARDS = "shares"
-"""Key of the shards of models and optimizers: of one worker, or of all in a list by rank."""
+"""Key of the shards of models and optimizers: of one worker, or of all in a list by rank. It is the
+name in files, and has nothing to do with the shares of workers in a step."""
 _ADVICE = (
     "Turn it into numbers, strings, lists, dicts or torch tensors (a NumPy array: "
     "torch.from_numpy(array) or array.tolist()), or allow its type with "

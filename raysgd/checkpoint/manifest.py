@@ -96,7 +96,7 @@ class HashingFile(io.RawIOBase):
         self._parts: list[Future[bytes]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS)
 
-    def empty(self) -> Self:
+    def restart(self) -> Self:
         """Delete the content, and return this file."""
         self._file.seek(0)
         self._file.truncate()

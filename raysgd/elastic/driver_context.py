@@ -33,7 +33,7 @@ class DriverContext:
         backend: CollectiveBackend | None,
         elastic: ElasticConfig,
         policy: Policy,
-        created: Sequence[Any],
+        create_arguments: Sequence[Any],
         timeout_s: float,
         check_open: Callable[[], None],
     ) -> None:
@@ -43,7 +43,7 @@ class DriverContext:
         self.commands = Commands(group, journal, check_open, timeout_s)
         self.snapshots = SnapshotKeeper(group)
         self.preemption = PreemptionWatch(group, journal, policy.supports_live_join)
-        self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
+        self.scale_up = ScaleUp(group, elastic, journal, policy, create_arguments, timeout_s)
         self.shares = Shares(group, elastic, journal)
         self.speed = SpeedMonitor(group)
         self.observers = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)

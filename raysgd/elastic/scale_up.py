@@ -80,7 +80,7 @@ class Replacement:
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
-        created = member.work(Worker.create, *self.scale_up.created)
+        created = member.work(Worker.create, *self.scale_up.create_arguments)
         entered = None if self.scale_up.together else self._set_up()  # the worker queues both calls
         yield from self._result(created, "start")
         while self.scale_up.together:
@@ -128,7 +128,8 @@ class ScaleUp:
     config: ElasticConfig
     journal: Journal
     policy: Policy
-    created: Sequence[Any]
+    create_arguments: Sequence[Any]
+    """Arguments of `Worker.create`."""
     timeout_s: float
     """Timeout in seconds for each phase of a replacement from ``create`` on."""
     together: bool = True

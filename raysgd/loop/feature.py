@@ -13,6 +13,7 @@ class StepFeature:
     """The base class of training features. By default, each hook does nothing.
 
     A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of an update.
+    Only PyTorch calls `before_update`, `receive`, `user_settings`, and the methods of states.
 
     A hook may write to its transaction: `bad_step` before an update that must not be applied,
     `stepping` while an optimizer steps, and `is_partial` if it cannot restore what has changed. An

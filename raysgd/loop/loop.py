@@ -148,19 +148,19 @@ class Loop:
         progress = self.call_progress
         if progress.state.number != number or not progress.results:
             return None
-        if self.signal.point is not None:
+        if self.signal.next_log_step is not None:
             progress.add_point(is_leaving=True)
         return progress.result(is_leaving=True)
 
     def _add_due_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
         every, start, step = request.log_every, request.start_step, self.train_state.global_step
-        self.signal.point = None
+        self.signal.next_log_step = None
         if every is not None:
             newest = max(self.call_progress.state.point, start)
             if step >= (newest // every + 1) * every:
                 self.call_progress.add_point()
-            self.signal.point = (max(step, start) // every + 1) * every
+            self.signal.next_log_step = (max(step, start) // every + 1) * every
 
     def _next_limit(self, request: TrainRequest) -> int | None:
         """Return the limit of the next segment: 0 at the goal, and None if its epoch ends it.

@@ -56,7 +56,7 @@ class LossWeights:
 
     def __init__(self, tx: Any) -> None:  # an UpdateTransaction
         self._tx = tx
-        self.expected: float | None = None
+        self.expected_total: float | None = None
         """Planned total of counted items, equal on all workers. None: unknown."""
         self.reset()
 
@@ -68,7 +68,7 @@ class LossWeights:
         self.is_empty = False  # the losses of the next optimizer step have no items on any worker
         self._awaits_count = True  # the next loss sets the count of the micro-batch
         self._count = _UNKNOWN  # of the newest loss
-        self._items = self._num_items = self._total = 0.0
+        self._items = self._items_so_far = self._divisor = 0.0
 
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch."""
@@ -112,18 +112,18 @@ class LossWeights:
             # An update of one micro-batch needs no plan.
             planned = 0.0 if tx.is_only else self._plan_total(num_workers, add_up)
             is_exact = tx.is_last and not tx.has_fixed_parts
-            self._total = self._exact(num_workers, add_up) if is_exact else planned
-            self.is_empty = self.is_empty and not self._total
-            if self.has_earlier_losses and self._total:
-                is_planned = math.isclose(self._total, planned, rel_tol=1e-12)  # up to rounding
-                earlier = 1.0 if is_planned else planned / self._total
+            self._divisor = self._exact_total(num_workers, add_up) if is_exact else planned
+            self.is_empty = self.is_empty and not self._divisor
+            if self.has_earlier_losses and self._divisor:
+                is_planned = math.isclose(self._divisor, planned, rel_tol=1e-12)  # up to rounding
+                earlier = 1.0 if is_planned else planned / self._divisor
         elif count.items not in (None, self._count.items):
             raise ValueError(
                 f"backward(num_samples={count.items!r}) follows num_samples={self._count.items} "
                 "for another loss of the same batch. With accumulation or equal bits, pass the "
                 "same number."
             )
-        return Factors(earlier, self._items * num_workers / self._total if self._items else 0.0)
+        return Factors(earlier, self._items * num_workers / self._divisor if self._items else 0.0)
 
     def _add_items(self, count: LossCount, is_repeated: bool) -> None:
         if self.has_earlier_losses and (self._count.items is None) != (count.items is None):
@@ -137,30 +137,30 @@ class LossWeights:
         if items is None:
             items = self._tx.micro_batch.weight
         self._items = 0.0 if is_repeated else float(items)
-        self._num_items = self._items + (self._num_items if self.has_earlier_losses else 0.0)
+        self._items_so_far = self._items + (self._items_so_far if self.has_earlier_losses else 0.0)
         self._awaits_count = False
 
     def _plan_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._tx.has_fixed_parts:
             return float(self._tx.plan.total or 1)
         if self._count.items is not None:
-            if self.expected is None:  # the first update of a generation
-                self.expected = _power_of_two(self._tx.num_planned * add_up(self._items))
-            return self.expected
+            if self.expected_total is None:  # the first update of a generation
+                self.expected_total = _power_of_two(self._tx.num_planned * add_up(self._items))
+            return self.expected_total
         plan: UpdatePlan = self._tx.plan
         if plan.total is None:
             return float(plan.num_steps * num_workers)
         return plan.total if num_workers > 1 else plan.samples
 
-    def _exact(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+    def _exact_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._count.items is not None:
-            total = add_up(self._num_items)
-            self.expected = _power_of_two(total)
+            total = add_up(self._items_so_far)
+            self.expected_total = _power_of_two(total)
             return total
         plan: UpdatePlan = self._tx.plan
         if num_workers > 1 and plan.total is not None:
             return plan.total
-        return self._num_items * num_workers  # the mean of each worker weighs the same
+        return self._items_so_far * num_workers  # the mean of each worker weighs the same
 
 
 def _power_of_two(number: float) -> float:

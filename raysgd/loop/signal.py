@@ -21,17 +21,17 @@ class Signal:
         # Numbers of committed steps at which the driver or a callback wants a pause.
         self.driver_pause: int | None = None
         self.callback_pause: int | None = None
-        self.point: int | None = None  # the same number for the next log, which ends a segment
+        self.next_log_step: int | None = None  # the same number for the next log: ends a segment
         self._interrupted = False
         self._is_waiting = False
         self.failed_at = ""  # see `Progress.failed_at`
 
     def pauses_at(self, step: int) -> bool:
         """Return whether a pause or a log is due after `step` committed steps."""
-        driver, callback, point = self.driver_pause, self.callback_pause, self.point
+        driver, callback, log = self.driver_pause, self.callback_pause, self.next_log_step
         is_due = driver is not None and step >= driver  # another thread sets this one
         is_due = is_due or (callback is not None and step >= callback)
-        return is_due or (point is not None and step >= point)
+        return is_due or (log is not None and step >= log)
 
     def raise_stop(self) -> None:
         """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""

@@ -276,7 +276,7 @@ class TrainState(SavedState):
     def begin_generation(self, context: WorkerContext) -> None:
         self.is_new = self.is_new or self.context.alone
         self.settings.context = context
-        self.transaction.weights.expected = None  # new workers must use the same number
+        self.transaction.weights.expected_total = None  # new workers must use the same number
         self.data.repartition()
         for feature in self.features:
             feature.begin_generation()

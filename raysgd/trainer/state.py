@@ -138,6 +138,8 @@ class StateTransfer:
             operator=self.options.training_operator_cls.__qualname__,
         )
         is_complete = controller.progress.holdings.complete
+        # Worker 0 writes the content of the file, unless there are shards, no workers, or types
+        # that only this process may read.
         if not (is_complete and controller.members) or _allows_own_types():
             state = self.collect("save", provenance, frozen)
             return checkpoint.write_file(state, target.name, manifest)
@@ -152,7 +154,7 @@ class StateTransfer:
         def fill(file: IO[bytes]) -> None:
             hashing: Any = HashingFile(file)
             try:
-                receives = functools.partial(Inbox, open_file=hashing.empty)
+                receives = functools.partial(Inbox, open_file=hashing.restart)
                 (answer,) = self._fetch(request, "save", receives=receives)
             except StorageError as error:
                 raise error.args[0] from None

@@ -9,9 +9,9 @@ import raysgd
 ROOT = Path(raysgd.__file__).parents[1]
 # Such as sharding, equal bits, and Horovod. Files, strings of messages, and docs count too.
 WORDS = re.compile(
-    r"\b(num_shards|is_sharded|lacks_shards|fully_sharded|sharded_features|use_horovod"
-    r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|ranks_in_sync|EqualBits\w*|FullySharded\w*|ShardedOptimizers?"
-    r"|ShardedFeature|HorovodGradients|ReplicatedGradients|UserWrappers|OwnModels)\b"
+    r"\b(num_shards|is_sharded|fully_sharded|use_horovod"
+    r"|(?<!`)wrap_ddp|num_averaged|sum_over_workers|EqualBits\w*|FullySharded\w*|ShardedOptimizers?"
+    r"|HorovodGradients|ReplicatedGradients|UserWrappers|OwnModels)\b"
 )
 ALLOWED = re.compile(
     r"torch/strategies/|(loop|torch|tf)/options\.py|torch/conflicts\.py|(torch|tf)/trainer\.py"

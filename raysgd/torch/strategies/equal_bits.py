@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _KEY = "num_shards"
 _WIDTH = 64
 """Size of a worker's message of metrics, in units of 4 bytes, until one is longer."""
-_SKIPPED = (
+_SHARDS_DIFFER = (
     "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
     "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
     "for every batch."
@@ -160,7 +160,7 @@ class EqualBitsGradients(GradientExchange):
         if self._stepped:
             self._check_buffers()
         if self._stepped_before not in (None, self._stepped):
-            raise RuntimeError(_SKIPPED.format(self.needs_helper, self._state.global_step))
+            raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, self._state.global_step))
         self._stepped, self._stepped_before = [], self._stepped
 
     def _check_buffers(self) -> None:
@@ -296,9 +296,9 @@ class EqualBitsGradients(GradientExchange):
         sent = [step, kind, -step, -kind, *flags, *padding]
         maxima = torch.tensor(sent, dtype=torch.int64, device=self._state.settings.device)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        newest, largest, oldest, smallest, *agreed = maxima.tolist()
-        if (newest, largest) != (-oldest, -smallest):
-            raise RuntimeError(_SKIPPED.format(self.needs_helper, -oldest))
+        max_step, max_kind, minus_min_step, minus_min_kind, *agreed = maxima.tolist()
+        if (max_step, max_kind) != (-minus_min_step, -minus_min_kind):
+            raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, -minus_min_step))
         return agreed[: len(flags)]
 
 

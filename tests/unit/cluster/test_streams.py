@@ -52,7 +52,7 @@ def write_file(write, file):
     worker = Worker()
     worker.runner = FakeRunner()
     worker.runner.handle = lambda request: streams.Content(write, {"epoch": 3})
-    with streams.Inbox([LOOPBACK], file.empty) as inbox:
+    with streams.Inbox([LOOPBACK], file.restart) as inbox:
         outcome = worker.call(None, inbox.address())
     outcome.payload = inbox.resolve(outcome.payload)
     return outcome.value()
@@ -69,7 +69,7 @@ def test_a_second_attempt_replaces_what_the_first_has_written(tmp_path):
 def test_a_full_disk_is_an_error_of_the_driver():
     with open("/dev/full", "wb", buffering=0) as file:
         hashing = HashingFile(file)
-        hashing.empty = lambda: hashing  # a device cannot be truncated
+        hashing.restart = lambda: hashing  # a device cannot be truncated
         with pytest.raises(streams.StorageError, match="No space left on device"):
             write_file(write_all, hashing)
 
