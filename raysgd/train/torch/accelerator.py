@@ -132,7 +132,6 @@ def _with_module(model: torch.nn.Module) -> torch.nn.Module:
 
     class Prepared(type(model)):  # type: ignore[misc]
         module = model
-        no_sync = join = staticmethod(lambda **options: contextlib.nullcontext())
 
         def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
             state_dict = copy.copy(state_dict)
@@ -145,6 +144,8 @@ def _with_module(model: torch.nn.Module) -> torch.nn.Module:
         def __reduce__(self) -> Any:
             return copy.copy, (self.module,)  # a file can be read without raysgd
 
+    for name in {"no_sync", "join"} - set(dir(model)):  # the model may call its own
+        setattr(Prepared, name, staticmethod(lambda *options, **named: contextlib.nullcontext()))
     Prepared.__name__, Prepared.__qualname__ = type(model).__name__, type(model).__qualname__
     prepared: torch.nn.Module = object.__new__(Prepared)
     object.__setattr__(prepared, "__dict__", vars(model))

@@ -139,8 +139,10 @@ def test_a_model_of_one_worker_has_the_attribute_of_a_wrapper():
     twin = copy.deepcopy(model)
     assert twin.module.weight is twin.weight is not model.weight
     assert type(pickle.loads(pickle.dumps(model))) is torch.nn.Linear
-    with model.no_sync(), model.join(enable=False):
+    with model.no_sync(), model.join(True, enable=False):
         model(torch.ones(1, 2)).backward()
+    own = type("Own", (torch.nn.Module,), {"join": abs, "forward": lambda self, x: self.join(x)})
+    assert train.torch.prepare_model(own())(-3) == 3
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)])
