@@ -109,7 +109,7 @@ class CheckpointCallback(Callback):
         return Location(self._folder or Path(logdir or ".", "checkpoints"))
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._can_save = True
+        self._can_save, self._is_rated = True, False
         folder = self.folder_in(trainer.logdir).name
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         self._saved_at = trainer.global_step

@@ -200,6 +200,9 @@ def test_plain_calls_without_the_metric_keep_the_newest(make_trainer, tmp_path):
     trainer.train()
     trainer.validate()
     assert saving.best in [str(tmp_path / name) for name in names(tmp_path)]
+    make_trainer(callbacks=[saving]).train()
+    assert saving.best
+    assert steps(tmp_path)[-1] == 20
 
 
 def look_at_batches(trainer, best):
