@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,8 +36,8 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
-    points: Points = field(default_factory=Points)
-    """Collects what the workers measure while the call runs."""
+    points: Points = field(default_factory=lambda: Points(shown=sys.maxsize))
+    """Collects what the workers measure while the call runs. By default, they release it."""
     replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
