@@ -98,10 +98,10 @@ class GroupForming:
         if any(each.condition == "lost" for each in holdings):
             return machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.failed:
-            error = attempt.error()
             # If no worker is lost, discard all replacements, because one may be the cause.
-            if lost := attempt.lost or dict.fromkeys(joining, error):
+            if lost := attempt.lost or dict.fromkeys(joining, attempt.error()):
                 return self._note_lost(lost)
+            error = attempt.error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
             return machine.FormingFailed(error=error)
