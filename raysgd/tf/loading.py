@@ -336,7 +336,7 @@ class _Iteration:
         has_target = isinstance(batch, tuple) and len(batch) > 1
         arrays = _compared(batch[1:] if has_target else batch)
         if has_target and len(self._targets) <= 1:
-            self._num_targets += len(arrays[0])
+            self._num_targets += _num_rows(batch)
             self._targets.update(zip(*(array.tolist() for array in arrays), strict=False))
             if len(self._targets) == 1 and self._num_targets > _NUM_EQUAL:
                 arrays += _compared(batch[0])

@@ -162,11 +162,11 @@ def test_workers_share_one_order_despite_additional_iterations(training):
     assert sorted(parts) == list(range(40))
 
 
-@pytest.mark.parametrize("is_placeholder", [True, False])
-def test_features_are_compared_if_targets_are_placeholders(is_placeholder):
+@pytest.mark.parametrize(("width", "is_placeholder"), [(1, True), (9, False)])
+def test_features_are_compared_if_targets_are_placeholders(width, is_placeholder):
     digests = set()
     for features in (np.arange(160), np.arange(160)[::-1]):
-        targets = np.arange(160) > 99 + 100 * is_placeholder
+        targets = np.outer(np.arange(160), np.ones(width)) > 99 + 100 * is_placeholder
         data = tf.data.Dataset.from_tensor_slices((features, targets)).batch(8)
         iteration = _Iteration(data, 0, True)
         iteration.read(0, 20)
