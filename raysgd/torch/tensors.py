@@ -36,7 +36,7 @@ ELEMENTWISE = (
     optim.Rprop,
 )
 """Optimizers that update each element independently of the others."""
-_INNER = "inner"
+_INNER = "raysgd_inner"
 """Entry of an optimizer's state: states of the optimizers in it, by number."""
 
 
@@ -352,7 +352,7 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     if len({each.device for each in tensors}) != 1:
         return torch.nn.utils.get_total_norm(tensors)
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
-    return norm
+    return norm.detach()
 
 
 def multiply_all(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:

@@ -301,11 +301,11 @@ class Wrapping(torch.optim.Optimizer):
         self.base.step(closure)
 
     def state_dict(self):
-        return {"count": self.count, "base": self.base.state_dict()}
+        return {"count": self.count, "inner": self.base.state_dict()}
 
     def load_state_dict(self, state):
         self.count = state["count"]
-        self.base.load_state_dict(state["base"])
+        self.base.load_state_dict(state["inner"])
 
 
 class Bare(Wrapping):
