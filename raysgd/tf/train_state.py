@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchMetrics, mergeable, own_metrics
 from raysgd.tf.options import TFSettings
 
+_RATE = re.compile("'learning_rate': [^,}]*")
+
 
 class KerasTrainState(TrainState):
     """The registered models, optimizers, and losses, and the position in the data."""
@@ -59,7 +62,7 @@ class KerasTrainState(TrainState):
     def compile_arguments(self) -> list[Any]:
         names = ("optimizer", "_compile_loss", "_compile_metrics")
         arguments = [getattr(model, name, None) for model in self.models for name in names]
-        for options, rate in map(_options_of, self.optimizers):
+        for options, rate, _ in map(_options_of, self.optimizers):
             arguments += [options, None if isinstance(rate, float) else rate]
         return arguments
 
@@ -262,13 +265,14 @@ class KerasTrainState(TrainState):
         self.transaction.is_partial = False
 
 
-def _options_of(optimizer: Any) -> tuple[str, Any]:
-    """Return the options of an optimizer but its rate, and the rate: a number or a schedule."""
+def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:
+    """Return an optimizer's options without rates, its rate, and rates of optimizers in it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    rate, options = inner._learning_rate, {}
-    with contextlib.suppress(NotImplementedError):  # a schedule without get_config
-        options = {**inner.get_config(), "learning_rate": None}
-    return str(options), float(rate) if hasattr(rate, "numpy") else rate
+    rate, options = inner._learning_rate, ""
+    with contextlib.suppress(NotImplementedError, TypeError):  # a rate without get_config
+        options = str(inner.get_config())
+    rate = float(rate) if hasattr(rate, "numpy") else rate
+    return _RATE.sub("", options), rate, _RATE.findall(options)
 
 
 def _with_class_weight(class_weight: Mapping[Any, float], target: Any, sample_weight: Any) -> Any:

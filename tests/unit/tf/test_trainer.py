@@ -1,5 +1,6 @@
 """TFTrainer with its only worker in this process, and the arguments that it refuses."""
 
+import functools
 import itertools
 import pickle
 
@@ -229,13 +230,26 @@ def schedule(operator):
     operator.optimizer.learning_rate = Constant()
 
 
-class Scheduled(Digits):
-    def register(self, models, optimizers, **others):
-        return super().register(models, keras.optimizers.SGD(Constant()), **others)
+class Wrapper(keras.optimizers.SGD):
+    def get_config(self):
+        return {"inner": {"learning_rate": next(RATES)}}
 
 
-def test_a_schedule_needs_no_config():
-    with TFTrainer(training_operator_cls=Scheduled, config={}, use_local=True) as trainer:
+RATES = itertools.count()
+OPTIMIZERS = {
+    "schedule": lambda: keras.optimizers.SGD(Constant()),
+    "callable": lambda: keras.optimizers.SGD(functools.partial(float, 0.1)),
+    "wrapper": Wrapper,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_rates_need_no_config_and_may_change(kind):
+    class Rated(Digits):
+        def register(self, models, optimizers, **others):
+            return super().register(models, OPTIMIZERS[kind](), **others)
+
+    with TFTrainer(training_operator_cls=Rated, config={}, use_local=True) as trainer:
         assert trainer.train(num_steps=1)["batch_count"] == 1
 
 
