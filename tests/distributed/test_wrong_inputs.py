@@ -21,8 +21,6 @@ from raysgd.errors import (
 from tests.conftest import SOON_S, alive_actors, assert_names, wait_until
 from tests.operators import Classifier, register_all, replica_hash
 
-"""Limit for an error that waits for no collective. Those time out after half an hour."""
-
 
 def actors():
     """Return the IDs of all actors, dead ones included."""

@@ -10,15 +10,12 @@ from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import World
 from tests.unit.cluster.calls import run
+from tests.unit.cluster.test_elasticity import kinds
 
 
 @pytest.fixture
 def world():
     return World(room=3)
-
-
-def kinds(controller):
-    return [event.kind for event in controller.events]
 
 
 def train(controller, until_step=40, **options):

@@ -133,16 +133,11 @@ def test_iterators_are_not_read_before_the_first_step():
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_warning_about_a_loader_that_every_worker_trains_on(num_workers, caplog):
-    runner = make_runner(Once, num_workers=num_workers)
+    make_runner(Once, num_workers=num_workers)
     told = [record.message for record in caplog.records if "cannot partition" in record.message]
     assert len(told) == (2 if num_workers == 2 else 0)
     for text in told:
         assert "raysgd cannot partition this list_iterator, because an iterator " in text
-    if num_workers == 2:
-        source = runner.operator.train_loader
-        runner.operator._train_state.settings.context = WorkerContext(world_size=2)
-        with pytest.raises(TypeError, match="raysgd cannot partition this list_iterator"):
-            runner.operator._train_state.data.wrap_given(source.loader)
 
 
 def test_rehearsal_returns_metrics_and_changes_nothing():
