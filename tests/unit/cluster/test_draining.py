@@ -149,18 +149,23 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     assert call.save_soon == saves
 
 
-def test_a_later_notice_does_not_revoke_the_save():
+def watch_of(left_s, **sizes):
+    """Return the watch of a group in which some ranks have this many seconds left."""
     clock = ManualClock()
-    notices = {0: Notice("", clock.now + 1)}
     group = SimpleNamespace(
         clock=clock,
-        members=range(4),
-        options=GroupOptions(num_workers=4),
-        leaving=lambda: dict(notices),
+        members=range(sizes["num_workers"]),
+        options=GroupOptions(**sizes),
+        leaving=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
     )
-    watch = PreemptionWatch(group, SimpleNamespace(record=lambda *_, **__: None), True)
+    return PreemptionWatch(group, SimpleNamespace(record=lambda *_, **__: None), True)
+
+
+def test_a_later_notice_does_not_revoke_the_save():
+    left_s = {0: 1}
+    watch = watch_of(left_s, num_workers=4)
     watch.poll({})
-    notices[1] = Notice("", clock.now + 60)
+    left_s[1] = 60
     watch.poll({})
     assert watch.must_save
 
@@ -215,11 +220,5 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
 def test_workers_leave_for_replacements_and_at_their_deadlines(
     left_s, num_workers, num_ready, min_workers, leaving
 ):
-    clock = ManualClock()
-    group = SimpleNamespace(
-        clock=clock,
-        members=range(num_workers),
-        options=GroupOptions(num_workers=num_workers, min_workers=min_workers),
-        leaving=lambda: {rank: Notice("", clock.now + s) for rank, s in left_s.items()},
-    )
-    assert PreemptionWatch(group, None, supports_live_join=True).due_to_leave(num_ready) == leaving
+    watch = watch_of(left_s, num_workers=num_workers, min_workers=min_workers)
+    assert watch.due_to_leave(num_ready) == leaving

@@ -9,7 +9,7 @@ import pytest
 from raysgd.cluster.notices import Notice
 from raysgd.cluster.worker import WorkerInfo
 from tests.blackbox.simulation.world import TICK_S, World
-from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until
+from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until, steps_of
 
 
 @pytest.fixture
@@ -61,17 +61,12 @@ def test_a_slot_with_repeated_losses_in_the_same_phase_waits(world, phase, after
 
     world.on_new_worker.append(kill)
     world.room = 3
-    assert steps_of(controller, 400) == [400] * 3
+    assert steps_of(run_until(controller, 400)) == [400] * 3
     times, errors = zip(*began, strict=True)
     long = [n for n in range(1, len(times)) if times[n] - times[n - 1] > 1.9]
     assert (long, len(times)) == ([2 * most], 2 * most + 1)
     # user code runs only in these phases
     assert [error is not None for error in errors] == [False] * 2 * most + [phase != "join"]
-
-
-def steps_of(controller, step, max_losses=0):
-    outcomes = run_until(controller, step, max_losses=max_losses)
-    return [outcome.progress.global_step for outcome in outcomes]
 
 
 def test_replacements_start_again_after_a_new_loss(world):
@@ -80,7 +75,7 @@ def test_replacements_start_again_after_a_new_loss(world):
     every_new(world, setup_error=ValueError("no such file"))
     world.room = 3
     world.at_step(100, lambda: (world.on_new_worker.clear(), world.lose(1)))
-    assert steps_of(controller, 400, max_losses=1) == [400] * 3
+    assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
     assert kinds(controller).count("newcomer_failed") == 1
 
 
@@ -222,6 +217,6 @@ def test_a_worker_that_cannot_be_started_is_tried_again_later(world, error):
     world.room = 3
     with pytest.raises(KeyboardInterrupt) if not str(error) else contextlib.nullcontext():
         run_until(controller, 200)
-    assert steps_of(controller, 400) == [400] * 3
+    assert steps_of(run_until(controller, 400)) == [400] * 3
     (failed,) = (event for event in controller.events if event.kind == "newcomer_failed")
     assert str(error) in failed.cause
