@@ -155,16 +155,19 @@ def setups(member):
 
 
 def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
-    controller = world.drive(3).controller
+    controller = world.drive(4).controller
     every_new(world, home=WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
-    world.room = 3
+    world.room = 4
     controller._scale_up.tick()
-    ((context, rendezvous, leader, alone),) = setups(world.workers[2])
-    assert (rendezvous, leader, alone) == (None, None, True)
-    assert (context.world_rank, context.world_size) == (2, 3)
-    assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", GPUS, 0)
-    assert (context.generation, context.num_cpus) == (controller.journal.generation, 1)
-    assert context.distributed
+    world.workers[2].die("OOM")
+    controller._scale_up.tick()
+    for rank, member in ((3, world.workers[3]), (2, world.workers[4])):
+        ((context, rendezvous, leader, alone),) = setups(member)
+        assert (rendezvous, leader, alone) == (None, None, True)
+        assert (context.world_rank, context.world_size) == (rank, 4)
+        assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", GPUS, 0)
+        assert (context.generation, context.num_cpus) == (controller.journal.generation, 1)
+        assert context.distributed
 
 
 def test_a_worker_that_sets_up_again_sees_the_same_gpus(world):
