@@ -56,8 +56,8 @@ class Attempt:
         self.outcomes: dict[WorkerHandle, Outcome] = {}
         self.lost: dict[WorkerHandle, BaseException] = {}
         self.first_error: tuple[WorkerHandle, Outcome] | None = None
-        self.interrupted_by_us = False
-        """Whether the driver interrupted the workers though none had failed."""
+        self.needs_new_group = False
+        """Whether the workers must form a group again though none has failed."""
         self.unanswered: BaseException | None = None
         """The error of a worker that may live, but whose outcome will never come."""
 
@@ -97,9 +97,9 @@ class Attempt:
                 if outcome.kind == "user" and self.first_error is None:
                     self.first_error = (member, outcome)
                 elif outcome.kind == "cut off":
-                    self.interrupted_by_us = True
+                    self.needs_new_group = True
             elif member.may_live(error):
-                self.unanswered, self.interrupted_by_us = error, True
+                self.unanswered, self.needs_new_group = error, True
             elif is_loss(error):
                 self.lost[member] = error
             else:
@@ -123,12 +123,12 @@ class Attempt:
 
     def interrupt_after_cause(self, interrupt: Callable[[], None]) -> None:
         """Find the cause of a failure, and call `interrupt` to stop the other workers."""
-        reason_s = _OWN_STOP_S if self.interrupted_by_us else ROOT_CAUSE_S
+        reason_s = _OWN_STOP_S if self.needs_new_group else ROOT_CAUSE_S
         self.collect_until(reason_s, lambda: self.has_cause)
         interrupt()
         self.collect_until(_RETURN_S)
-        if not self.interrupted_by_us:
-            self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.interrupted_by_us)
+        if not self.needs_new_group:
+            self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.needs_new_group)
 
     def error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""
@@ -182,19 +182,19 @@ class Commands:
 
         The members release their points up to the step `shown`.
         """
-        return self._ask_now(self._group.members, Worker.progress, shown)
+        return self._call_control(self._group.members, Worker.progress, shown)
 
     def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
         """Send all members the step at which to pause. Return the current steps of members."""
         number = self._journal.generation
         self._pausing = None if step is None else number
-        return self._ask_now(self._group.members, Worker.pause_at, number, step)
+        return self._call_control(self._group.members, Worker.pause_at, number, step)
 
     def interrupt(self, attempt: Attempt) -> None:
         """Make an attempt fail on all members, because each may wait for any other."""
         self._unfinished |= attempt.pending
         members = dict.fromkeys([*self._group.members, *attempt.members])
-        self._ask_now(members, Worker.interrupt, self._journal.generation)
+        self._call_control(members, Worker.interrupt, self._journal.generation)
 
     def end(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
@@ -205,13 +205,13 @@ class Commands:
         """Interrupt the members, and send a request to those that are idle."""
         busy = self.busy  # they were interrupted before
         idle = [member for member in self._group.members if member not in busy]
-        self._ask_now(idle, Worker.interrupt, self._journal.generation)
+        self._call_control(idle, Worker.interrupt, self._journal.generation)
         packed = pack_as(request.name, request)
         attempt = Attempt({m: m.work(Worker.call, packed) for m in idle}, self._clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
-    def _ask_now(
+    def _call_control(
         self, members: Iterable[WorkerHandle], method: Any, *arguments: Any
     ) -> dict[WorkerHandle, Any]:
         """Call a control method of workers. Return the answers of those that answer soon."""
@@ -219,7 +219,7 @@ class Commands:
         self._clock.wait(asked.values(), ANSWER_S)
         return results_of(asked)
 
-    def ask(
+    def send_to_idle(
         self,
         members: Sequence[WorkerHandle],
         request: Request,

@@ -89,9 +89,9 @@ class GroupForming:
     ) -> machine.GroupEvent:
         departing = [member for member in self._group.members if member not in staying]
         if not progress.holdings.complete:  # a worker that leaves may have a shard's only copy
-            for outcome in self._commands.ask(departing, ExportShardsRequest()).values():
+            for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
                 if (shards := value_of(outcome)) is not None:
-                    self._commands.ask([staying[0]], ImportShardsRequest(shards=shards))
+                    self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
         attempt = self._join(entering, entering.index(leader))
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
@@ -124,7 +124,7 @@ class GroupForming:
         call = self._context.call
         if call.departure_request is None or not members:
             return
-        outcomes = self._commands.ask(members, call.departure_request, ANSWER_S)
+        outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
         call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
         call.points.add({member: each.progress for member, each in outcomes.items()}, ())
 

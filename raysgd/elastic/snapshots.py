@@ -131,7 +131,7 @@ class SnapshotKeeper:
         for open_file in (unnamed_file, None):  # in memory if the disk is full
             try:
                 with Inbox([member.info.node_ip for member in members], open_file) as inbox:
-                    outcomes = commands.ask(members, request, inbox=inbox).values()
+                    outcomes = commands.send_to_idle(members, request, inbox=inbox).values()
                 return [self._copy(inbox.resolve(o.payload)) for o in outcomes if o.kind == "ok"]
             except StorageError as error:
                 self._warn_of_disk(error)

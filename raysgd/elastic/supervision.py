@@ -118,7 +118,7 @@ class Supervision:
         return CallReturned(
             outcomes=[attempt.outcomes[member] for member in members],
             is_complete=is_complete,
-            interrupted=attempt.interrupted_by_us,
+            interrupted=attempt.needs_new_group,
             progress=newest,
         )
 
@@ -157,7 +157,7 @@ class Supervision:
             self._journal.record("split", [member], cause=cause, step=step, factor=outcome.split)
         if attempt.lost:
             return WorkersLost(lost=attempt.lost, progress=progress)
-        is_stopped = attempt.interrupted_by_us and outcome is None
+        is_stopped = attempt.needs_new_group and outcome is None
         can_repeat = call.has_batches or call.max_losses > 0
         if self._split or (is_stopped and can_repeat):
             return CallFailed(progress=progress)
@@ -214,7 +214,7 @@ class Supervision:
         steps = self._commands.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
             # Some workers have passed the step: discard it.
-            attempt.interrupted_by_us = True
+            attempt.needs_new_group = True
             self._commands.end(attempt)
 
     def interrupt(self) -> Progress | None:

@@ -8,8 +8,10 @@ Utilization on GPUs", 2023, for the idea of logical workers.
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
-- ``options.layout.is_fixed``: the shards of each step (`EpochPartition`), and seeds for their
-  order, samples, and user code (`PartitionedLoader`). `TorchSources` rejects streams.
+- ``options.layout.is_fixed``: the shards of each step (`EpochPartition`), seeds for their order,
+  samples, and user code (`PartitionedLoader`), the batch size in the config of a worker
+  (`OperatorRunner`), and errors if memory runs out (`MicroBatching`). `TorchSources` rejects
+  iterable data sets that cannot be grouped into shards.
 - ``options.exact``: deterministic operations (`TorchRunner`). `TorchOptions` unsets split_on_oom.
 - ``transaction.has_fixed_parts``: an update needs copies, and ends with its commit
   (`UpdateTransaction`). Each worker has the metrics of all (`CallProgress`, `OperatorRunner`),
@@ -156,7 +158,7 @@ class EqualBitsGradients(GradientExchange):
         self._buffers.begin(self._shard, is_first=tx.index <= 0)
 
     def _end_shard(self) -> None:
-        """Check that all shards have stepped the same optimizers, and have then ended."""
+        """End a shard. Check that it has stepped the optimizers that the shard before has."""
         if self._stepped:
             self._check_buffers()
         if self._stepped_before not in (None, self._stepped):
@@ -286,7 +288,11 @@ class EqualBitsGradients(GradientExchange):
         self._buffers.merge(flags[len(parameters) :], partition)
 
     def _agree(self, kind: int, flags: Sequence[int]) -> list[int]:
-        """Return the maximum of each flag over the workers. Check that all do the same."""
+        """Return the maximum of each flag over the workers. Check that all do the same.
+
+        `kind` is 0 for the end of a step without an update. Otherwise, it is twice the number of
+        the optimizer, plus 1 if losses count items.
+        """
         if not dist.is_initialized():
             return list(flags)
         # Messages of different optimizers have equal sizes, so that they can be compared.

@@ -68,7 +68,7 @@ def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
     futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
     attempt.collect(0)
     assert attempt.failed
-    assert attempt.interrupted_by_us  # so that the call is repeated, if possible
+    assert attempt.needs_new_group  # so that the call is repeated, if possible
     stopped = outcome("stopped", RuntimeError())
     attempt.interrupt_after_cause(lambda: futures["b"].set_result(stopped))
     assert not attempt.lost
