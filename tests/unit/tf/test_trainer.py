@@ -20,9 +20,17 @@ keras = pytest.importorskip("keras")
 
 
 @pytest.fixture(scope="module")
-def trainer():
+def shared():
     with TFTrainer(training_operator_cls=Digits, config={"data": "tf"}, use_local=True) as made:
-        yield made
+        yield made, made.state_dict()
+
+
+@pytest.fixture
+def trainer(shared):
+    """A trainer in its initial state."""
+    made, start = shared
+    made.load_state_dict(start)
+    return made
 
 
 def test_it_trains_in_steps_and_epochs(trainer):
