@@ -39,7 +39,9 @@ from raysgd.torch.input.orders import (
     Order,
     SeededSamples,
     drawn_order,
+    have_own_repr,
     is_plain_shuffle,
+    other_order_error,
     pick_keys,
     seed_all,
 )
@@ -287,16 +289,13 @@ class PartitionedLoader(PartitionedSource):
     def _order_key(self, epoch: int) -> int:
         """Return a number that identifies the order of an epoch in a state, with its seed."""
         digest = self.order_digest(epoch)
-        return zlib.crc32(type(self.order_sampler).__name__.encode()) if digest is None else digest
+        if digest is None or not have_own_repr(self._order_of(epoch)):
+            return zlib.crc32(type(self.order_sampler).__name__.encode())
+        return digest
 
     def _check_order(self, epoch: int) -> None:
         if self._saved.get("order") not in (None, self._order_key(epoch)):
-            raise RuntimeError(
-                f"Training cannot continue in epoch {epoch}: {type(self.order_sampler).__name__} "
-                "gives another order than when the state was saved, and samples would repeat. Use "
-                "the same sampler, and take the number of the epoch from set_epoch(epoch), which "
-                "raysgd calls. Or continue from a checkpoint of the end of an epoch."
-            )
+            raise other_order_error(self.order_sampler, epoch)
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers use one order, because a user's sampler or generator may differ.

@@ -108,6 +108,20 @@ def pick_keys(order: Order, start: int, stop: int) -> list[Any]:
     return keys.tolist() if isinstance(keys, torch.Tensor) else keys
 
 
+def have_own_repr(order: Order) -> bool:
+    """Return whether the `repr` of the keys is the same in another process."""
+    return " at 0x" not in repr(pick_keys(order, 0, 1))
+
+
+def other_order_error(sampler: Any, epoch: int) -> RuntimeError:
+    return RuntimeError(
+        f"Training cannot continue in epoch {epoch}: {type(sampler).__name__} gives another order "
+        "than when the state was saved, and samples would repeat. Use the same sampler, and take "
+        "the number of the epoch from set_epoch(epoch), which raysgd calls. Or continue from a "
+        "checkpoint of the end of an epoch."
+    )
+
+
 class IndexSampler:
     """A sampler of this worker's part of an epoch, which `begin` sets."""
 

@@ -736,6 +736,10 @@ class Counting(Reversed):
         return ByEpoch.__iter__(self)
 
 
+class Key:
+    __index__ = lambda self: 0  # noqa: E731
+
+
 def test_position_within_an_epoch_fits_only_its_order():
     for kind in ByEpoch, Counting:
         saved, resumed = (wrap(DataLoader(tensors(10), 2, sampler=kind(10))) for _ in range(2))
@@ -750,6 +754,11 @@ def test_position_within_an_epoch_fits_only_its_order():
         loader.move_to(saved.position(1, 4))
         with pytest.raises(RuntimeError, match=r"(Counting|SequentialSampler) gives another order"):
             next(loader.batches(1, 4))
+    by_key = (wrap(DataLoader([0] * 10, 2, sampler=[Key() for _ in range(10)])) for _ in range(2))
+    saved, resumed = by_key  # keys without a `repr` cannot be compared
+    next(saved.batches(0, 0))
+    resumed.move_to(saved.position(0, 4))
+    next(resumed.batches(0, 4))
     list(other.batches(0, 0))
     shuffled = wrap(DataLoader(tensors(10), 2, shuffle=True))
     shuffled.move_to(other.position(0, 4))
