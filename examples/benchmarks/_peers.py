@@ -342,6 +342,12 @@ GUARD_PEERS = {
 }
 """raysgd without and with comparisons of the replicas."""
 
+EXACT_PEERS = {
+    "default": lambda name, num_steps, num_epochs: Raysgd(name, num_steps),
+    "exact": lambda name, num_steps, num_epochs: Raysgd(name, num_steps, exact="bits"),
+}
+"""raysgd without and with equal bits for any number of workers."""
+
 LOCAL_PEERS = {
     "by hand": lambda name, num_steps, num_epochs: ByHand(
         make_model(name), make_data(name, num_steps)

@@ -4,13 +4,15 @@
     python examples/benchmarks/epoch.py --runs 3 --peers "raw DDP" raysgd
     python examples/benchmarks/epoch.py --compiled
     python examples/benchmarks/epoch.py --guard
+    python examples/benchmarks/epoch.py --exact
     python examples/benchmarks/epoch.py --local
 
 Each side has two workers with one thread each, which stay alive for the whole run. The sides take
 turns, and their losses must agree after each epoch. *mlp* is a tiny network that measures overhead.
 *resnet* measures arithmetic. ``--compiled`` compares raysgd and plain DDP with compiled models,
 which compile in the warm-up epochs. ``--guard`` compares raysgd with and without comparisons of the
-replicas. ``--local`` compares raysgd in this process with a loop by hand.
+replicas, and ``--exact`` with and without ``exact="bits"``. ``--local`` compares raysgd in this
+process with a loop by hand.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import ray
 import torch
-from _peers import COMPILED_PEERS, GUARD_PEERS, LOCAL_PEERS, PEERS
+from _peers import COMPILED_PEERS, EXACT_PEERS, GUARD_PEERS, LOCAL_PEERS, PEERS
 from _workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
 
 WARM_UP = 2
@@ -68,6 +70,7 @@ def main():
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--compiled", action="store_true", help="models that torch has compiled")
     parser.add_argument("--guard", action="store_true", help="raysgd with and without a guard")
+    parser.add_argument("--exact", action="store_true", help="raysgd with and without equal bits")
     parser.add_argument("--local", action="store_true", help="raysgd and a loop in this process")
     parser.add_argument("--smoke-test", action="store_true", help="few steps, three runs")
     parser.add_argument("--json", type=Path, help="write the result there")
@@ -76,6 +79,7 @@ def main():
     known = COMPILED_PEERS if args.compiled else PEERS
     peers = {peer: known[peer] for peer in args.peers if peer in known}
     peers = GUARD_PEERS if args.guard else LOCAL_PEERS if args.local else peers
+    peers = EXACT_PEERS if args.exact else peers
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     # Enough CPUs for the idle workers of the other side.
