@@ -272,7 +272,8 @@ def kill(args, ranks):
     def await_steps(is_met):
         deadline = time.monotonic() + GIVE_UP_S
         while time.monotonic() < deadline and thread.is_alive():
-            steps = sorted(Step(*json.loads(line)) for line in log.read_text().splitlines())
+            lines = log.read_text().split("\n")[:-1]  # a worker may be writing the last one
+            steps = sorted(Step(*json.loads(line)) for line in lines)
             if is_met(steps):
                 return steps
             time.sleep(0.1)
