@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd._internal.context import Holdings, Progress
 from raysgd.cluster.serialization import pack_as
-from raysgd.cluster.streams import offering
+from raysgd.cluster.streams import Inbox, offering
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest
@@ -70,27 +70,12 @@ class Supervision:
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
             self._commands.pause_at(None)
-        call = self._call
-        if action.is_replay:
-            assert self._replay is not None
-            call = self._replay
-        elif action.begins:
-            call.begin(furthest([self._journal.progress, self.reached]))
+        call = self._choose_call(action)
         members = list(
             self._group.members if call.rank is None else [self._group.members[call.rank]]
         )
-        call.points.begin(self._journal.progress.global_step, members)
-        packed, inbox, inline = self._pack_request(call, members), None, self._group.options.inline
-        self._split = 0
-        self._context.check_open()
         with contextlib.ExitStack() as stack:
-            hosts = [member.info.node_ip for member in members]
-            if call.receives is not None and not inline:
-                inbox = stack.enter_context(call.receives(hosts))
-            elif isinstance(call.request, LoadRequest) and not inline:
-                packed = stack.enter_context(offering(packed, hosts))
-            if inline and (call.on_wait is not None or call.points.show is not None):
-                stack.enter_context(self._showing_progress(call))
+            packed, inbox = self._prepare(call, members, stack)
             self.attempt = attempt = Attempt({}, self._clock)
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 attempt.add(member, member.work(Worker.call, packed, inbox and inbox.address()))
@@ -100,6 +85,37 @@ class Supervision:
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
+        return self._conclude(call, action, attempt, polled)
+
+    def _choose_call(self, action: RunCall) -> Call:
+        if action.is_replay:
+            assert self._replay is not None
+            return self._replay
+        if action.begins:
+            self._call.begin(furthest([self._journal.progress, self.reached]))
+        return self._call
+
+    def _prepare(
+        self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
+    ) -> tuple[Any, Inbox | None]:
+        """Return the packed request, and the inbox of large answers. `stack` closes both."""
+        call.points.begin(self._journal.progress.global_step, members)
+        packed, inbox, inline = self._pack_request(call, members), None, self._group.options.inline
+        self._split = 0
+        self._context.check_open()
+        hosts = [member.info.node_ip for member in members]
+        if call.receives is not None and not inline:
+            inbox = stack.enter_context(call.receives(hosts))
+        elif isinstance(call.request, LoadRequest) and not inline:
+            packed = stack.enter_context(offering(packed, hosts))
+        if inline and (call.on_wait is not None or call.points.show is not None):
+            stack.enter_context(self._showing_progress(call))
+        return packed, inbox
+
+    def _conclude(
+        self, call: Call, action: RunCall, attempt: Attempt, polled: Progress | None
+    ) -> GroupEvent:
+        """Show the end of an attempt to the observers, and return its event."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
@@ -116,7 +132,7 @@ class Supervision:
         if is_complete:
             self._context.snapshots.fetch_at_end(progress)
         return CallReturned(
-            outcomes=[attempt.outcomes[member] for member in members],
+            outcomes=[attempt.outcomes[member] for member in attempt.members],
             is_complete=is_complete,
             interrupted=attempt.needs_new_group,
             progress=newest,
