@@ -1,25 +1,23 @@
-"""Starts and restarts of all workers, and the group of each new generation."""
+"""The group of each new generation."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.serialization import pack_as
-from raysgd.cluster.streams import offering
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
-from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Attempt, value_of
+from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
+from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.journal import list_ranks
-from raysgd.elastic.policies import assign_contexts, backoff_s, choose_members, furthest
-from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
+from raysgd.elastic.policies import assign_contexts, choose_members, furthest
+from raysgd.errors import CollectiveError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +27,10 @@ _RESTART_STRAGGLER_S = 5.0
 """The same limit in seconds for training functions, whose workers restart from a checkpoint."""
 _MENTION_S = 30.0
 """Seconds after which to log what a start or a rejoin is waiting for."""
-_START_TICK_S = 0.01
 
 
 class GroupForming:
-    """Starts all workers, and moves workers into new generations."""
+    """Moves workers into new generations."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
@@ -41,10 +38,6 @@ class GroupForming:
         self._journal, self._commands = context.journal, context.commands
         self._scale_up = context.scale_up
         self._backend = context.backend
-        self.on_start: Callable[[], None] | None = None
-        """Called after all workers have started, before they load a snapshot."""
-
-    # ---- next generation
 
     def rejoin(self) -> machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
@@ -53,10 +46,10 @@ class GroupForming:
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
-            return self._note_lost(lost)
+            return self.note_lost(lost)
         joining, leaving = self._context.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self._note_lost(lost), machine.WorkersLost):
+        if isinstance(event := self.note_lost(lost), machine.WorkersLost):
             return event
         self._context.shares.poll(answers)
         by_member = {member: answers[member] for member in self._group.members}
@@ -74,11 +67,6 @@ class GroupForming:
         self._journal.progress = progress  # also if forming the group raises an error
         return replace(self._form(leader, staying, joining, progress, began), progress=progress)
 
-    def _note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
-        """Discard lost replacement workers, and return the event of the lost members."""
-        members = {m: e for m, e in lost.items() if not self._scale_up.fail(m, e)}
-        return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
-
     def _form(
         self,
         leader: WorkerHandle,
@@ -93,20 +81,20 @@ class GroupForming:
                 if (shards := value_of(outcome)) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
-        attempt = self._join(entering, entering.index(leader))
+        attempt = self.join(entering, entering.index(leader))
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in holdings):
             return machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
             if lost := attempt.lost or dict.fromkeys(joining, attempt.error()):
-                return self._note_lost(lost)
+                return self.note_lost(lost)
             error = attempt.error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
             return machine.FormingFailed(error=error)
         self._group.members[:] = entering
-        self._assign_ranks(entering)
+        self._journal.assign_ranks(entering)
         self._scale_up.forget_joined(joining)
         seconds, step = self._clock.monotonic() - began, progress.global_step
         self.collect_departing(departing)
@@ -128,136 +116,22 @@ class GroupForming:
         call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
         call.points.add({member: each.progress for member, each in outcomes.items()}, ())
 
-    # ---- starts
+    # ---- also for starts
 
-    def restart(self, min_workers: int) -> machine.GroupEvent:
-        """Stop the members, and form a group of new workers, with the state of the snapshot."""
-        began, is_first = self._clock.monotonic(), self._scale_up.is_first
-        left = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
-        num_before, progress = len(self._group.members), None
-        self._context.discard_members()
-        self._scale_up.begin()
-        while progress is None:
-            self.await_workers(min_workers)
-            progress = self._start_group()
-        members, step = self._group.members, progress.global_step
-        if is_first:
-            self._journal.record("started", members, step=step)
-            return machine.GroupFormed(progress=progress)
-        has_grown = 0 < num_before < len(members)
-        kind: EventKind = "grown" if has_grown else "restarted"
-        if left and len(members) >= num_before:
-            kind = "moved"
-        joining, seconds = members[num_before:], self._clock.monotonic() - began
-        concerned = joining if has_grown else members
-        self._journal.record(kind, concerned, cause=left, step=step, seconds=seconds)
-        return machine.GroupFormed(progress=progress)
+    def note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
+        """Discard lost replacement workers, and return the event of the lost members."""
+        members = {m: e for m, e in lost.items() if not self._scale_up.fail(m, e)}
+        return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
 
-    def await_workers(self, min_workers: int) -> None:
-        """Wait until there are enough workers. Each wait for resources is longer than the last."""
-        config, call = self._context.elastic, self._context.call
-        num_members, starting = len(self._group.members), not self._group.members
-        missing = machine.too_few(num_members, min_workers)
-        deadline, number = 0.0, 0
-        while True:
-            self._context.check_open()
-            self._scale_up.tick(starting)
-            if starting and (error := self._scale_up.error) is not None:
-                if isinstance(error, WorkerLostError) and call.causes:
-                    raise self._journal.failure(call, str(error), cause=error)
-                raise error
-            if self._scale_up.decide_start(min_workers):
-                return
-            now = self._clock.monotonic()
-            is_short = num_members + self._scale_up.num_started() < min_workers
-            if is_short and now >= deadline and not self._group.notices.is_ray_silent:
-                room = self._group.room()
-                if number == config.max_attempts:
-                    why = f"{missing}, and the resources for more are not free: {room}"
-                    raise self._journal.failure(call, why)
-                wait_s = backoff_s(number, config)
-                said = f"{missing}, and {room}"
-                self._journal.record("waiting", [], cause=said, seconds=wait_s)
-                deadline, number = now + wait_s, number + 1
-            self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
-
-    def _start_group(self) -> Progress | None:
-        """Form a group of the ready workers, and return its progress. None if a worker was lost."""
-        joining = self._scale_up.ready()
-        _, lost = self._commands.probe_or_kill(joining)
-        if lost:
-            self._note_lost(lost)
-            return None
-        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
-        self._assign_ranks(members)
-        progress = Progress()
-        for has_loaded, attempt in self._phases(members):
-            if attempt.failed:
-                self._discard_lost(attempt, members)
-                return None
-            if has_loaded:
-                progress = attempt.outcomes[members[0]].progress
-        # All workers repeat the steps after the snapshot, also those of departed workers.
-        results, step = self._context.call.departed_results, progress.global_step
-        results[:] = [each for each in results if each.progress.global_step <= step]
-        self._scale_up.forget_joined(members)
-        if not (self._context.policy.survivors_stay and self._context.elastic.grow):
-            self._scale_up.drop()  # late workers could never join
-        self._scale_up.set_up_alone()
-        return progress
-
-    def _phases(self, members: Sequence[WorkerHandle]) -> Iterator[tuple[bool, Attempt]]:
-        """Start a group. Yield whether a phase has loaded the snapshot, and its attempt."""
-        leader = None if self._scale_up.together else 0
-        if leader is not None:  # the other workers get the snapshot from the leader
-            yield from self._load_snapshot(members[:1])
-        yield False, self._join(members, leader)
-        self._group.members[:] = members
-        if self.on_start is not None:
-            self.on_start()
-        if leader is None:
-            yield from self._load_snapshot(members)
-
-    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[tuple[bool, Attempt]]:
-        if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
-            return
-        packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
-        with offering(packed, [member.info.node_ip for member in members]) as offer:
-            calls = {member: member.work(Worker.call, offer) for member in members}
-            attempt = self._await_phase(calls, "load")
-        yield True, attempt
-
-    def _discard_lost(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
-        """Discard the lost workers of a start, and keep the others. Raise any other failure."""
-        if not attempt.lost:
-            raise attempt.error()
-        # Replace processes that `on_start` may have changed, or that can join only one group.
-        are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
-        self._group.members.clear()
-        _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
-        self._note_lost(attempt.lost | lost)
-        if are_used:
-            self._scale_up.drop(members)
-        self._scale_up.set_up_alone()
-        self._next_generation()  # a late interruption of this one must not reach later work
-
-    # ---- shared helpers
-
-    def _assign_ranks(self, members: Sequence[WorkerHandle]) -> None:
-        self._journal.ranks = {member: rank for rank, member in enumerate(members)}
-
-    def _next_generation(self) -> int:
-        self._journal.generation += 1
-        return self._journal.generation
-
-    def _join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
+    def join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
         """Move workers into the next generation, with the state of rank `leader`.
 
         Without a leader, they run their setup.
         """
+        self._journal.generation += 1
         contexts = assign_contexts(
             [member.info for member in entering],
-            generation=self._next_generation(),
+            generation=self._journal.generation,
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
@@ -273,12 +147,12 @@ class GroupForming:
             for member, context in entries.items()
         }
         what = "set up" if leader is None else "join a new generation"
-        attempt = self._await_phase(calls, what, listening=leader is not None)
+        attempt = self.await_phase(calls, what, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
-    def _await_phase(
+    def await_phase(
         self, calls: Mapping[WorkerHandle, Future[Outcome]], what: str, listening: bool = False
     ) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`.

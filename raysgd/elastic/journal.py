@@ -59,6 +59,9 @@ class Journal:
         self.on_event: Callable[[], Callable[[], None] | None] = lambda: None
         """Returns what to call after each event, such as a ``weakref.WeakMethod``."""
 
+    def assign_ranks(self, members: Sequence[WorkerHandle]) -> None:
+        self.ranks = {member: rank for rank, member in enumerate(members)}
+
     def record(
         self,
         kind: EventKind,
