@@ -41,8 +41,10 @@ from raysgd.loop.requests import (
 )
 from raysgd.metrics import as_test_metrics, merge_workers
 from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit import FitLoop, FitOptions
+from raysgd.trainer.fit import FitLoop
+from raysgd.trainer.fit_options import FitOptions
 from raysgd.trainer.info import TrainerInfo
+from raysgd.trainer.results import ResultReporter
 from raysgd.trainer.state import StateTransfer
 
 
@@ -81,8 +83,9 @@ class OperatorTrainer(TrainerInfo):
         self._callback_list = CallbackList(attached)
         self._callback_list.saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, options.trainer)
-        self._fit_loop = FitLoop(options, dispatcher)
-        self._transfer = self._transfer_cls(options, dispatcher, self._fit_loop)
+        self._reporter = ResultReporter(dispatcher)
+        self._fit_loop = FitLoop(options, dispatcher, self._reporter)
+        self._transfer = self._transfer_cls(options, dispatcher, self._reporter)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = weakref.WeakMethod(self._notify_callbacks)
@@ -138,11 +141,11 @@ class OperatorTrainer(TrainerInfo):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
         with self._callback_list.calling(self):
-            request = self._fit_loop.train_request(info=info, profile=profile, dataset=dataset)
+            request = self._reporter.train_request(info=info, profile=profile, dataset=dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
-            self._fit_loop.report_training(self, metrics, result)
+            self._reporter.report_training(self, metrics, result)
         if reduce_results:
             return metrics
         return [{"epoch": epoch} | each | {"epoch": epoch} for each in result.by_worker]
@@ -173,7 +176,7 @@ class OperatorTrainer(TrainerInfo):
         if num_steps is not None:
             num_steps = check_int("validate", "num_steps", num_steps, 1)
         check_dict("validate", "info", info)
-        result = self._fit_loop.validate(self, info, num_steps, profile)
+        result = self._reporter.validate(self, info, num_steps, profile)
         return result.merged if reduce_results else result.by_worker
 
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:

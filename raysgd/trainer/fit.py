@@ -6,20 +6,20 @@ import contextlib
 import itertools
 import logging
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from raysgd._internal.arguments import check_dict, check_int, set_fields
-from raysgd.callbacks.base import Callback, History, LastCall, Trainer
+from raysgd.callbacks.base import Callback, History, Trainer
 from raysgd.callbacks.callback_list import check_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader
-from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
-from raysgd.trainer.dispatcher import Dispatcher, WorkerMetrics
+from raysgd.metrics import merge_workers
+from raysgd.trainer.dispatcher import Dispatcher
+from raysgd.trainer.fit_options import FitOptions
+from raysgd.trainer.results import ResultReporter
 
 logger = logging.getLogger(__name__)
 
@@ -28,28 +28,9 @@ _SANITY_STEPS = 2
 _OF_VALIDATION = ("val", "eval_", "eval/")
 
 
-@dataclass(frozen=True)
-class FitOptions:
-    """See :meth:`raysgd.TorchTrainer.fit`. The defaults mean that no ``fit()`` runs."""
-
-    num_epochs: Any = None
-    validate_every: int | None = None
-    max_retries: int = 0
-    info: dict[str, Any] | None = None
-    log_every: int | None = None
-    max_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_epochs", "validate_every", "max_steps", "log_every"):
-            if (value := getattr(self, name)) is not None:
-                set_fields(self, **{name: check_int("fit", name, value, 1)})
-        set_fields(self, max_retries=check_int("fit", "max_retries", self.max_retries, 0))
-        check_dict("fit", "info", self.info)
-
-
 @dataclass(eq=False)
 class FitLoop:
-    """Runs ``fit()`` of one trainer, and tracks whether the newest epoch lacks its validation.
+    """Runs ``fit()`` of one trainer.
 
     ::
 
@@ -62,18 +43,8 @@ class FitLoop:
 
     options: Options
     dispatcher: Dispatcher
+    reporter: ResultReporter
     stop_reason: str | None = None
-    running: FitOptions = FitOptions()
-    """The arguments of the running ``fit()``."""
-    _has_validated: bool = False
-    _num_validated: int = 0
-    """Number of epochs that need no validation anymore."""
-    _due_at: int | None = None
-    """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
-    _results: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
-    """Metrics of the newest training, and of its validation, unless that had a result."""
-    _validation_names: set[str] = field(default_factory=set)
-    """Names of the metrics of validations."""
 
     def run(
         self,
@@ -107,143 +78,46 @@ class FitLoop:
                 logger.info("%s", why)
             if options.validate_every is None:
                 _check_monitors(self._find_monitors(), (), why)
-            self.running, self._num_validated = options, self._num_completed
-            try:
-                if options.validate_every and self._num_completed < options.num_epochs:
+            with self.reporter.fitting(options):
+                if options.validate_every and self.reporter.num_completed < options.num_epochs:
                     self._check_validation(options.info)
                 history = self._train_epochs(trainer, options)
                 if sentence := dispatcher.controller.speed.report().sentence:
                     logger.warning("%s", sentence)
                 return history
-            finally:
-                self._note_due_validation(self.lacks_validation)
-                self.running = FitOptions()
-
-    def train_request(self, **arguments: Any) -> TrainRequest:
-        """Return a request to train, within the limits of the running ``fit()``."""
-        until_step, log_every = self.running.max_steps, self.running.log_every
-        number = next(self.dispatcher.numbers)
-        return TrainRequest(number=number, until_step=until_step, log_every=log_every, **arguments)
 
     def _train_epochs(self, trainer: Trainer, options: FitOptions) -> History:
-        history, num_epochs = History(), options.num_epochs
+        history, num_epochs, reporter = History(), options.num_epochs, self.reporter
 
         def end() -> str | None:
             if options.max_steps is not None and trainer.global_step >= options.max_steps:
                 return self.stop_reason or f"max_steps={options.max_steps} is reached"
             return self.stop_reason
 
-        if self.lacks_validation and self._is_due:  # since an earlier fit()
-            self.validate(trainer, options.info, from_start=True)
-        if self._num_completed >= num_epochs:
+        if reporter.lacks_validation and reporter.is_due:  # since an earlier fit()
+            reporter.validate(trainer, options.info, from_start=True)
+        if reporter.num_completed >= num_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
                 num_epochs,
-                self._num_completed,
+                reporter.num_completed,
             )
-        while end() is None and self._num_completed < num_epochs:
-            epoch = self._num_completed
+        while end() is None and reporter.num_completed < num_epochs:
+            epoch = reporter.num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and options.validate_every is None:
                 for argument, name in self._find_monitors().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
-            if self._num_completed > epoch and self._is_due:
-                validated = self.validate(trainer, options.info, from_start=True).merged
+            if reporter.num_completed > epoch and reporter.is_due:
+                validated = reporter.validate(trainer, options.info, from_start=True).merged
                 history[-1] = {**validated, **history[-1]}
         history.stop_reason = f"num_epochs={num_epochs} is reached"
-        if (reason := end()) is not None and self._num_completed < num_epochs:
+        if (reason := end()) is not None and reporter.num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
             logger.log(level, "fit() ends at step %d: %s", trainer.global_step, reason)
         return history
-
-    # ---- validations
-
-    def validate(
-        self,
-        trainer: Trainer,
-        info: Mapping[str, Any] | None,
-        num_steps: int | None = None,
-        profile: bool = False,
-        from_start: bool = False,
-    ) -> WorkerMetrics:
-        """Run a validation of ``fit()``, or of ``validate()``."""
-        self.dispatcher.check_open(changes_state=True)
-        with self.dispatcher.callback_list.calling(trainer):
-            request = ValidateRequest(
-                number=next(self.dispatcher.numbers),
-                num_steps=num_steps,
-                from_start=from_start,
-                info=dict(info or {}),
-                profile=profile,
-            )
-            result = self.dispatcher.validate(trainer, request)
-            self._has_validated = True
-            self._due_at, self._num_validated = None, self._num_completed
-            if result.call.is_complete:  # otherwise the user looks at some batches
-                self._results[1:] = [(result.merged, result.call)] if self._results else []
-            self.dispatcher.report("on_validation_end", trainer, result.merged, result.call)
-            self._validation_names.update(result.merged)
-            if len(self._results) > 1:
-                self._report_result(trainer)
-        return result
-
-    @property
-    def _num_completed(self) -> int:
-        return self.dispatcher.controller.progress.epoch
-
-    @property
-    def _is_due(self) -> bool:
-        """Whether ``fit()`` validates after the newest completed epoch."""
-        every, completed = self.running.validate_every, self._num_completed
-        if every is None:
-            return False
-        return completed % every == 0 or completed >= self.running.num_epochs
-
-    @property
-    def lacks_validation(self) -> bool:
-        """Whether the validation of the newest epoch is missing, and no training followed."""
-        if self._due_at == self.dispatcher.controller.progress.global_step:
-            return True
-        return self._num_completed > self._num_validated and self._is_due
-
-    def _note_due_validation(self, is_due: bool) -> None:
-        self._due_at = self.dispatcher.controller.progress.global_step if is_due else None
-
-    def note_loaded(self, due: dict[str, Any] | None) -> None:
-        """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
-        self._note_due_validation(due is not None)
-        self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
-
-    # ---- results
-
-    def report_training(
-        self, trainer: Trainer, metrics: dict[str, Any], result: WorkerMetrics
-    ) -> None:
-        """Pass the metrics of ``train()`` to the callbacks."""
-        self._results = [(metrics, result.call)]
-        hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-        self.dispatcher.report(hook, trainer, metrics, result.call)
-        if result.completed_epoch and not self._is_due:
-            self._report_result(trainer)
-
-    def _report_result(self, trainer: Trainer) -> None:
-        """Pass the result of an epoch to the callbacks, unless a callback made the call."""
-        if self.dispatcher.callback_list.inside:
-            return
-        merged: dict[str, Any] = {}
-        seconds = 0.0
-        for metrics, call in self._results:
-            merged |= metrics
-            seconds += call.seconds
-        if call.kind == "validate":
-            self._results = []
-        else:
-            names = self._validation_names - {NUM_SAMPLES, BATCH_COUNT}
-            merged = {name: value for name, value in merged.items() if name not in names}
-        whole = call._replace(seconds=seconds)
-        self.dispatcher.callback_list.call("on_result", trainer, whole, merged)
 
     # ---- checks
 
@@ -253,7 +127,8 @@ class FitLoop:
 
     def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
-        if self._has_validated or self.lacks_validation or self.stop_reason is not None:
+        reporter = self.reporter
+        if reporter.has_validated or reporter.lacks_validation or self.stop_reason is not None:
             return
         info = dict(info or {})
         request = ValidateRequest(
@@ -267,7 +142,7 @@ class FitLoop:
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 parts.append(merge_workers(parts))
             names = dict.fromkeys(itertools.chain.from_iterable(parts))
-            self._validation_names.update(names)
+            reporter.validation_names.update(names)
             if names:
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitors(self._find_monitors(), list(names), why)
@@ -275,7 +150,7 @@ class FitLoop:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last
             raise
-        self._has_validated = True
+        reporter.has_validated = True
 
     def _find_monitors(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""

@@ -29,7 +29,7 @@ from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
 from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
 from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit import FitLoop
+from raysgd.trainer.results import ResultReporter
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def _allows_own_types() -> bool:
 class StateTransfer:
     options: Options
     dispatcher: Dispatcher
-    fit_loop: FitLoop
+    reporter: ResultReporter
     parent: str | None = None
     """The checkpoint that was loaded."""
 
@@ -82,7 +82,7 @@ class StateTransfer:
         parts["config"] = scalars(redact_config(self.options.config))
         if provenance:
             parts["provenance"] = self.provenance()
-        if self.fit_loop.lacks_validation:
+        if self.reporter.lacks_validation:
             # Callbacks need these metrics in the next validation.
             parts["validation_due"] = scalars(self.dispatcher.metrics)
         return parts
@@ -206,7 +206,7 @@ class StateTransfer:
             snapshots.put(lambda: of_workers)
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest.update(of_driver["validation_due"])
-        self.fit_loop.note_loaded(state.get("validation_due"))
+        self.reporter.note_loaded(state.get("validation_due"))
         self._warn_of_changes(of_driver["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
