@@ -12,6 +12,19 @@ from raysgd.cluster.streams import Inbox, Incoming
 from raysgd.elastic.points import Points
 
 
+@dataclass
+class CallRecord:
+    """What has happened to a call so far, and whether callbacks should save."""
+
+    num_losses: int = 0
+    causes: list[str] = field(default_factory=list)
+    """Where and why workers were lost."""
+    departed_results: list[Any] = field(default_factory=list)
+    """Outcomes of the `departure_request` of workers that have left."""
+    save_soon: bool = False
+    """Whether callbacks save as soon as possible, because workers will be preempted."""
+
+
 @dataclass(kw_only=True)
 class Call:
     """One request to the runners.
@@ -42,12 +55,7 @@ class Call:
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    save_soon: bool = False
-    """Whether callbacks save as soon as possible, because workers will be preempted."""
-
-    num_losses: int = 0
-    causes: list[str] = field(default_factory=list)
-    departed_results: list[Any] = field(default_factory=list)
+    record: CallRecord = field(default_factory=CallRecord)
 
     @property
     def name(self) -> str:

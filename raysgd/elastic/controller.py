@@ -187,7 +187,7 @@ class Controller:
             case Do.SAVE_STATE:
                 self._supervision.attempt = None  # of an earlier attempt
                 context.preemption.must_save = False
-                context.call.save_soon = True
+                context.call.record.save_soon = True
                 self._rescue_state()
             case Do.INTERRUPT:
                 self.journal.progress = self._supervision.interrupt() or self.progress
@@ -219,7 +219,7 @@ class Controller:
             in_call=True,
             min_workers=min_workers,
             max_losses=call.max_losses,
-            num_losses=call.num_losses,
+            num_losses=call.record.num_losses,
             replaces_state=call.replaces_state,
         )
         with self.alone():
@@ -291,10 +291,10 @@ class Controller:
         for member, error in lost.items():
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
             self.journal.record("lost", [member], cause=said)
-            self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
+            self._context.call.record.causes.append(f"worker {rank} on {member.name}: {said}")
             self._scale_up.note_loss(member)
             self._group.discard(member)
-        self._context.call.num_losses = self.state.budget.num_losses
+        self._context.call.record.num_losses = self.state.budget.num_losses
         self._scale_up.start_cooldown()
 
     def _rescue_state(self) -> None:

@@ -152,7 +152,7 @@ class Driver:
 
     @property
     def losses_in_call(self):
-        return self.call.num_losses
+        return self.call.record.num_losses
 
     def shutdown(self):
         self.controller.shutdown()

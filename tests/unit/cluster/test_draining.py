@@ -14,7 +14,7 @@ from tests.unit.cluster.clock import ManualClock
 
 
 def train(controller, step, max_losses=0):
-    """Train up to a step as the trainer does, and return the call."""
+    """Train up to a step as the trainer does, and return the record of the call."""
     call = Call(
         request=TrainRequest(number=0, until_step=step),
         has_batches=True,
@@ -24,7 +24,7 @@ def train(controller, step, max_losses=0):
     )
     outcomes = controller.run(call)
     assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
-    return call
+    return call.record
 
 
 def kinds(controller):
@@ -45,7 +45,7 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     world, controller = start(room=6, num_workers=num_workers)
     before = controller.members[0]
     world.at_step(20, lambda: controller.drain(None, 0, 60.0))
-    call = train(controller, 200)
+    record = train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
     draining, moved = controller.events[1:]
     assert (draining.ranks, round(draining.seconds)) == ((0,), 60)
@@ -54,8 +54,8 @@ def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers)
     assert before not in controller.members
     assert len(controller.members) == num_workers
     assert world.trained == list(range(1, 201))
-    assert [outcome.value() for outcome in call.departed_results] == ["of 0"]
-    assert call.num_losses == 0
+    assert [outcome.value() for outcome in record.departed_results] == ["of 0"]
+    assert record.num_losses == 0
 
 
 @pytest.mark.parametrize("snapshot_every", [1000, 10])
@@ -69,11 +69,11 @@ def test_metrics_of_a_departed_worker_do_not_count_if_its_steps_run_again(start,
 
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(100, lose_all)
-    call = train(controller, 200, max_losses=1)
+    record = train(controller, 200, max_losses=1)
     assert kinds(controller)[-1] == "restarted"
     repeated = controller.events[-1].step == 0
     assert repeated == (snapshot_every == 1000)
-    assert [outcome.value() for outcome in call.departed_results] == ["of 1"] * (not repeated)
+    assert [outcome.value() for outcome in record.departed_results] == ["of 1"] * (not repeated)
 
 
 def test_leaving_worker_that_dies_is_no_loss(start):
@@ -81,9 +81,9 @@ def test_leaving_worker_that_dies_is_no_loss(start):
     before = controller.members[0]
     world.at_step(20, lambda: controller.drain(None, 0, 60.0))
     world.on_meeting.append(lambda: before.die("its time is over"))
-    call = train(controller, 200)
+    record = train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
-    assert (call.departed_results, call.num_losses) == ([], 0)
+    assert (record.departed_results, record.num_losses) == ([], 0)
 
 
 def test_without_room_workers_leave_shortly_before_the_deadline(start):
@@ -123,12 +123,12 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     world, controller = start(room=2, num_workers=2, min_workers=2)
     for member in controller.members:
         member.divided = is_divided
-    begun = []
+    begun, snapshots = [], controller.snapshots
 
     class Saved(Call):
         def begin(self, progress):
             super().begin(progress)
-            begun.append((progress.global_step, self.save_soon, controller.snapshots.state()))
+            begun.append((progress.global_step, self.record.save_soon, snapshots.state()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
     call = Saved(request=TrainRequest(number=0, until_step=100), has_batches=True, can_pause=True)
@@ -144,9 +144,9 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
 def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     world, controller = start(room=3)
     world.at_step(20, lambda: controller.drain(None, 2, left_s))
-    call = train(controller, 50)
+    record = train(controller, 50)
     assert kinds(controller)[0] == "draining"
-    assert call.save_soon == saves
+    assert record.save_soon == saves
 
 
 def watch_of(left_s, **sizes):
@@ -201,9 +201,9 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     world, controller = start(room=4)
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(21, lambda: world.lose(1))
-    call = train(controller, 200, max_losses=3)
+    record = train(controller, 200, max_losses=3)
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
-    assert call.num_losses == 1
+    assert record.num_losses == 1
     assert len(controller.members) == 3
 
 
