@@ -80,7 +80,7 @@ class Progress:
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    points: Sequence[Point] = ()  # that the driver has not shown
+    points: Sequence[Point] = ()  # that the driver has not acknowledged
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
     holdings: Holdings = Holdings()  # what the worker has of the state
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
@@ -141,8 +141,8 @@ class Runner(Protocol):
     def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
         """Join a new generation and load the state of the leader. The process group exists."""
 
-    def progress(self, shown: int = -1) -> Progress:
-        """Return the progress of the work, without the points up to the step `shown`."""
+    def progress(self, acknowledged_step: int = -1) -> Progress:
+        """Return the progress of the work, without the points up to `acknowledged_step`."""
 
     def request_stop(self, requested: bool) -> None:
         """Make the current work raise at its next step. False withdraws the request."""

@@ -227,10 +227,10 @@ class Worker:
         self._cut_off = True
         self.interrupt()
 
-    def progress(self, shown: int = -1) -> Progress:
+    def progress(self, acknowledged_step: int = -1) -> Progress:
         if self.runner is None:
             return Progress()
-        progress = self.runner.progress(shown)
+        progress = self.runner.progress(acknowledged_step)
         if self._terminated_at is not None:
             progress = replace(progress, terminated_s=time.monotonic() - self._terminated_at)
         if self._backend is not None and progress.timing is not None:

@@ -49,7 +49,7 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
-    points: Points = field(default_factory=lambda: Points(shown=sys.maxsize))
+    points: Points = field(default_factory=lambda: Points(acknowledged_step=sys.maxsize))
     """Collects what the workers measure while the call runs. By default, they release it."""
     replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""

@@ -177,12 +177,12 @@ class Commands:
         """Whether the workers of this generation know the step at which they pause."""
         return self._pausing == self._journal.generation
 
-    def ask_progress(self, shown: int = -1) -> dict[WorkerHandle, Progress]:
+    def ask_progress(self, acknowledged_step: int = -1) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy.
 
-        The members release their points up to the step `shown`.
+        The members release their points up to `acknowledged_step`.
         """
-        return self._call_control(self._group.members, Worker.progress, shown)
+        return self._call_control(self._group.members, Worker.progress, acknowledged_step)
 
     def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
         """Send all members the step at which to pause. Return the current steps of members."""

@@ -17,7 +17,7 @@ class Points:
     """The points of one call.
 
     A point is a step at which a log is due. Each worker has a part of it, and repeats the part in
-    its progress until a later request names the point as shown. Each point is shown once, also if a
+    its progress until a later request acknowledges the point. Each point is shown once, also if a
     restart repeats its steps.
     """
 
@@ -27,8 +27,8 @@ class Points:
     _parts: dict[tuple[int, Any], Point] = field(default_factory=dict)
     _reached: dict[Any, int] = field(default_factory=dict)
     """The newest point of each worker, or the step at which the worker has joined."""
-    shown: int = -1
-    """Step of the newest point that was shown."""
+    acknowledged_step: int = -1
+    """Step of the newest point that was shown. Workers release their points up to it."""
 
     def begin(self, step: int, members: Sequence[Any]) -> None:
         """Begin an attempt at `step`. Drop the parts of steps that do not count."""
@@ -43,7 +43,7 @@ class Points:
             for part in each.points:
                 if part.call == self.call:
                     self._reached[worker] = part.global_step
-                    if part.global_step > self.shown:
+                    if part.global_step > self.acknowledged_step:
                         self._parts[part.global_step, worker] = part
         until = min((self._reached.get(member, 0) for member in members), default=-1)
         whole = {part.global_step for part in self._parts.values() if part.is_whole}
@@ -52,6 +52,6 @@ class Points:
             keys = sorted((key for key in self._parts if key[0] <= step), key=lambda key: key[0])
             if self.show is not None:
                 self.show([(worker, self._parts[step, worker]) for step, worker in keys])
-            self.shown = step
+            self.acknowledged_step = step
             for key in keys:
                 del self._parts[key]

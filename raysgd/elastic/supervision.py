@@ -157,7 +157,7 @@ class Supervision:
 
     def _ask_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
         """Return the progress of the members that answer, and show it."""
-        progress = self._commands.ask_progress(call.points.shown)
+        progress = self._commands.ask_progress(call.points.acknowledged_step)
         if call.on_wait is not None:
             call.on_wait(list(progress.values()))
         call.points.add(progress, self._group.members)

@@ -117,7 +117,7 @@ class OperatorRunner(Runner, ABC):
 
     # ---- access from another thread
 
-    def progress(self, shown: int = -1) -> Progress:
+    def progress(self, acknowledged_step: int = -1) -> Progress:
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._train_state.segment
@@ -148,7 +148,7 @@ class OperatorRunner(Runner, ABC):
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._latest.read(meters),
-            points=self._loop.call_progress.points_after(shown),
+            points=self._loop.call_progress.points_after(acknowledged_step),
             bad_steps=[s for each in features for s in each.bad_steps if s["step"] > began_at],
             holdings=train_state.holdings,
             timing=train_state.timing.totals,

@@ -71,7 +71,7 @@ class FunctionRunner(Runner):
 
     # ---- access from another thread
 
-    def progress(self, shown: int = -1) -> Progress:
+    def progress(self, acknowledged_step: int = -1) -> Progress:
         running = self._session
         if running is None:
             return Progress()

@@ -31,7 +31,7 @@ class Places:
     def prepare(self, context): self.context = context
     def setup(self, context): pass
     def rejoin(self, context, leader): self.context = context
-    def progress(self, shown): return Progress()
+    def progress(self, acknowledged_step): return Progress()
     def request_stop(self, requested): pass
     def pause_at(self, step): return 0
     def teardown(self): pass

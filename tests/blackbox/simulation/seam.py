@@ -354,7 +354,7 @@ class SimMember(WorkerHandle):
         """End its step like a worker that has lost a peer."""
         self.end("communication", ConnectionError("closed by peer"))
 
-    def _progress(self, shown=-1):
+    def _progress(self, acknowledged_step=-1):
         return Progress(
             global_step=self.step,
             num_batches=self.step,

@@ -41,7 +41,7 @@ class FakeRunner:
     def rejoin(self, context, leader_rank):
         self.calls.append(("rejoin", context.generation, leader_rank))
 
-    def progress(self, shown=-1):
+    def progress(self, acknowledged_step=-1):
         return Progress(global_step=self.step)
 
     def request_stop(self, requested):

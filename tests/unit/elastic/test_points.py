@@ -48,10 +48,10 @@ def run():
 def test_a_point_waits_for_all_workers_and_counts_once(run):
     run.a.points, run.b.points = [part(7, 10, 1), part(7, 20, 2)], [part(7, 10, 3)]
     run.take(run.a)
-    assert (run.shown, run.points.shown) == ([], -1)
+    assert (run.shown, run.points.acknowledged_step) == ([], -1)
     run.take(run.a, run.b)
     assert run.shown == [(10, [1, 3])]
-    assert run.points.shown == 10
+    assert run.points.acknowledged_step == 10
     run.b.points = [part(6, 15, 9), part(7, 20, 4)]  # one of an earlier call
     run.take(run.a, run.b)
     assert run.shown[1:] == [(20, [2, 4])]

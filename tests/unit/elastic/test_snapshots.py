@@ -197,7 +197,7 @@ def test_a_rescued_state_leaves_the_memory_of_the_driver_if_it_can(keeper, monke
     state = {"a": torch.arange(5e6), "global_step": 100}
     member = LargeMember(state)
     member.worker.runner.handle = lambda request: state
-    member.worker.runner.progress = lambda shown: at(None)
+    member.worker.runner.progress = lambda acknowledged_step: at(None)
     group = SimpleNamespace(members=[member], clock=Clock())
     with open("/dev/full", "wb", buffering=0) as full:
         if is_full:
