@@ -191,13 +191,13 @@ class CallbackList:
         if not wanting:
             return None
 
-        def tell(progress: Sequence[Progress]) -> None:
+        def notify(progress: Sequence[Progress]) -> None:
             for entry in list(wanting):
                 if not self._call_one(entry, "on_progress", trainer, kind, progress):
                     wanting.remove(entry)  # report one failure per call
 
-        tell([])
-        return tell
+        notify([])
+        return notify
 
     def next_pause(self, global_step: int, immediately: bool = False) -> int | None:
         """Return the next step at which a callback wants training to pause.

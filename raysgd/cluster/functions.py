@@ -104,10 +104,10 @@ def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
     except Exception as error:
         if not is_loss(error):
             raise
-        said = loss_cause(error, member.info)
+        cause_text = loss_cause(error, member.info)
         raise WorkerLostError(
-            f"Lost worker {rank} on {member.name}: {said}",
+            f"Lost worker {rank} on {member.name}: {cause_text}",
             rank=rank,
             node_id=member.node_id,
-            cause=said,
+            cause=cause_text,
         ) from error

@@ -80,8 +80,8 @@ class Outcome:
         if self.traceback:
             head, _, text = self.traceback.partition(":\n")
             _, frame = last_frame(text)
-            said = str(_as_text(error)).partition("\n")[0]
-            shown = f"{head}. RAYSGD_TRACEBACK=full shows the traceback.\n{frame}\n{said}"
+            summary = str(_as_text(error)).partition("\n")[0]
+            shown = f"{head}. RAYSGD_TRACEBACK=full shows the traceback.\n{frame}\n{summary}"
             is_full = shows_all() or not frame
             error.__cause__ = RemoteTraceback(self.traceback, "" if is_full else shown)
         return error
@@ -409,6 +409,6 @@ def _pack_error(error: BaseException) -> Parcel:
 
 
 def _as_text(error: BaseException) -> RemoteError:
-    told = RemoteError(f"{type(error).__qualname__}: {error}")
-    told.__notes__ = [*getattr(error, "__notes__", ())]
-    return told
+    text_error = RemoteError(f"{type(error).__qualname__}: {error}")
+    text_error.__notes__ = [*getattr(error, "__notes__", ())]
+    return text_error

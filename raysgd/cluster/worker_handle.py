@@ -310,7 +310,7 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         figures = re.search(r"was ([\d.]+ ?GB\b.*? / [\d.]+ ?GB)", str(error))
-        said = (
+        cause = (
             "Ray killed it because the memory of its node was nearly full"
             f"{f' ({figures[1]})' if figures else ''}. Give the node more memory or fewer "
             "workers, or reduce what a worker needs: batches, loader processes, or its state "
@@ -318,9 +318,9 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
         )
     else:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
-        said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-    return f"process {info.pid}: {said}" if info.pid else said
+        cause = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
+        cause = cause.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    return f"process {info.pid}: {cause}" if info.pid else cause
 
 
 def is_loss(error: BaseException) -> bool:

@@ -289,9 +289,9 @@ class Controller:
 
     def _remove_lost(self, lost: machine.Losses) -> None:
         for member, error in lost.items():
-            rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
-            self.journal.record("lost", [member], cause=said)
-            self._context.call.record.causes.append(f"worker {rank} on {member.name}: {said}")
+            rank, cause = self.journal.ranks.get(member, -1), cause_of(member, error)
+            self.journal.record("lost", [member], cause=cause)
+            self._context.call.record.causes.append(f"worker {rank} on {member.name}: {cause}")
             self._scale_up.note_loss(member)
             self._group.discard(member)
         self._context.call.record.num_losses = self.state.budget.num_losses

@@ -78,8 +78,8 @@ class GroupStart:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._journal.failure(call, why)
                 wait_s = backoff_s(number, config)
-                said = f"{missing}, and {room}"
-                self._journal.record("waiting", [], cause=said, seconds=wait_s)
+                cause = f"{missing}, and {room}"
+                self._journal.record("waiting", [], cause=cause, seconds=wait_s)
                 deadline, number = now + wait_s, number + 1
             self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
 

@@ -256,8 +256,8 @@ class ScaleUp:
     def _fail(self, replacement: Replacement, error: BaseException) -> None:
         self._discard(replacement)
         member, slot, phase = replacement.member, replacement.slot, replacement.phase
-        said = cause_of(member, error)
-        self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
+        cause = cause_of(member, error)
+        self.journal.record("newcomer_failed", [] if member is None else [member], cause=cause)
         if is_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (phase, 0))
@@ -269,10 +269,10 @@ class ScaleUp:
                 where = "setup" if phase == "set up" else "initialization_hook or an import"
                 self.error = WorkerLostError(
                     f"Worker {replacement.rank} died {count} times in a row in {where}, the last "
-                    f"time on {member.name}: {said}",
+                    f"time on {member.name}: {cause}",
                     rank=replacement.rank,
                     node_id=member.node_id,
-                    cause=said,
+                    cause=cause,
                 )
         elif self.is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
