@@ -30,8 +30,8 @@ from raysgd._internal.spawning import send_classes_of_the_script
 from raysgd._internal.tracebacks import last_frame, shows_all, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
+from raysgd.cluster.large_values import Content, Incoming, is_small, send
 from raysgd.cluster.serialization import Parcel, pack, unpicklable_key
-from raysgd.cluster.streams import Content, Incoming, is_small, send
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback

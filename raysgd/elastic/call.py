@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
-from raysgd.cluster.streams import Inbox, Incoming
+from raysgd.cluster.large_values import Inbox, Incoming
 from raysgd.elastic.points import Points
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from raysgd._internal.context import Progress, Request
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.clock import Clock
+from raysgd.cluster.large_values import Inbox
 from raysgd.cluster.serialization import pack, pack_as
-from raysgd.cluster.streams import Inbox
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
 from raysgd.elastic.journal import Journal, list_ranks

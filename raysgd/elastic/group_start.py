@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
-from raysgd.cluster.streams import offering
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine

@@ -12,8 +12,8 @@ from typing import Any
 from raysgd._internal.context import Progress
 from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.actor_group import ActorGroup
+from raysgd.cluster.large_values import Inbox, StorageError, store_copy, unnamed_file
 from raysgd.cluster.serialization import Parcel, pack
-from raysgd.cluster.streams import Inbox, StorageError, store_copy, unnamed_file
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Holdings, Progress
+from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
-from raysgd.cluster.streams import Inbox, offering
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import Call, LoadRequest

@@ -15,8 +15,8 @@ from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves, try_copy
 from raysgd.checkpoint.file import facts_of, write_state
+from raysgd.cluster.large_values import Content, Incoming
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.cluster.streams import Content, Incoming
 from raysgd.elastic.call import (
     ExportShardsRequest,
     ImportShardsRequest,

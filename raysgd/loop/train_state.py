@@ -12,7 +12,7 @@ from raysgd._internal.context import Holdings, WorkerContext
 from raysgd._internal.nested import map_leaves, preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
-from raysgd.cluster.streams import Incoming
+from raysgd.cluster.large_values import Incoming
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.micro_batching import MicroBatching

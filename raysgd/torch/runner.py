@@ -14,7 +14,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.checkpoint.file import SHARDS
-from raysgd.cluster.streams import Incoming
+from raysgd.cluster.large_values import Incoming
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.generators import TorchGenerators

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
 from raysgd._internal.nested import try_copy
-from raysgd.cluster.streams import Incoming
+from raysgd.cluster.large_values import Incoming
 from raysgd.comm.mesh import as_bytes
 from raysgd.loop.differences import cpu_model
 

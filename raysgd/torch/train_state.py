@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raysgd._internal.nested import loading
-from raysgd.cluster.streams import Incoming
+from raysgd.cluster.large_values import Incoming
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
 from raysgd.torch import collectives

@@ -21,7 +21,7 @@ from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
 from raysgd.checkpoint.weights import check_suffix
-from raysgd.cluster.streams import Content, Inbox, StorageError
+from raysgd.cluster.large_values import Content, Inbox, StorageError
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError

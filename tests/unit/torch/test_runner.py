@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import PausedError, Progress, WorkerContext
-from raysgd.cluster import streams
+from raysgd.cluster import large_values
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import LOOPBACK
@@ -335,10 +335,10 @@ def addresses_of(runner):
 
 
 def load_from_a_connection(runner, state, monkeypatch):
-    monkeypatch.setattr(streams, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(large_values, "_SMALL_BYTES", 0)
     worker = Worker()
     worker.runner = runner
-    with streams.offering(pack(LoadRequest(state=state)), [LOOPBACK]) as address:
+    with large_values.offering(pack(LoadRequest(state=state)), [LOOPBACK]) as address:
         return worker.call(address)
 
 

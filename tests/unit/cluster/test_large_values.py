@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raysgd.checkpoint.manifest import HashingFile
-from raysgd.cluster import streams
+from raysgd.cluster import large_values
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
 from raysgd.comm import connection
@@ -30,7 +30,7 @@ def test_an_answer_passes_through_the_inbox_if_it_is_large(size):
     worker = Worker()
     worker.runner = FakeRunner()
     worker.runner.handle = make
-    with streams.Inbox([LOOPBACK]) as inbox:
+    with large_values.Inbox([LOOPBACK]) as inbox:
         outcome = worker.call(size, inbox.address())
     assert isinstance(outcome.payload, Address) == (size == LARGE)
     outcome.payload = inbox.resolve(outcome.payload)
@@ -51,8 +51,8 @@ def write_file(write, file):
     """Let a worker write a file of the driver, and return the driver's answer."""
     worker = Worker()
     worker.runner = FakeRunner()
-    worker.runner.handle = lambda request: streams.Content(write, {"epoch": 3})
-    with streams.Inbox([LOOPBACK], file.restart) as inbox:
+    worker.runner.handle = lambda request: large_values.Content(write, {"epoch": 3})
+    with large_values.Inbox([LOOPBACK], file.restart) as inbox:
         outcome = worker.call(None, inbox.address())
     outcome.payload = inbox.resolve(outcome.payload)
     return outcome.value()
@@ -70,15 +70,15 @@ def test_a_full_disk_is_an_error_of_the_driver():
     with open("/dev/full", "wb", buffering=0) as file:
         hashing = HashingFile(file)
         hashing.restart = lambda: hashing  # a device cannot be truncated
-        with pytest.raises(streams.StorageError, match="No space left on device"):
+        with pytest.raises(large_values.StorageError, match="No space left on device"):
             write_file(write_all, hashing)
 
 
 def test_a_worker_receives_arrays_in_their_places():
     expected, place = make(LARGE), np.zeros(LARGE, np.uint8)
     with (
-        streams.offering(pack({"c": expected["c"], **expected}), [LOOPBACK]) as address,
-        contextlib.closing(streams.Incoming(address)) as found,
+        large_values.offering(pack({"c": expected["c"], **expected}), [LOOPBACK]) as address,
+        contextlib.closing(large_values.Incoming(address)) as found,
     ):
         at = found.value["a"].ctypes.data
         assert at in found.addresses
@@ -92,15 +92,15 @@ def test_a_worker_receives_arrays_in_their_places():
 
 
 def test_a_lost_driver_is_an_error_of_a_value_that_is_still_to_come():
-    with streams.offering(pack(make(LARGE)), [LOOPBACK]) as address:
-        found = streams.Incoming(address)
+    with large_values.offering(pack(make(LARGE)), [LOOPBACK]) as address:
+        found = large_values.Incoming(address)
     with contextlib.closing(found), pytest.raises((EOFError, ConnectionError)):
         found.fill()
 
 
 def test_a_lost_worker_is_no_error_of_the_disk():
     with (
-        streams.Inbox([LOOPBACK], streams.unnamed_file) as inbox,
+        large_values.Inbox([LOOPBACK], large_values.unnamed_file) as inbox,
         connection.connect(inbox.address(), 9) as worker,
     ):
         worker.sendall(connection.add_length(pickle.dumps((b"", [LARGE]))) + bytes(10))
