@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 import itertools
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from numbers import Integral
@@ -18,7 +17,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -34,15 +32,13 @@ from raysgd.data.stream import NumberedSamples, check_files, close_files, file_s
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import join_samples
 from raysgd.torch.input.orders import (
-    HUGE,
+    EpochOrder,
     IndexSampler,
     Order,
     SeededSamples,
-    drawn_order,
-    have_own_repr,
-    is_plain_shuffle,
-    other_order_error,
+    makes_own_batches,
     pick_keys,
+    sampler_of,
     seed_all,
 )
 from raysgd.torch.input.stream_loading import StreamSource, has_samples, keeps_samples, known_length
@@ -118,62 +114,49 @@ class PartitionedLoader(PartitionedSource):
     """
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, **partition_arguments: Any) -> None:
-        total, size = len(_sampler_of(loader)), loader.batch_size
+        total, size = len(sampler_of(loader)), loader.batch_size
         super().__init__(loader, total, size, bool(loader.drop_last), **partition_arguments)
         self._deals_batches = makes_own_batches(loader)
+        self.epoch_order = EpochOrder(loader)
         self.reseed(seed)
         self.knows_sizes = keeps_samples(loader)
         # An item of a `raysgd.data.Dataset` can have several rows.
         self._joins = loader.batch_size is not None and loader.collate_fn != join_samples
         self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
-        self._drawn: tuple[int, int] | None = None  # seed and epoch of the order
-        self._order: Order = None
-        self._digest: int | None = None  # of the order, once it is known
-        self._orders_agreed = False
-        self._saved: Mapping[str, Any] = {}
 
     @property
     def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        if self._partition.total != (total := len(self.order_sampler)):
+        if self._partition.total != (total := len(self.epoch_order.sampler)):
             self._partition = replace(self._partition, total=total)
         return self._partition
 
     @property
     def order_sampler(self) -> Any:
-        """The loader's sampler, or the user's batch sampler."""
-        sampler = _sampler_of(self.loader)
-        if type(sampler) is DistributedSampler and len(sampler) > HUGE:  # it lists all indices
-            kind: Any = RandomSampler if sampler.shuffle else SequentialSampler
-            return kind(sampler.dataset)
-        return sampler
+        return self.epoch_order.sampler
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
-        sampler = self.order_sampler
-        if self._numbered is not None:
-            return self._numbered.shuffles
-        if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
-            return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
-        return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
+        numbered = self._numbered
+        return self.epoch_order.shuffles if numbered is None else numbered.shuffles
 
     @property
     def _numbered(self) -> NumberedSamples | None:
         """The data set, if it has its own order of each epoch."""
         data: Any = self.loader.dataset
-        keeps_order = type(self.order_sampler) is SequentialSampler
+        keeps_order = type(self.epoch_order.sampler) is SequentialSampler
         return data if keeps_order and isinstance(data, NumberedSamples) else None
 
     def _apart(self) -> Self:
         apart = super()._apart()
-        apart._kept_loader = None
+        apart._kept_loader, apart.epoch_order = None, copy.copy(self.epoch_order)
         return apart
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         order, partition = self._order_of(epoch, offset), self.partition
-        if offset and self._saved.get("epoch") == epoch:
-            self._check_order(epoch)
+        if offset:
+            self.epoch_order.check_saved(epoch)
         first, again = itertools.tee(partition.batches(offset, num_steps))
         if self._tensors is not None:
             rows = (self._rows(order, *span) for span in first)
@@ -245,101 +228,36 @@ class PartitionedLoader(PartitionedSource):
     # ---- the order
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        generator = self.loader.generator
-        if generator is not None:
-            seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
-        super().reseed(seed)
+        self.epoch_order.reseed(seed, own_seed)
+        super().reseed(self.epoch_order.seed)
 
     @property
     def own_seed(self) -> int | None:  # type: ignore[override]
-        return None if self.loader.generator is None else self._seed
+        return self.epoch_order.own_seed
 
     def _order_of(self, epoch: int, offset: int = 0) -> Order:
-        sampler = self.order_sampler
         if self._numbered is not None:
             step = self._partition.stride if self._partition.even else 0  # predict keeps the order
             return self._numbered.keys(epoch, offset, step)
-        if not self._has_order(epoch):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-            self._set_order(epoch, drawn_order(sampler, self._seed + epoch))
-        return self._order
-
-    def _set_order(self, epoch: int, order: Order) -> None:
-        self._drawn, self._order, self._digest = (self._seed, epoch), order, None
-
-    def _has_order(self, epoch: int) -> bool:
-        return self._drawn == (self._seed, epoch)
-
-    def order_digest(self, epoch: int) -> int | None:
-        """Return a number that identifies the order of an epoch.
-
-        Return None if seed and epoch determine the order, so that all workers agree.
-        """
-        sampler = self.order_sampler
-        if type(sampler) is SequentialSampler:
-            return None
-        if is_plain_shuffle(sampler):
-            return self.own_seed  # with the epoch, this determines the order
-        order = self._order_of(epoch)
-        if self._digest is None:  # keys without their own `repr` never compare equal
-            self._digest = int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
-        return self._digest
-
-    def _order_key(self, epoch: int) -> int:
-        """Return a number that identifies the order of an epoch in a state, with its seed."""
-        digest = self.order_digest(epoch)
-        if digest is None or not have_own_repr(self._order_of(epoch)):
-            return zlib.crc32(type(self.order_sampler).__name__.encode())
-        return digest
-
-    def _check_order(self, epoch: int) -> None:
-        if self._saved.get("order") not in (None, self._order_key(epoch)):
-            raise other_order_error(self.order_sampler, epoch)
+        return self.epoch_order.of(epoch)
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
-        """Make all workers use one order, because a user's sampler or generator may differ.
-
-        Raises:
-            RuntimeError: If the orders have differed from the beginning.
-        """
-        rank, size = train_state.context.world_rank, train_state.context.world_size
-        if size == 1:
-            self._orders_agreed = True  # also for workers that join later with new samplers
-            return
-        was_drawn = self._has_order(epoch)
-        digest = self.order_digest(epoch)
-        if digest is None:
-            return
-        if not train_state.is_equal(digest):
-            if not train_state.is_any(self._orders_agreed):
-                raise RuntimeError(
-                    f"{type(self.order_sampler).__name__} gives the workers different orders of "
-                    f"epoch {epoch}. Give its generator the same seed on all workers, or draw "
-                    "from the global generators of torch, numpy, or random. If the sampler selects "
-                    "the samples of its worker, pass add_dist_sampler=False to the trainer, or "
-                    "give it an attribute num_replicas."
-                )
-            # A worker has joined since, and its sampler has drawn less often.
-            source = train_state.minimum(rank if was_drawn else size) % size
-            self._set_order(epoch, train_state.from_rank(lambda: self._order_of(epoch), source))
-        self._orders_agreed = True
+        self.epoch_order.agree(epoch, train_state)
 
     # ---- for messages and comparisons
 
     def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
         if not offset:
             return {}
-        order = self._order_key(epoch) if self._has_order(epoch) else self._saved.get("order")
-        stamps = file_stamps(self.loader.dataset)
-        return {**stamps, **super().position(epoch, offset), "order": order}
+        stamps, key = file_stamps(self.loader.dataset), self.epoch_order.key_to_save(epoch)
+        return {**stamps, **super().position(epoch, offset), "order": key}
 
     def move_to(self, position: Mapping[str, Any]) -> None:
-        self._saved = position
+        self.epoch_order.saved = position
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         check_files(self.loader.dataset, position)
-        if "epoch" in position and hasattr(sampler := self.order_sampler, "set_epoch"):
+        if "epoch" in position and hasattr(sampler := self.epoch_order.sampler, "set_epoch"):
             sampler.set_epoch(position["epoch"])  # the length may depend on it
         super().check_position(position)
 
@@ -351,7 +269,7 @@ class PartitionedLoader(PartitionedSource):
         partition = self.partition
         sizes = f"{partition.total} samples, drop_last {partition.drop_last}"
         if self._deals_batches:
-            sizes = f"{partition.total} batches of its {type(self.order_sampler).__name__}"
+            sizes = f"{partition.total} batches of its {type(self.epoch_order.sampler).__name__}"
         elif self.loader.batch_size is None:
             sizes += ", batch_size None"
         if self.loader.generator is not None:
@@ -465,24 +383,10 @@ def why_whole(loader: Any) -> str:
         return f"its data set, a {type(loader.dataset).__name__}, is an IterableDataset"
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"its class, {type(loader).__name__}, overrides __iter__"
-    sampler = _sampler_of(loader)
+    sampler = sampler_of(loader)
     if length_of(sampler) is None:
         return f"its sampler, a {type(sampler).__name__}, has no length"
     return ""
-
-
-def _sampler_of(loader: DataLoader[Any]) -> Any:
-    return loader.batch_sampler if makes_own_batches(loader) else loader.sampler
-
-
-def makes_own_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader reads an IterableDataset or has a user-defined batch sampler."""
-    if isinstance(loader.dataset, IterableDataset):
-        return True
-    batches: Any = loader.batch_sampler
-    # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
-    is_own = type(batches) is not BatchSampler or loader.batch_size is None
-    return batches is not None and is_own
 
 
 def _tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data.stream import Keys
 from raysgd.loop.generators import Generators
@@ -113,13 +123,147 @@ def have_own_repr(order: Order) -> bool:
     return " at 0x" not in repr(pick_keys(order, 0, 1))
 
 
-def other_order_error(sampler: Any, epoch: int) -> RuntimeError:
-    return RuntimeError(
-        f"Training cannot continue in epoch {epoch}: {type(sampler).__name__} gives another order "
-        "than when the state was saved, and samples would repeat. Use the same sampler, and take "
-        "the number of the epoch from set_epoch(epoch), which raysgd calls. Or continue from a "
-        "checkpoint of the end of an epoch."
-    )
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return the loader's sampler, or the user's batch sampler."""
+    return loader.batch_sampler if makes_own_batches(loader) else loader.sampler
+
+
+def makes_own_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader reads an IterableDataset or has a user-defined batch sampler."""
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    batches: Any = loader.batch_sampler
+    # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
+    is_own = type(batches) is not BatchSampler or loader.batch_size is None
+    return batches is not None and is_own
+
+
+class EpochOrder:
+    """The order of the loader's samples, for the newest epoch that was read.
+
+    The sampler, the seed, and the epoch determine it. Workers draw it without communication, and
+    `agree` finds those whose sampler draws another one.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.seed = 0
+        self.saved: Mapping[str, Any] = {}
+        """The newest position that was loaded, with the key of its order."""
+        self._drawn: tuple[int, int] | None = None  # seed and epoch of the order
+        self._order: Order = None
+        self._digest: int | None = None  # of the order, once it is known
+        self._have_agreed = False
+
+    @property
+    def sampler(self) -> Any:
+        """The loader's sampler, or the user's batch sampler."""
+        sampler = sampler_of(self._loader)
+        if type(sampler) is DistributedSampler and len(sampler) > HUGE:  # it lists all indices
+            kind: Any = RandomSampler if sampler.shuffle else SequentialSampler
+            return kind(sampler.dataset)
+        return sampler
+
+    @property
+    def shuffles(self) -> bool:
+        sampler = self.sampler
+        if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
+            return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
+        return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
+
+    def reseed(self, seed: int, own_seed: int | None) -> None:
+        """Set the seed. The loader's generator takes precedence, and `own_seed` over both."""
+        generator = self._loader.generator
+        if generator is not None:
+            seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
+        self.seed = seed
+
+    @property
+    def own_seed(self) -> int | None:
+        """The seed, if it is that of the loader's generator."""
+        return None if self._loader.generator is None else self.seed
+
+    def of(self, epoch: int) -> Order:
+        """Return the order of an epoch. Draw it unless it is the newest one."""
+        sampler = self.sampler
+        if not self.has(epoch):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            self._set(epoch, drawn_order(sampler, self.seed + epoch))
+        return self._order
+
+    def has(self, epoch: int) -> bool:
+        """Return whether the order of an epoch is drawn."""
+        return self._drawn == (self.seed, epoch)
+
+    def _set(self, epoch: int, order: Order) -> None:
+        self._drawn, self._order, self._digest = (self.seed, epoch), order, None
+
+    def digest(self, epoch: int) -> int | None:
+        """Return a number that identifies the order of an epoch.
+
+        Return None if seed and epoch determine the order, so that all workers agree.
+        """
+        sampler = self.sampler
+        if type(sampler) is SequentialSampler:
+            return None
+        if is_plain_shuffle(sampler):
+            return self.own_seed  # with the epoch, this determines the order
+        order = self.of(epoch)
+        if self._digest is None:  # keys without their own `repr` never compare equal
+            self._digest = int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
+        return self._digest
+
+    def _key(self, epoch: int) -> int:
+        """Return a number that identifies the order of an epoch in a state, with its seed."""
+        digest = self.digest(epoch)
+        if digest is None or not have_own_repr(self.of(epoch)):
+            return zlib.crc32(type(self.sampler).__name__.encode())
+        return digest
+
+    def key_to_save(self, epoch: int) -> int | None:
+        """Return the key of an epoch for a position. Before the order is drawn, it is unchanged."""
+        return self._key(epoch) if self.has(epoch) else self.saved.get("order")
+
+    def check_saved(self, epoch: int) -> None:
+        """Raise RuntimeError if the order of an epoch is not that of the saved position."""
+        if self.saved.get("epoch") != epoch:
+            return
+        if self.saved.get("order") not in (None, self._key(epoch)):
+            raise RuntimeError(
+                f"Training cannot continue in epoch {epoch}: {type(self.sampler).__name__} gives "
+                "another order than when the state was saved, and samples would repeat. Use the "
+                "same sampler, and take the number of the epoch from set_epoch(epoch), which "
+                "raysgd calls. Or continue from a checkpoint of the end of an epoch."
+            )
+
+    def agree(self, epoch: int, train_state: Any) -> None:
+        """Make all workers use one order, because a user's sampler or generator may differ.
+
+        Raises:
+            RuntimeError: If the orders have differed from the beginning.
+        """
+        rank, size = train_state.context.world_rank, train_state.context.world_size
+        if size == 1:
+            self._have_agreed = True  # also for workers that join later with new samplers
+            return
+        was_drawn = self.has(epoch)
+        digest = self.digest(epoch)
+        if digest is None:
+            return
+        if not train_state.is_equal(digest):
+            if not train_state.is_any(self._have_agreed):
+                raise RuntimeError(
+                    f"{type(self.sampler).__name__} gives the workers different orders of "
+                    f"epoch {epoch}. Give its generator the same seed on all workers, or draw "
+                    "from the global generators of torch, numpy, or random. If the sampler selects "
+                    "the samples of its worker, pass add_dist_sampler=False to the trainer, or "
+                    "give it an attribute num_replicas."
+                )
+            # A worker has joined since, and its sampler has drawn less often.
+            source = train_state.minimum(rank if was_drawn else size) % size
+            self._set(epoch, train_state.from_rank(lambda: self.of(epoch), source))
+        self._have_agreed = True
 
 
 class IndexSampler:

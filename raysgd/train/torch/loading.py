@@ -21,8 +21,8 @@ from raysgd.data.partition import StepLayout
 from raysgd.data.source import once, own_ranks
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
-from raysgd.torch.input.loading import makes_own_batches, why_whole, wrap_loader
-from raysgd.torch.input.orders import is_plain_shuffle
+from raysgd.torch.input.loading import why_whole, wrap_loader
+from raysgd.torch.input.orders import is_plain_shuffle, makes_own_batches
 from raysgd.torch.input.stream_reading import clone
 
 logger = logging.getLogger(__name__)

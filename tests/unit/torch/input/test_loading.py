@@ -265,7 +265,7 @@ def test_huge_data_sets_start_immediately(kind, size):
         "distributed": lambda: DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0)),
     }.get(kind, lambda: DataLoader(data, 4, sampler=shuffled))
     ranks = [wrap(loader(), world_size=2, rank=rank) for rank in range(2)]
-    assert ranks[0].order_digest(1) is None
+    assert ranks[0].epoch_order.digest(1) is None
     found = [next(source.batches(1, size - 9)).tolist() for source in ranks]
     assert len(ranks[0]) == ranks[0].steps_left(0) == -(-size // 8)
     found = list(itertools.chain(*found))
@@ -303,13 +303,13 @@ def test_sampler_may_yield_keys(key, num_workers):
 def test_digest_identifies_an_order_that_the_seed_does_not_determine(name):
     loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
     ranks = [wrap(copy.deepcopy(loader), world_size=2, rank=rank) for rank in range(2)]
-    first, second = ([source.order_digest(epoch) for epoch in range(3)] for source in ranks)
+    first, second = ([source.epoch_order.digest(epoch) for epoch in range(3)] for source in ranks)
     assert first == second
     if name in ("shuffle", "none", "random with its own generator"):
         assert first == [None] * 3
     elif name == "generator":  # its seed identifies the order without drawing it
         assert first == [9] * 3
-        assert not ranks[0]._has_order(0)
+        assert not ranks[0].epoch_order.has(0)
     else:
         assert len(set(first)) == (1 if name in ORDERS else 3)
         assert all(0 <= digest < 2**62 for digest in first)
@@ -329,11 +329,11 @@ def test_digest_is_that_of_the_order_that_was_drawn():
             return iter(np.random.default_rng().permutation(self.size).tolist())
 
     def digest(order):
-        return wrap(DataLoader(tensors(), batch_size=3, sampler=order)).order_digest(0)
+        return wrap(DataLoader(tensors(), batch_size=3, sampler=order)).epoch_order.digest(0)
 
     one, other = (wrap(DataLoader(tensors(), 3, sampler=OfItsOwn(20))) for _ in range(2))
-    assert one.order_digest(0) != other.order_digest(0)
-    assert one.order_digest(0) == digest(indices(one.batches(0, 0)))
+    assert one.epoch_order.digest(0) != other.epoch_order.digest(0)
+    assert one.epoch_order.digest(0) == digest(indices(one.batches(0, 0)))
     assert digest(["a", ("b", 1)]) == digest(["a", ("b", 1)]) != digest([("b", 1), "a"])
 
 
