@@ -16,8 +16,8 @@ class StepFeature:
     Only PyTorch calls `before_update`, `receive`, `user_settings`, and the methods of states.
 
     A hook may write to its transaction: `bad_step` before an update that must not be applied,
-    `stepping` while an optimizer steps, and `is_partial` if it cannot restore what has changed. An
-    exchange that counts items also sets `weights.is_empty`.
+    `steps.running` while an optimizer steps, and `is_partial` if it cannot restore what has
+    changed. An exchange that counts items also sets `weights.is_empty`.
     """
 
     needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``

@@ -237,6 +237,7 @@ class TrainState(SavedState):
             self.restoring_models(),
             preserving(tx),
             preserving(tx.weights),
+            preserving(tx.steps),
         ):
             yield
 

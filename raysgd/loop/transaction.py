@@ -7,11 +7,11 @@ or with equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.loop.loss_weights import LossWeights
+from raysgd.loop.optimizer_steps import OptimizerSteps
 
 
 class WarmedUp(BaseException):
@@ -33,31 +33,25 @@ class UpdateTransaction:
         self.has_fixed_parts = has_fixed_parts
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
-        self.optimizers: Sequence[Any] = ()
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_partial = False  # an update or a load left changes that no feature could restore
         self.weights = LossWeights(self)
-        self._most_steps: dict[int, int] = {}
+        self.steps = OptimizerSteps(self)
         self.reset()
 
     def reset(self) -> None:
         """Forget the update, so that the next one can begin."""
         self.is_open = False  # has batches, and was neither committed nor undone
         self.is_committing = False  # features may refuse the update
-        self.stepping: Any = None  # the optimizer whose step runs
-        self.in_helper = False  # the optimizer's step runs within ``optimizer_step``
         # Batches of the loader, to train them again. None: the source can read the batch again.
         self.drawn: list[Any] = []
         self.plan = _NO_PLAN
         self.parts_per_batch = 1  # after memory ran out, planned micro-batches are split too
-        self.is_skipped = False  # all steps of optimizers were skipped, for lack of items
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 before the first
         self.micro_batch, self.is_last = _NO_BATCH, True
-        self.requested: set[int] = set()  # optimizers whose step was requested in this micro-batch
-        self.optimizer_steps: dict[int, int] = {}
-        """Number of steps by the ID of each optimizer that has stepped."""
         self.weights.reset()
+        self.steps.reset()
 
     # ---- the life of an update
 
@@ -70,7 +64,7 @@ class UpdateTransaction:
         """Begin a micro-batch. The update follows directly if it `is_last`."""
         self.is_open, self.is_committing = True, False
         self.index += 1
-        self.micro_batch, self.is_last, self.requested = micro_batch, is_last, set()
+        self.micro_batch, self.is_last, self.steps.requested = micro_batch, is_last, set()
         self.weights.begin_micro_batch()
 
     @property
@@ -88,32 +82,6 @@ class UpdateTransaction:
         """Whether the update has only this micro-batch, and on any number of workers."""
         return self.index <= 0 and self.is_last and not self.has_fixed_parts
 
-    @property
-    def has_several_optimizer_steps(self) -> bool:
-        """Whether optimizers make several steps in all, so that a failure can come between."""
-        if self.has_fixed_parts:
-            return True  # a worker can be lost between its step and the commit
-        return len(self.optimizers) > 1 or max(self._most_steps.values(), default=0) > 1
-
-    @property
-    def is_updated(self) -> bool:
-        """Whether every optimizer has made the most steps of an earlier update, at least one.
-
-        The steps then count, even if the loop raises.
-        """
-        if self.has_fixed_parts or self.stepping is not None or not self.optimizers:
-            return False
-        usual = {id(each): self._most_steps.get(id(each), 1) for each in self.optimizers}
-        return all(self.optimizer_steps.get(key, 0) >= count for key, count in usual.items())
-
-    def end_optimizer_step(self, optimizer: Any) -> None:
-        self.stepping, is_empty = None, self.weights.is_empty
-        self.is_skipped = is_empty and (self.is_skipped or not self.optimizer_steps)
-        self.weights.end_optimizer_step()
-        if self.is_open:
-            key = id(optimizer)
-            self.optimizer_steps[key] = self.optimizer_steps.get(key, 0) + 1
-
     def counts(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if the loop now ends it.
 
@@ -122,21 +90,14 @@ class UpdateTransaction:
         ==================================  =============  =============  =============
         before the last micro-batch         it continues   an error       it is undone
         in the last micro-batch             it is counted  it is counted  it is undone
-        there, after `is_updated`           it is counted  it is counted  it is counted
+        there, if `steps.are_complete`      it is counted  it is counted  it is counted
         after a feature has refused it      -              -              it is undone
         ==================================  =============  =============  =============
         """
         is_done = self.is_open and not self.is_committing and self.is_last
-        return is_done and (not raised or self.is_updated)
-
-    @property
-    def has_ever_stepped(self) -> bool:
-        """Whether some update that counts had a step of an optimizer."""
-        return bool(self._most_steps)
+        return is_done and (not raised or self.steps.are_complete)
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
-        for key, count in self.optimizer_steps.items():
-            if count > self._most_steps.get(key, 0):
-                self._most_steps[key] = count
+        self.steps.commit()
         self.is_open = False

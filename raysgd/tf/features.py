@@ -94,9 +94,9 @@ class KerasOptimization(StepFeature):
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over the workers and update, or accumulate them until the last part."""
         communication, tx = self._state.communication, self._state.transaction
-        if tx.requested:
+        if tx.steps.requested:
             self._state.micro_batching.refuse("train_batch calls self.minimize() several times")
-        tx.requested.add(id(optimizer))
+        tx.steps.requested.add(id(optimizer))
         weight = tx.weights.add(LossCount(), communication.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
@@ -114,9 +114,9 @@ class KerasOptimization(StepFeature):
         if len(self._state.optimizers) > 1:
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
-        tx.stepping = optimizer
+        tx.steps.running = optimizer
         self._state.engine.update(optimizer, means, changed)
-        tx.end_optimizer_step(optimizer)
+        tx.steps.end(optimizer)
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
@@ -125,7 +125,7 @@ class KerasOptimization(StepFeature):
     def roll_back(self, tx: UpdateTransaction) -> None:
         for variable, value in self._before.values():
             variable.assign(value)
-        if tx.stepping is not None and not self._before:
+        if tx.steps.running is not None and not self._before:
             tx.is_partial = True
         self.commit(tx)
 

@@ -54,7 +54,7 @@ def register(
                 "model.compile(optimizer=..., loss=...) before, or pass optimizers."
             )
     state.optimizers = [_check_optimizer(state, each) for each in as_list(optimizers)]
-    state.transaction.optimizers = state.optimizers
+    state.transaction.steps.optimizers = state.optimizers
     if criterion is not None:
         state.criterion = MeanLoss(criterion, model)
     for loss in losses_without_means(

@@ -67,7 +67,7 @@ class Optimization(StepFeature):
         The hooks of user code and of Horovod come first, because they may reject a step. Those that
         shard the step come last. After a step, parameters are whole before other hooks see them.
         """
-        exchange, self._transaction.optimizers = self._state.exchange, self._state.optimizers
+        exchange, self._transaction.steps.optimizers = self._state.exchange, self._state.optimizers
         for optimizer in self._state.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
@@ -122,7 +122,7 @@ class Optimization(StepFeature):
             if not self._state.exchange.take_gradients(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
-        tx.in_helper, before = True, tx.optimizer_steps.get(id(optimizer))
+        tx.steps.in_helper, before = True, tx.steps.done.get(id(optimizer))
         try:
             self._state.exchange.average(optimizer)
             if not tx.weights.is_empty:
@@ -131,8 +131,8 @@ class Optimization(StepFeature):
                 if tx.bad_step is None:
                     self.precision.step(optimizer)
         finally:
-            tx.in_helper = False
-        if tx.optimizer_steps.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
+            tx.steps.in_helper = False
+        if tx.steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._after_optimizer_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
         if tx.weights.has_earlier_losses:
@@ -146,14 +146,14 @@ class Optimization(StepFeature):
         if tx.is_warm_up:
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not tx.in_helper:
+        if not tx.steps.in_helper:
             self._state.timing.enter(OPTIMIZER)
             self._checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
                 if tx.weights.is_empty:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
-        tx.stepping = optimizer
+        tx.steps.running = optimizer
         if closure is None:
             return args, kwargs
 
@@ -169,15 +169,15 @@ class Optimization(StepFeature):
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self._state.optimizers:
-            self._transaction.end_optimizer_step(optimizer)
-            if not self._transaction.in_helper:
+            self._transaction.steps.end(optimizer)
+            if not self._transaction.steps.in_helper:
                 self._state.timing.enter(OTHER)
 
     # ---- the end of an update
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._accumulated.clear()
-        if tx.weights.uses_backward and len(self._state.optimizers) > 1 and tx.optimizer_steps:
+        if tx.weights.uses_backward and len(self._state.optimizers) > 1 and tx.steps.done:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()

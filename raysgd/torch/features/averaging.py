@@ -89,7 +89,7 @@ class Averaging(StepFeature):
         self._count += 1
 
     def commit(self, tx: UpdateTransaction) -> None:
-        is_applied = not (tx.is_skipped or tx.bad_step)
+        is_applied = not (tx.steps.are_skipped or tx.bad_step)
         if self.averages is not None and self._decay is not None and is_applied:
             self._add()
 

@@ -54,7 +54,7 @@ class Rollback(StepFeature):
         self._moves_parameters = None if has_bad_steps else False  # None: not known yet
 
     def begin(self, tx: UpdateTransaction) -> None:
-        self._has_copies = tx.has_several_optimizer_steps or self._moves_parameters is not False
+        self._has_copies = tx.steps.are_several or self._moves_parameters is not False
         if self._has_copies:
             for image in self._images:
                 image.take()
@@ -72,7 +72,7 @@ class Rollback(StepFeature):
                 )
         elif not self._moves_parameters:
             self._moves_parameters = bool(self._versions.find_changed())
-            if self._has_copies and not (self._moves_parameters or tx.has_several_optimizer_steps):
+            if self._has_copies and not (self._moves_parameters or tx.steps.are_several):
                 self._has_copies = False  # of the first update; release their memory
                 self._images = [_BeforeImage(image.optimizer) for image in self._images]
 
@@ -91,7 +91,7 @@ class Rollback(StepFeature):
             for image in reversed(self._images):
                 image.restore()
                 changed.difference_update(map(id, image.parameters))
-        elif tx.stepping is not None:
+        elif tx.steps.running is not None:
             tx.is_partial = True  # an optimizer may change its state before parameters
         tx.is_partial = tx.is_partial or bool(changed)
 

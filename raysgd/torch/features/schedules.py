@@ -22,7 +22,9 @@ class Schedules(StepFeature):
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
         tx = self._state.transaction
-        is_skipped = tx.is_skipped and self._state.settings.options.scheduler_step_freq == "batch"
+        is_skipped = (
+            tx.steps.are_skipped and self._state.settings.options.scheduler_step_freq == "batch"
+        )
         if is_skipped or not tx.micro_batch.ends_step:
             return
         if tx.is_last:

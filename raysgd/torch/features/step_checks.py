@@ -45,7 +45,7 @@ class StepChecks(StepFeature):
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         has_losses = tx.weights.has_earlier_losses
-        if tx.index > 0 and not has_losses and any(map(_has_gradients, tx.optimizers)):
+        if tx.index > 0 and not has_losses and any(map(_has_gradients, tx.steps.optimizers)):
             self._refuse_split(_NO_BACKWARD)
         self._note_gradients(self._precision.scales)
 
@@ -54,13 +54,13 @@ class StepChecks(StepFeature):
 
     def check_complete(self) -> None:
         tx = self._transaction
-        if tx.weights.has_earlier_losses and not tx.optimizer_steps:
+        if tx.weights.has_earlier_losses and not tx.steps.done:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._seen.clear()
-        has_stepped = bool(tx.optimizer_steps)
-        self._keeps_gradients = not has_stepped and any(map(_has_gradients, tx.optimizers))
+        has_stepped = bool(tx.steps.done)
+        self._keeps_gradients = not has_stepped and any(map(_has_gradients, tx.steps.optimizers))
         why, weights = "", tx.weights
         if not weights.uses_backward:
             if self._collective or self._state.settings.options.elastic.shares != "even":
@@ -79,7 +79,7 @@ class StepChecks(StepFeature):
             )
 
     def end_call(self) -> None:
-        if self._state.global_step and not self._transaction.has_ever_stepped:
+        if self._state.global_step and not self._transaction.steps.have_ever_counted:
             self._state.settings.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."
@@ -100,7 +100,7 @@ class StepChecks(StepFeature):
 
     def _note_collective(self, name: str) -> None:
         tx = self._transaction
-        if not tx.is_open or tx.stepping is not None:
+        if not tx.is_open or tx.steps.running is not None:
             return
         self._collective = name
         self._state.micro_batching.refuse(
@@ -136,7 +136,7 @@ class StepChecks(StepFeature):
         counts_samples = count.items is None and not count.is_sum
         if tx.weights.has_gap and counts_samples and state.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
-        if tx.requested:
+        if tx.steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in state.optimizers if self._seen else ():
             changed = self._have_changed(optimizer) and self._precision.scales
@@ -155,9 +155,9 @@ class StepChecks(StepFeature):
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         tx = self._transaction
         key = id(optimizer)
-        if key in tx.requested:
+        if key in tx.steps.requested:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
-        tx.requested.add(key)
+        tx.steps.requested.add(key)
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "

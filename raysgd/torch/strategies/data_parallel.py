@@ -164,7 +164,7 @@ class ReplicatedGradients(UserWrappers):
         replicas = sorted(self._replicas, key=lambda replica: replica._passes.first_pass)
         trained = [replica for replica in replicas if replica._passes.trained_this_update]
         skipped = [r for r in replicas if r._passes.trained_last_update and r not in trained]
-        if not (tx.optimizer_steps or trained):
+        if not (tx.steps.done or trained):
             skipped = replicas[:1]
         parameters = [parameter for model in skipped for parameter in model.parameters()]
         if any(parameter.grad is not None for parameter in parameters):

@@ -149,7 +149,7 @@ class EqualBitsGradients(GradientExchange):
         owned = self._partition.owned
         if tx.index > 0:
             self._end_shard()
-            for optimizer in tx.optimizers:  # of losses of other optimizers
+            for optimizer in tx.steps.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
         for model in self._state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
@@ -185,7 +185,7 @@ class EqualBitsGradients(GradientExchange):
         self._clear()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
-        if tx.optimizer_steps:
+        if tx.steps.done:
             for scale, before in zip(self._precision.scale_tensors(), self._scales, strict=True):
                 scale.copy_(before)
             for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):

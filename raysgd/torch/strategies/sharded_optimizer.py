@@ -163,7 +163,7 @@ class ShardedOptimizer(Replication, StepFeature):
         self._give_back()
         for piece in self._pieces:
             piece.version = self._version + 1
-        if self._train_state.transaction.in_helper:
+        if self._train_state.transaction.steps.in_helper:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self._apply_updates()
@@ -226,10 +226,10 @@ class ShardedOptimizer(Replication, StepFeature):
             piece.version = _PARTIAL
         if self._swapped is not None:
             self._give_back()
-        if tx.stepping is self.optimizer:
-            tx.stepping = None  # parameters change together, after the step
+        if tx.steps.running is self.optimizer:
+            tx.steps.running = None  # parameters change together, after the step
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
-        if tx.is_open and tx.has_several_optimizer_steps:
+        if tx.is_open and tx.steps.are_several:
             self._version = self._committed  # `Rollback` restores the parameters
 
     # ---- state of this worker

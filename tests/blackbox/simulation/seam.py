@@ -527,22 +527,22 @@ class SimMember(WorkerHandle):
 
     def _take_step(self, failure):
         """Do a step up to its failure. Return whether the step counts."""
-        step = UpdateTransaction()
-        step.optimizers = [self]
-        step.draw(None)
-        step.begin_micro_batch(MicroBatch())
+        tx = UpdateTransaction()
+        tx.steps.optimizers = [self]
+        tx.draw(None)
+        tx.begin_micro_batch(MicroBatch())
         if failure is None or failure > 1:
-            step.stepping = self
+            tx.steps.running = self
             self.weights[0] += 1
         if failure is None or failure > 2:
             self.weights[1] += 1
-            step.end_optimizer_step(self)
-        counts = step.is_updated
+            tx.steps.end(self)
+        counts = tx.steps.are_complete
         if not counts and self.weights[0] != self.weights[1]:
             self.condition = "damaged"
         if counts:
-            step.commit()
-        step.reset()
+            tx.commit()
+        tx.reset()
         return counts
 
     def _commit(self):

@@ -64,7 +64,7 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         for optimizer in train_state.optimizers:
             optimizer.step()
         if fails_in_another:
-            train_state.transaction.stepping = optimizer
+            train_state.transaction.steps.running = optimizer
         assert steps.end_after_error() == again
 
 

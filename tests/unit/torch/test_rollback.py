@@ -52,9 +52,9 @@ class Steps:
 
     def __init__(self, *optimizers, models=()):
         self.step, self.optimizers = UpdateTransaction(), optimizers
-        self.step.optimizers = optimizers
+        self.step.steps.optimizers = optimizers
         self.rollback = Rollback(optimizers, models)
-        self.step._most_steps.update({id(optimizer): 2 for optimizer in optimizers})
+        self.step.steps._most.update({id(optimizer): 2 for optimizer in optimizers})
 
     def begin(self):
         self.step.draw(None)
@@ -88,7 +88,7 @@ def test_parameters_frozen_as_the_step_begins_are_restored():
 def test_copies_for_a_first_bad_step_are_released():
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer, step = torch.optim.SGD([parameter], lr=0.5), UpdateTransaction()
-    step.optimizers = [optimizer]
+    step.steps.optimizers = [optimizer]
     rollback = Rollback([optimizer], [], has_bad_steps=True)
     rollback.begin(step)
     assert len(rollback._images[0]._copies.values) == 1
@@ -149,7 +149,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
     model = torch.nn.Embedding(2, 2, max_norm=0.1)  # each forward pass normalizes it
     frozen = torch.nn.Linear(2, 1).requires_grad_(False)
     steps = Steps(torch.optim.SGD(model.parameters(), lr=0.1), models=[model, frozen])
-    steps.step._most_steps.clear()
+    steps.step.steps._most.clear()
     steps.begin()
     frozen(model(torch.tensor([0, 1]))).sum().backward()
     if changes:
@@ -161,7 +161,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
 def test_parameters_that_steps_move_before_the_update_are_restored():
     parameter = torch.nn.Parameter(torch.ones(2))
     steps = Steps(torch.optim.SGD([parameter], lr=0.5))
-    steps.step._most_steps.clear()
+    steps.step.steps._most.clear()
 
     def move():
         steps.begin()
