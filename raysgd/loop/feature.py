@@ -6,18 +6,34 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from raysgd.loop.loss_weights import Factors
 from raysgd.loop.transaction import UpdateTransaction
+
+UPDATE_HOOKS = (
+    "begin",
+    "begin_micro_batch",
+    "filter_loss",
+    "before_update",
+    "before_commit",
+    "commit",
+)
+"""Hooks that each update calls, and only for the features that override them."""
 
 
 class StepFeature:
     """The base class of training features. By default, each hook does nothing.
 
     A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of an update.
-    Only PyTorch calls `before_update`, `receive`, `user_settings`, and the methods of states.
+    Only PyTorch calls `filter_loss`, `before_update`, `receive`, `user_settings`, and the methods
+    of states. Besides its own hooks and attributes, a feature may use:
 
-    A hook may write to its transaction: `bad_step` before an update that must not be applied,
-    `steps.running` while an optimizer steps, and `is_partial` if it cannot restore what has
-    changed. An exchange that counts items also sets `weights.is_empty`.
+    - The transaction. It may set `bad_step` before an update that must not be applied,
+      `steps.running` while an optimizer steps, and `is_partial` if it cannot restore what has
+      changed. An exchange that counts items also sets `weights.is_empty`.
+    - The buffers. It may write their copies back if an update is not applied, and update the
+      copies after it has changed buffers.
+    - The meters. It may discard or exchange the metrics that are held until the commit.
+    - The optimizers. It may register hooks of their steps, for what the updates themselves do.
     """
 
     needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
@@ -67,6 +83,10 @@ class StepFeature:
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         """Prepare for the next micro-batch of the update."""
+
+    def filter_loss(self, tx: UpdateTransaction, loss: Any, factors: Factors) -> Any:
+        """Return the loss whose gradients are computed. Its value must not change."""
+        return loss
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         """Read or change the gradients of an optimizer before its update."""

@@ -9,6 +9,7 @@ The life of an update. The hooks of features get its state ``tx``, an
         operator.train_batch(batch)
             # In each backward(loss):
             tx.weights.add(count)             # returns factors of the loss and earlier gradients
+            feature.filter_loss(tx, loss, factors)
             # In each optimizer_step():
             feature.before_update(tx, optimizer)
             optimizer.step()

@@ -14,7 +14,7 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.cluster.large_values import Incoming
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.feature import StepFeature
+from raysgd.loop.feature import UPDATE_HOOKS, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
 from raysgd.loop.replication import Replication
@@ -122,7 +122,7 @@ class TrainState(SavedState):
         self.features = [*features]
         self.overriding: dict[str, list[StepFeature]] = {}
         """The features that override a hook of an update, by the name of the hook."""
-        for hook in ("begin", "begin_micro_batch", "before_update", "before_commit", "commit"):
+        for hook in UPDATE_HOOKS:
             default = getattr(StepFeature, hook)
             self.overriding[hook] = [f for f in features if getattr(type(f), hook) is not default]
 

@@ -19,14 +19,14 @@ raises the errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.loss_weights import Factors, LossCount
+from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.losses import as_count
@@ -58,8 +58,6 @@ class Optimization(StepFeature):
         self._accumulated = AccumulatedGradients()
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
-        self.loss_filter: Callable[[torch.Tensor, Factors], torch.Tensor] | None = None
-        """Replaces each loss, to find bad steps."""
 
     def register_hooks(self) -> None:
         """Register the hooks of optimizers.
@@ -100,8 +98,9 @@ class Optimization(StepFeature):
             self._multiply_gradients(factors.earlier)
         if count.items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
-        elif self.loss_filter is not None:
-            loss = self.loss_filter(loss, factors)
+        else:
+            for feature in state.overriding["filter_loss"]:
+                loss = feature.filter_loss(tx, loss, factors)
         self.precision.backward(loss if factors.loss == 1.0 else loss * factors.loss, tx.is_last)
         self._checks.after_backward()
 

@@ -44,7 +44,6 @@ class BadStepFilter(StepFeature):
         self._state, self._options = state, options
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self.bad_steps: list[dict[str, Any]] = []
-        state.optimization.loss_filter = self.filter_loss
 
     def begin_call(self, logs_steps: bool) -> None:
         self._num_workers = self._state.exchange.num_workers
@@ -53,11 +52,13 @@ class BadStepFilter(StepFeature):
         self._part: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
 
-    def filter_loss(self, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
+    def filter_loss(
+        self, tx: UpdateTransaction, loss: torch.Tensor, factors: Factors
+    ) -> torch.Tensor:
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
         value = loss.detach()
         poison, part = value * 0, value.double() * factors.loss
-        if self._state.transaction.has_fixed_parts:  # the sum must not depend on the workers
+        if tx.has_fixed_parts:  # the sum must not depend on the workers
             part = (part.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
         self._part = self._part * factors.earlier + part + poison
         return loss * (poison + 1)
