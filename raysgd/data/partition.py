@@ -46,9 +46,9 @@ BY_WORKERS = StepLayout()
 class EpochPartition:
     """One worker's part of an epoch.
 
-    In training (`even`), every worker has a batch at every step. If a step has fewer samples than
-    workers, some workers repeat a sample. Validation (not `even`) repeats nothing: it deals batches
-    out in turn, so a worker can have no batch at the last step.
+    In `training`, every worker has a batch at every step. If a step has fewer samples than workers,
+    some workers repeat a sample. Validation repeats nothing: it deals batches out in turn, so a
+    worker can have no batch at the last step.
     """
 
     total: int
@@ -56,7 +56,7 @@ class EpochPartition:
     world_size: int
     rank: int
     drop_last: bool = False
-    even: bool = True
+    training: bool = True
     layout: StepLayout = BY_WORKERS
     requested_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
@@ -83,7 +83,7 @@ class EpochPartition:
         """Return the exclusive end index of the samples used from `offset`."""
         if not self.drop_last:
             return self.total
-        unit = self.stride if self.even else self.batch_size
+        unit = self.stride if self.training else self.batch_size
         return offset + (self.total - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
@@ -104,7 +104,7 @@ class EpochPartition:
 
         `num_steps` limits the steps of the group.
         """
-        if not self.even:
+        if not self.training:
             end = self._end(offset, num_steps)
             for start in self._own_starts(offset, end):
                 yield start, min(start + self.batch_size, end)
@@ -119,7 +119,7 @@ class EpochPartition:
 
     def num_batches(self) -> int:
         """Return the number of this worker's batches in an epoch."""
-        return self.num_steps() if self.even else len(self._own_starts(0, self.end(0)))
+        return self.num_steps() if self.training else len(self._own_starts(0, self.end(0)))
 
     def _own_starts(self, offset: int, end: int) -> range:
         """Return where the batches begin that this worker gets in turn."""

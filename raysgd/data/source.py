@@ -272,7 +272,7 @@ class PartitionedSource(BatchSource):
             world_size,
             rank,
             drop_last=drop_last,
-            even=training,
+            training=training,
             layout=layout,
         )
         self._requested_batch = requested_batch if training else None

@@ -187,7 +187,7 @@ class Loop:
             call.began_at = request.start_step
         elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.began_at = started_at
-        train_state.call_start = call.began_at
+        train_state.call_began_at = call.began_at
         train_state.sets_modes = not call.keeps_modes
         call.keeps_modes = False
         self.snapshots.maybe_take(begins=True)
@@ -225,7 +225,7 @@ class Loop:
             self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
         train_state.segment, call.keeps_modes = None, segment.paused
         self.step_s = segment.step_s
-        train_state.call_start = train_state.global_step  # if user code calls train_epoch itself
+        train_state.call_began_at = train_state.global_step  # if user code calls train_epoch itself
         # If the loop returns before its iterator ends, the epoch is over too.
         if segment.epoch_is_over or (limit is None and not segment.paused):
             train_state.offset = 0

@@ -125,7 +125,7 @@ class StepIterator:
         self.drawn_from = True
         self._train_state.timing.enter(OTHER)
         if self._tx.is_open:
-            self._end_micro_batch()
+            self._commit_if_done()
         self._signal.raise_stop()
         if self._micro_batches:
             return self._next_micro_batch()
@@ -160,7 +160,7 @@ class StepIterator:
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
-        self._end_micro_batch()
+        self._commit_if_done()
         if self._tx.is_open:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
@@ -185,7 +185,7 @@ class StepIterator:
         self._train_state.roll_back()
         return again
 
-    def _end_micro_batch(self) -> None:
+    def _commit_if_done(self) -> None:
         """Commit the update in progress, if its last micro-batch has ended."""
         if self._tx.counts():
             self._commit()

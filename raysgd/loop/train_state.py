@@ -93,7 +93,7 @@ class TrainState(SavedState):
         self.registered = False
         self.is_new = False  # joins the group, and does not have its state yet
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
-        self.call_start = 0  # global step at which the call in progress began
+        self.call_began_at = 0  # global step at which the call in progress began
         self.sets_modes = True  # the loop sets train mode: the segment does not follow a pause
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}

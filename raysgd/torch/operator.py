@@ -116,7 +116,7 @@ class TrainingOperator(OperatorBase):
         # An override may call this without the argument.
         epoch_idx = epoch_idx or train_state.epoch
         meters = train_state.meters = AverageMeterCollection()
-        first = train_state.global_step - train_state.call_start
+        first = train_state.global_step - train_state.call_began_at
         per_batch = self.scheduler_step_freq == "batch"
         for batch in allow_split(iterator):
             batch_info = self._batch_info(info, first + meters.num_batches, epoch_idx, iterator)

@@ -18,7 +18,7 @@ OF_TWO_LAYERS = {
     "TorchProcessGroup",  # the backends of functions
     "TrainerInfo",
 }
-VARIANTS = {"EpochLines", "ShardedOptimizer", "Stream", "TorchCreators", "UserWrappers"}
+VARIANTS = {"EpochLines", "ShardedOptimizer", "Stream", "TorchCreators", "UserWrappedGradients"}
 
 
 def test_few_classes_have_exactly_one_subclass():

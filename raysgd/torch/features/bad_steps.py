@@ -98,7 +98,7 @@ class BadStepFilter(StepFeature):
             "value": value,
             "samples": source.sample_names(state.epoch, state.offset, tx.plan.total or 0),
         }
-        steps = [each for each in self.bad_steps if each["step"] > state.call_start]
+        steps = [each for each in self.bad_steps if each["step"] > state.call_began_at]
         steps.append(tx.bad_step)
         if len(steps) > options.max_skipped:
             named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)

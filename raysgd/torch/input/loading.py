@@ -237,7 +237,8 @@ class PartitionedLoader(PartitionedSource):
 
     def _order_of(self, epoch: int, offset: int = 0) -> Order:
         if self._numbered is not None:
-            step = self._partition.stride if self._partition.even else 0  # predict keeps the order
+            partition = self._partition
+            step = partition.stride if partition.training else 0  # predict keeps the order
             return self._numbered.keys(epoch, offset, step)
         return self.epoch_order.of(epoch)
 

@@ -68,15 +68,15 @@ class StreamSource(PartitionedSource):
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         self._go_to(epoch, offset)
         partition = self._partition
-        unit = partition.stride if partition.even else partition.batch_size
-        turns = 1 if partition.even else partition.world_size
+        unit = partition.stride if partition.training else partition.batch_size
+        turns = 1 if partition.training else partition.world_size
         self._steps_read = 0
         for number in itertools.count() if num_steps is None else range(num_steps * turns):
             self._unit = offset, size = offset, self._ensure(offset, unit)
             if size == 0 or (partition.drop_last and size < unit):
                 return
             self._steps_read = number // turns + 1
-            if partition.even:
+            if partition.training:
                 step = replace(partition, total=size, drop_last=False)
                 for start, stop in step.batches():
                     yield self._batch(offset + start, offset + stop)

@@ -33,7 +33,7 @@ class OwnModels(Replication):
         return any(map(ddp.is_ddp, self._state.models))
 
 
-class UserWrappers(GradientExchange):
+class UserWrappedGradients(GradientExchange):
     """Averages gradients only of models that user code has wrapped."""
 
     _state: RegisteredState
@@ -93,10 +93,11 @@ class UserWrappers(GradientExchange):
     def commit(self, tx: UpdateTransaction) -> None:
         self._set_sync(True)
 
-    roll_back = commit
+    def roll_back(self, tx: UpdateTransaction) -> None:
+        self.commit(tx)
 
 
-class ReplicatedGradients(UserWrappers):
+class ReplicatedGradients(UserWrappedGradients):
     """Wraps all models that user code has not wrapped."""
 
     keeps_equal = True
@@ -176,8 +177,6 @@ class ReplicatedGradients(UserWrappers):
         super().commit(tx)
         for replica in self._replicas:
             replica._passes.end_update()
-
-    roll_back = commit
 
 
 def copy_first(state: RegisteredState) -> None:

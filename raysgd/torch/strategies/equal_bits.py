@@ -134,9 +134,12 @@ class EqualBitsGradients(GradientExchange):
         return self._state.data.source(self._state.data.trains_on).partition  # type: ignore[no-any-return]
 
     def begin_call(self, logs_steps: bool) -> None:
-        self.end_epoch(self._state.epoch)
+        self._seed(self._state.epoch)
 
     def end_epoch(self, epoch: int) -> None:
+        self._seed(epoch)
+
+    def _seed(self, epoch: int) -> None:
         """Seed the generators for code of ``train_epoch`` before its first batch."""
         seed_all(hash((self._state.seed, epoch)))
 

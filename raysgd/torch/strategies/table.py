@@ -12,7 +12,11 @@ from raysgd.loop.replication import Replication
 from raysgd.torch import conflicts
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable
-from raysgd.torch.strategies.data_parallel import OwnModels, ReplicatedGradients, UserWrappers
+from raysgd.torch.strategies.data_parallel import (
+    OwnModels,
+    ReplicatedGradients,
+    UserWrappedGradients,
+)
 from raysgd.torch.strategies.equal_bits import EqualBitsGradients
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodGradients
@@ -56,9 +60,9 @@ def _fully_sharded_gradients(state: TorchTrainState) -> GradientExchange:
 
 STRATEGIES = {
     "equal bits": Strategy(_replicated_everywhere, EqualBitsGradients),
-    "one worker": Strategy(_replicated_everywhere, UserWrappers),
+    "one worker": Strategy(_replicated_everywhere, UserWrappedGradients),
     "Horovod": Strategy(_replicated_everywhere, HorovodGradients),
-    "own models": Strategy(OwnModels, UserWrappers),
+    "own models": Strategy(OwnModels, UserWrappedGradients),
     "replicated": Strategy(_replicated_everywhere, ReplicatedGradients),
     "optimizer": Strategy(ShardedOptimizers, ReplicatedGradients, ("copies",), check_shardable),
     "full": Strategy(

@@ -71,9 +71,9 @@ def test_training_sees_every_sample_and_repeats_only_in_the_last_step(
 def test_validation_batches_are_those_of_one_process_dealt_out_in_turn(
     world_size, total, batch_size, drop_last
 ):
-    shards = group(total, batch_size, world_size, even=False, drop_last=drop_last)
+    shards = group(total, batch_size, world_size, training=False, drop_last=drop_last)
     single = list(
-        EpochPartition(total, batch_size, 1, 0, even=False, drop_last=drop_last).batches()
+        EpochPartition(total, batch_size, 1, 0, training=False, drop_last=drop_last).batches()
     )
     for rank, shard in enumerate(shards):
         assert list(shard.batches()) == single[rank::world_size]
@@ -81,25 +81,25 @@ def test_validation_batches_are_those_of_one_process_dealt_out_in_turn(
 
 @given(courses, world_sizes, totals, batch_sizes, st.booleans())
 def test_drop_last_gives_full_batches_also_after_a_resize(
-    course, last_world_size, total, batch_size, even
+    course, last_world_size, total, batch_size, training
 ):
     """BatchNorm fails with one sample, and compiled models need a fixed shape."""
-    steps, _ = run(course, last_world_size, total, batch_size, even=even, drop_last=True)
+    steps, _ = run(course, last_world_size, total, batch_size, training=training, drop_last=True)
     sizes = {stop - start for step in steps for start, stop in filter(None, step)}
     assert sizes <= {batch_size}
 
 
 @given(world_sizes, totals, batch_sizes, st.integers(0, 10), st.booleans(), st.booleans())
 def test_counts_of_steps_agree_with_the_batches(
-    world_size, total, batch_size, num_steps, even, drop_last
+    world_size, total, batch_size, num_steps, training, drop_last
 ):
-    shards = group(total, batch_size, world_size, even=even, drop_last=drop_last)
+    shards = group(total, batch_size, world_size, training=training, drop_last=drop_last)
     offset = shards[0].offset_after(0, num_steps)
     assert shards[0].offset_after(0, 0) == 0
     left = shards[0].num_steps(offset)
     assert left == max(len(list(shard.batches(offset))) for shard in shards)
     assert left == max(0, shards[0].num_steps() - num_steps)
-    if even:
+    if training:
         assert {len(list(shard.batches(offset))) for shard in shards} == {left}
     assert all(shard.offset_after(offset, left) in (offset, total) for shard in shards)
 
@@ -207,7 +207,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
 def test_validation_steps_are_the_same_samples_with_any_workers(
     full_size, world_size, total, batch_size, num_steps
 ):
-    shards = shared_group(world_size, full_size, total, batch_size, even=False)
+    shards = shared_group(world_size, full_size, total, batch_size, training=False)
     spans = [span for shard in shards for span in shard.batches(0, num_steps)]
     end = min(total, num_steps * batch_size * full_size)
     assert sorted(i for span in spans for i in range(*span)) == list(range(end))

@@ -15,7 +15,7 @@ from raysgd.data.partition import MicroBatch
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.data_parallel import UserWrappers
+from raysgd.torch.strategies.data_parallel import UserWrappedGradients
 from raysgd.torch.strategies.ddp_model import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
@@ -39,7 +39,7 @@ def test_forward_pass_without_gradients_does_not_communicate(process_group, monk
 
 def test_wrapper_of_user_code_does_not_communicate_in_validation(process_group):
     wrapped = DistributedDataParallel(torch.nn.BatchNorm1d(2))
-    exchange = UserWrappers(SimpleNamespace(models=[wrapped], accumulation_steps=1))
+    exchange = UserWrappedGradients(SimpleNamespace(models=[wrapped], accumulation_steps=1))
     exchange.wrap()
 
     def validate():
@@ -93,7 +93,7 @@ def test_frozen_parameters_stay_frozen_if_a_worker_is_lost_in_a_step(process_gro
 def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process_group):
     """The first part of a batch may show that the batch cannot be split."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    replication = UserWrappers(SimpleNamespace(models=[model], accumulation_steps=1))
+    replication = UserWrappedGradients(SimpleNamespace(models=[model], accumulation_steps=1))
     replication.wrap()
     tx = UpdateTransaction()
     tx.begin_micro_batch(MicroBatch(), is_last=False)
