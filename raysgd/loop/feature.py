@@ -28,7 +28,7 @@ class StepFeature:
     of states. Besides its own hooks and attributes, a feature may use:
 
     - The transaction. It may set `bad_step` before an update that must not be applied,
-      `steps.running` while an optimizer steps, and `is_partial` if it cannot restore what has
+      `steps.running` while an optimizer steps, and `is_damaged` if it cannot restore what has
       changed. An exchange that counts items also sets `weights.is_empty`.
     - The buffers. It may write their copies back if an update is not applied, and update the
       copies after it has changed buffers.

@@ -14,7 +14,7 @@ schedulers, optimizers, models,   `TrainState.copy_training_state`      follower
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
-``is_partial``                    `UpdateTransaction`                   followers
+``is_damaged``                    `UpdateTransaction`                   followers
 ``flags``                         `TrainState.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
 ``call``                          `CallProgress.continue_call`          all others
@@ -71,7 +71,7 @@ def _load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     train_state.copy_training_state(leader_rank, follows)
     if follows:
         loop.operator.load_state_dict(state["operator"])
-        train_state.transaction.is_partial = state["is_partial"]
+        train_state.transaction.is_damaged = state["is_damaged"]
         train_state.set_module_modes(state["flags"])
     if is_leader:
         return None

@@ -39,7 +39,7 @@ WarmedUp                 The gradients are computed. `Loop.warm_up` restores the
 another error            The driver raises it, or repeats the call without lost workers.
 =======================  ==========================================================================
 
-If a failed update changed something that no feature can restore, ``tx.is_partial`` is set. The
+If a failed update changed something that no feature can restore, ``tx.is_damaged`` is set. The
 worker then needs the state of another worker or of a snapshot. Without either, training raises an
 error until a checkpoint is loaded.
 """
@@ -106,7 +106,7 @@ class Loop:
         """
         train_state, self.step_s = self.train_state, 0.0
         callback_pause = self.signal.callback_pause = request.callback_pause
-        train_state.check_whole()
+        train_state.check_undamaged()
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=request.log_every is not None)
@@ -204,7 +204,7 @@ class Loop:
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
             self._end_failed_segment(segment, source)
-            train_state.check_whole()
+            train_state.check_undamaged()
             return
         except BaseException as error:
             batch, in_update = segment.batch, segment.in_update

@@ -259,7 +259,7 @@ class OperatorRunner(Runner, ABC):
 
     def state_dict(self, frozen: bool = True) -> dict[str, Any]:
         """Return the state, or this worker's shards of it, on the CPU."""
-        self._train_state.check_whole()
+        self._train_state.check_undamaged()
         if not self._train_state.replication.in_sync:
             self._train_state.settings.warn_once(
                 "ahead",
@@ -291,7 +291,7 @@ class OperatorRunner(Runner, ABC):
                 own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
                 undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
             if incoming is not None and incoming.places:
-                train_state.transaction.is_partial = True
+                train_state.transaction.is_damaged = True
                 incoming.fill()
             train_state.load_training_state(state)
         self._hosted_loop.forget_iteration()

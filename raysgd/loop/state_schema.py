@@ -37,7 +37,7 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
         return state | {
             "fingerprint": data.fingerprint(),
             "why_not_split": train_state.micro_batching.why_not_split,
-            "is_partial": train_state.transaction.is_partial,
+            "is_damaged": train_state.transaction.is_damaged,
         }
     if receiver == "snapshot":  # shares of the global batch follow from the new number of workers
         own = {name: each for name, each in state["batching"].items() if not each[1]}

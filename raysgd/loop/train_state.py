@@ -187,9 +187,9 @@ class TrainState(SavedState):
             if self.meters is not None:
                 self.meters.count_held()
 
-    def check_whole(self) -> None:
+    def check_undamaged(self) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
-        if self.transaction.is_partial:
+        if self.transaction.is_damaged:
             raise RuntimeError(
                 f"The step after step {self.global_step} failed after it had changed some "
                 "parameters: an optimizer raised within its step, or train_batch changed them "
@@ -290,5 +290,5 @@ class TrainState(SavedState):
     def holdings(self) -> Holdings:
         """What this worker has of the state. Another thread may read it."""
         own = self.replication.holdings
-        is_damaged = self.transaction.is_partial and own.condition == "good"
+        is_damaged = self.transaction.is_damaged and own.condition == "good"
         return replace(own, condition="damaged") if is_damaged else own

@@ -34,7 +34,7 @@ class UpdateTransaction:
         """Whether workers add up gradients and counts of parts, and average neither. The commit
         gives each worker the metrics of all workers, and the update counts then."""
         self.is_warm_up = False  # the update ends before an optimizer updates
-        self.is_partial = False  # an update or a load left changes that no feature could restore
+        self.is_damaged = False  # an update or a load left changes that no feature could restore
         self.weights = LossWeights(self)
         self.steps = OptimizerSteps(self)
         self.reset()

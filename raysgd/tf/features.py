@@ -126,7 +126,7 @@ class KerasOptimization(StepFeature):
         for variable, value in self._before.values():
             variable.assign(value)
         if tx.steps.running is not None and not self._before:
-            tx.is_partial = True
+            tx.is_damaged = True
         self.commit(tx)
 
 

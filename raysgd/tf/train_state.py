@@ -262,7 +262,7 @@ class KerasTrainState(TrainState):
                 set_trainable(model, values)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
-        self.transaction.is_partial = False
+        self.transaction.is_damaged = False
 
 
 def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:

@@ -116,7 +116,7 @@ class TorchTrainState(RegisteredState):
         return without(state, digests)
 
     def whole_models(self) -> list[torch.nn.Module]:
-        self.check_whole()
+        self.check_undamaged()
         if (copies := self.replication.export_models(len(self.given_models))) is not None:
             return copies
         if self.context.world_rank != 0:
@@ -253,7 +253,7 @@ class TorchTrainState(RegisteredState):
             ddp.require_gradients(ddp.plain(model), {**first, **now})
         for feature in self.features:
             feature.load_state_dict(state)
-        self.transaction.is_partial = False
+        self.transaction.is_damaged = False
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""

@@ -237,7 +237,7 @@ class ReplicaGuard(StepFeature):
             self._problem = message
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
-                state.transaction.is_partial = True
+                state.transaction.is_damaged = True
             state.minimum(0)  # until all know it: the driver interrupts others if one raises
             raise ReplicasDifferError(message, ranks=minority)
 

@@ -91,7 +91,7 @@ class TorchMicroBatching(MicroBatching):
             why_not = why_not or "smaller parts would have too few samples"
         if not self.may_split:
             why_not = why_not or "train_epoch is not the default one"
-        if self._transaction.is_partial:
+        if self._transaction.is_damaged:
             why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))

@@ -29,7 +29,7 @@ class Rollback(StepFeature):
     This feature copies only if steps make several updates, or if `train_batch` of an earlier step
     changed parameters before the update, as sharpness-aware minimization does. With bad steps, it
     also copies before the first update. Otherwise the version counters of PyTorch show whether a
-    discarded step changed parameters. If so, the state is partial. The counters do not detect
+    discarded step changed parameters. If so, the state is damaged. The counters do not detect
     changes through ``parameter.data``.
     """
 
@@ -65,7 +65,7 @@ class Rollback(StepFeature):
             return
         if tx.bad_step is not None:
             self._restore(tx)  # what train_batch changed before the update
-            if tx.is_partial:
+            if tx.is_damaged:
                 raise RuntimeError(
                     "A bad step cannot be undone, because train_batch changed parameters before "
                     "the update for the first time. Load a checkpoint: trainer.load(path)."
@@ -92,8 +92,8 @@ class Rollback(StepFeature):
                 image.restore()
                 changed.difference_update(map(id, image.parameters))
         elif tx.steps.running is not None:
-            tx.is_partial = True  # an optimizer may change its state before parameters
-        tx.is_partial = tx.is_partial or bool(changed)
+            tx.is_damaged = True  # an optimizer may change its state before parameters
+        tx.is_damaged = tx.is_damaged or bool(changed)
 
 
 class _BeforeImage:

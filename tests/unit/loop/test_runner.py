@@ -171,7 +171,7 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert other._loop.call_progress.state.number == 7
     other.handle(TrainRequest(number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
-    runner.operator._train_state.transaction.is_partial = True
+    runner.operator._train_state.transaction.is_damaged = True
     assert runner.restart_state() is None
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
         runner.state_dict()

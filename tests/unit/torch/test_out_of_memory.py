@@ -344,7 +344,7 @@ def test_split_on_oom_false_and_other_errors():
         local(split_on_oom="yes")
 
 
-def test_optimizer_that_raises_leaves_a_partial_state():
+def test_optimizer_that_raises_leaves_a_damaged_state():
     class Within(Classifier):
         def setup(self, config):
             super().setup(config)

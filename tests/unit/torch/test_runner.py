@@ -133,12 +133,12 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
     runner._train_state.copy_training_state(0, follows=False)
 
 
-def test_copy_of_a_partial_state_is_partial():
+def test_copy_of_a_damaged_state_is_damaged():
     runner = make_runner(context=WorkerContext(alone=True, in_driver=True))
-    runner._train_state.from_rank = lambda make, rank: {**make(), "is_partial": True}
+    runner._train_state.from_rank = lambda make, rank: {**make(), "is_damaged": True}
     runner._train_state.copy_training_state = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
-    assert runner._train_state.transaction.is_partial
+    assert runner._train_state.transaction.is_damaged
 
 
 # ---- repeated calls
