@@ -255,11 +255,11 @@ class TrainState(SavedState):
         return 0
 
     @abstractmethod
-    def lowest(self, *values: int) -> list[int]:
+    def minima(self, *values: int) -> list[int]:
         """Return the smallest number of all ranks for each value. Every rank must call it."""
 
     def minimum(self, value: int) -> int:
-        return self.lowest(value)[0]
+        return self.minima(value)[0]
 
     def is_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank. Every rank must call this."""
@@ -267,11 +267,11 @@ class TrainState(SavedState):
 
     def is_equal(self, number: int) -> bool:
         """Return whether all ranks pass the same number. Every rank must call this."""
-        low, of_negative = self.lowest(number, -number)
+        low, of_negative = self.minima(number, -number)
         return low == -of_negative
 
     @abstractmethod
-    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""
 
     def begin_generation(self, context: WorkerContext) -> None:

@@ -29,13 +29,13 @@ class Communication:
 
         Batches of one step may take different branches. Every worker must call this.
         """
-        missing = self.lowest([int(gradient is None) for gradient in gradients])
+        missing = self.minima([int(gradient is None) for gradient in gradients])
         return [
             tf.zeros_like(variable.value) if gradient is None and not is_missing else gradient
             for is_missing, gradient, variable in zip(missing, gradients, variables, strict=True)
         ]
 
-    def lowest(self, values: Sequence[int]) -> list[int]:
+    def minima(self, values: Sequence[int]) -> list[int]:
         """Return the minimum of each element over the workers. Every worker must call this."""
         return list(values)
 
@@ -67,7 +67,7 @@ class GlooWorkers(Communication):
             for part, array in zip(parts, arrays, strict=True)
         ]
 
-    def lowest(self, values: Sequence[int]) -> list[int]:
+    def minima(self, values: Sequence[int]) -> list[int]:
         import torch
         import torch.distributed as dist
 
@@ -99,7 +99,7 @@ class HorovodGroup(Communication):
         step_timing.resume(phase)
         return means
 
-    def lowest(self, values: Sequence[int]) -> list[int]:
+    def minima(self, values: Sequence[int]) -> list[int]:
         import horovod.tensorflow as hvd
 
         of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()

@@ -145,10 +145,10 @@ class KerasTrainState(TrainState):
 
     # ---- the other workers
 
-    def lowest(self, *values: int) -> list[int]:
-        return self.communication.lowest(values)
+    def minima(self, *values: int) -> list[int]:
+        return self.communication.minima(values)
 
-    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.broadcast(make, rank)
 
     def compare_update(self, variables: Sequence[Any] = (), lacks_gradient: bool = False) -> bool:
@@ -186,11 +186,11 @@ class KerasTrainState(TrainState):
         """Raise an error if contents differ between workers. Return whether any has the flag."""
         values = [*contents.values()]  # names may differ between processes
         digest = hash_of(values)
-        lowest, of_inverse, found = self.communication.lowest([digest, ~digest, -flag])
+        lowest, of_inverse, found = self.communication.minima([digest, ~digest, -flag])
         if lowest == ~of_inverse:
             return bool(found)
         size = self.communication.size
-        reports = [self.from_rank(lambda: values, rank) for rank in range(size)]
+        reports = [self.broadcast(lambda: values, rank) for rank in range(size)]
         differences = compare([dict(zip(contents, each, strict=False)) for each in reports])
         if differences.keys() == {"CPU"}:
             return False
@@ -209,7 +209,7 @@ class KerasTrainState(TrainState):
         raise ReplicasDifferError(message, ranks=minority_of(differences, size))
 
     def copy_training_state(self, leader_rank: int, follows: bool) -> None:
-        state = self.from_rank(self.training_state, leader_rank)
+        state = self.broadcast(self.training_state, leader_rank)
         if follows:
             self.load_training_state(state)
 

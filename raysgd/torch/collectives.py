@@ -46,7 +46,7 @@ def rank() -> int:
     return dist.get_rank() if hvd is None else int(hvd.rank())
 
 
-def lowest(values: torch.Tensor) -> torch.Tensor:
+def minima(values: torch.Tensor) -> torch.Tensor:
     """Return the minimum of all ranks for each element of a vector, which this may change."""
     hvd = _horovod()
     if hvd is not None:

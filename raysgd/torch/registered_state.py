@@ -98,11 +98,11 @@ class RegisteredState(TrainState):
 
     # ---- the other workers
 
-    def lowest(self, *values: int) -> list[int]:
+    def minima(self, *values: int) -> list[int]:
         own = torch.tensor(values, dtype=torch.int64, device=self.settings.device)
-        return [int(number) for number in collectives.lowest(own).tolist()]
+        return [int(number) for number in collectives.minima(own).tolist()]
 
-    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         return collectives.broadcast_state(make, rank, self.settings.device)
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:

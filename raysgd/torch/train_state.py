@@ -85,7 +85,7 @@ class TorchTrainState(RegisteredState):
 
     def compare_setup(self, leader_rank: int) -> None:
         own = self._unchanged_digests()
-        pairs = zip(self.from_rank(lambda: own, leader_rank), own, strict=True)
+        pairs = zip(self.broadcast(lambda: own, leader_rank), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
         self.frozen.are_reproducible = self.minimum(has_all) > 0
 

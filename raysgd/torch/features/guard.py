@@ -149,7 +149,7 @@ class ReplicaGuard(StepFeature):
         """Send digests to the other workers. `_settle` reads the result."""
         self._settle()
         digests, is_complete = self._digests(in_step, is_new, one_in)
-        minima, event = collectives.lowest(torch.cat([digests, ~digests])), None
+        minima, event = collectives.minima(torch.cat([digests, ~digests])), None
         if self._on_gpu:
             minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)
             event = torch.cuda.Event()

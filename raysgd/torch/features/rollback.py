@@ -183,7 +183,7 @@ class BufferCopies(StepFeature):
                 _set_buffer(module, name, value)
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
-        values = self._state.from_rank(self.tensors, leader_rank)
+        values = self._state.broadcast(self.tensors, leader_rank)
 
         def load() -> None:
             self.write(values)

@@ -262,7 +262,7 @@ class EpochOrder:
                 )
             # A worker has joined since, and its sampler has drawn less often.
             source = train_state.minimum(rank if was_drawn else size) % size
-            self._set(epoch, train_state.from_rank(lambda: self.of(epoch), source))
+            self._set(epoch, train_state.broadcast(lambda: self.of(epoch), source))
         self._have_agreed = True
 
 

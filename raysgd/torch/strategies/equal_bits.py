@@ -105,7 +105,7 @@ class EqualBitsGradients(GradientExchange):
         if not self._state.context.distributed:
             return
         own = kind_of(self._state.settings.device)
-        first = self._state.from_rank(lambda: own, 0)
+        first = self._state.broadcast(lambda: own, 0)
         if self._state.is_any(own != first):
             raise RuntimeError(
                 f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "

@@ -27,7 +27,7 @@ class Averages(Communication):
         told = self.meeting.gather(self.rank, tensors)
         return [sum(each) / self.size for each in zip(*told, strict=True)]
 
-    def lowest(self, values):
+    def minima(self, values):
         told = self.meeting.gather(self.rank, values)
         return [min(each) for each in zip(*told, strict=True)]
 

@@ -107,17 +107,17 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
     train_state, state = runner._train_state, leader._train_state.training_state()
     before = copy.deepcopy(runner.operator.model.state_dict())
     monkeypatch.setattr(collectives, "broadcast_object", lambda *_: "another fingerprint")
-    monkeypatch.setattr(collectives, "lowest", lambda values: values)
+    monkeypatch.setattr(collectives, "minima", lambda values: values)
     monkeypatch.setattr(collectives, "broadcast_state", lambda *_: state)
 
-    def from_rank(make, rank):
+    def broadcast(make, rank):
         if make != train_state.buffers.tensors:
             return make()
         if is_lost:
             raise ConnectionError
         return leader._train_state.buffers.tensors()
 
-    train_state.from_rank = from_rank
+    train_state.broadcast = broadcast
     with pytest.raises(ConnectionError) if is_lost else contextlib.nullcontext():
         train_state.copy_training_state(0, follows=True)
     expected = before if is_lost else leader.operator.model.state_dict()
@@ -127,15 +127,15 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
 def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypatch):
     runner = make_runner()
     runner.handle(TrainRequest(number=0, until_step=1))
-    monkeypatch.setattr(collectives, "lowest", lambda values: values)
+    monkeypatch.setattr(collectives, "minima", lambda values: values)
     monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
-    runner._train_state.from_rank = lambda make, rank: make()
+    runner._train_state.broadcast = lambda make, rank: make()
     runner._train_state.copy_training_state(0, follows=False)
 
 
 def test_copy_of_a_damaged_state_is_damaged():
     runner = make_runner(context=WorkerContext(alone=True, in_driver=True))
-    runner._train_state.from_rank = lambda make, rank: {**make(), "is_damaged": True}
+    runner._train_state.broadcast = lambda make, rank: {**make(), "is_damaged": True}
     runner._train_state.copy_training_state = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
     assert runner._train_state.transaction.is_damaged
@@ -436,12 +436,12 @@ def test_error_names_data_that_differ_between_workers():
 def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
     sent = []
 
-    def from_rank(self, create, rank):
+    def broadcast(self, create, rank):
         sent.append(create())
         return sent[-1]
 
-    monkeypatch.setattr(TorchTrainState, "from_rank", from_rank)
-    monkeypatch.setattr(TorchTrainState, "lowest", lambda self, *values: values)
+    monkeypatch.setattr(TorchTrainState, "broadcast", broadcast)
+    monkeypatch.setattr(TorchTrainState, "minima", lambda self, *values: values)
     make_runner(context=WorkerContext(world_size=2, in_driver=True))
     assert "batch size 8" in str(sent)
 
@@ -611,7 +611,7 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
     for alone in (False, True):
         context = WorkerContext(alone=alone, in_driver=True)
         runner = make_runner(context=context, wrap_ddp=False)
-        runner._train_state.from_rank = lambda make, rank: make()
+        runner._train_state.broadcast = lambda make, rank: make()
         runner._train_state.copy_training_state = lambda leader, is_led: follows.append(is_led)
         for _ in range(2):
             context = WorkerContext(world_rank=1, world_size=2, distributed=True)

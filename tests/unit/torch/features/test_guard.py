@@ -335,8 +335,8 @@ def late_report(rank):
 
     def watched_handle(guard, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            lowest = collectives.lowest
-            patch.setattr(collectives, "lowest", lambda *a: store.set("ended", "") or lowest(*a))
+            lowest = collectives.minima
+            patch.setattr(collectives, "minima", lambda *a: store.set("ended", "") or lowest(*a))
             try:
                 handle(guard, *arguments)
             finally:

@@ -608,7 +608,7 @@ def test_samples_of_workers_are_compared_in_one_exchange():
         calls = 0
         is_equal = TrainState.is_equal
 
-        def lowest(self, *values):
+        def minima(self, *values):
             self.calls += 1
             return values
 
