@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from raysgd.train.framework import (
     TrainingWorkerError,
     backend_class,
 )
+from raysgd.train.growth import Growth
 from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
@@ -75,10 +75,8 @@ class _Run:
     """Counts the losses of workers over all requests of the run."""
     is_silent: bool = False
     """Whether to skip reports."""
-    saves_first: bool | None = None
-    """Whether the function saves a checkpoint before its first report; None before both."""
-    can_grow: bool = False
-    """Whether workers may join at the next report, because the function has saved a checkpoint."""
+    growth: Growth = field(default_factory=Growth)
+    """Of the newest start of the workers."""
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
 
@@ -142,7 +140,7 @@ class BackendExecutor:
         self._max_losses = math.inf if max_retries < 0 else max_retries
         elastic = check_elastic("BackendExecutor", elastic)
         # The newest checkpoint of the run is its snapshot.
-        self._elastic = dataclasses.replace(elastic, snapshot_every="auto")
+        self._elastic = replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None
         self.checkpoints = self._earlier = RunCheckpoints()
@@ -184,6 +182,7 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
+            self._run.growth = Growth()
             self._run.send_shards()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
@@ -286,6 +285,7 @@ class BackendExecutor:
         call = Call(method="run", max_losses=self._max_losses)
         self._run = run = _Run(controller, plan, datasets, call)
         with self.aborting():
+            # Each restart reads the plan of that time: see LoadRequest in `FunctionRunner.handle`.
             controller.snapshots.put(lambda: {"plan": run.plan})
             self._repair(controller)
             run.begin()
@@ -307,7 +307,9 @@ class BackendExecutor:
                         "report() and save_checkpoint() equally often and in the same order."
                     )
                 self._save_checkpoint(run, turns)
-                _grow(run, turns[0])
+                if run.growth.after(turns[0]):
+                    run.plan = replace(run.plan, iteration=turns[0].iteration)
+                    run.controller.grow()
                 if turns[0].kind == "end":
                     run.values = [turn.value for turn in turns]
                 elif turns[0].kind == "report" and not run.is_silent:
@@ -405,10 +407,7 @@ class BackendExecutor:
                 "checkpoint of worker 0: report a checkpoint there."
             )
         self.checkpoints.save(turn, turn.checkpoint, len(turns))
-        run.plan = dataclasses.replace(
-            run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration
-        )
-        run.controller.snapshots.put(lambda: {"plan": run.plan})
+        run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration)
 
     def _repair(self, controller: Controller) -> None:
         """Replace dead workers, and wait for workers that still run a failed function.
@@ -435,22 +434,6 @@ class BackendExecutor:
                 f"{method}(): no training function is running. Call start_training() first."
             )
         return self._run
-
-
-def _grow(run: _Run, turn: Turn) -> None:
-    """Add workers after a checkpoint if there is room. All workers restart from it.
-
-    If the function saves before it reports, growth waits for the report, which a restart would
-    skip. The function waits at both, so a restart repeats no step.
-    """
-    if run.saves_first is None:
-        run.saves_first = turn.kind == "checkpoint"
-    if run.can_grow and turn.kind == "report":  # it counts, although it follows the checkpoint
-        run.plan = dataclasses.replace(run.plan, iteration=turn.iteration)
-    waits = run.saves_first and turn.kind == "checkpoint"
-    if turn.kind != "end" and (run.can_grow or (turn.has_checkpoint and not waits)):
-        run.controller.grow()
-    run.can_grow = waits
 
 
 def executor_for(

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from raysgd.elastic.call import Call
-from raysgd.train.backend import _grow, _Run
+from raysgd.train.backend import BackendConfig, BackendExecutor, _Run
+from raysgd.train.datasets import Datasets
+from raysgd.train.growth import Growth
 from raysgd.train.report_queue import Turn
 from raysgd.train.worker_session import Plan
 
 TURNS = {
-    "S": Turn("checkpoint", has_checkpoint=True),
-    "R": Turn("report"),
+    "S": Turn("checkpoint", checkpoint=b"", has_checkpoint=True),
+    "R": Turn("report", iteration=1),
     "B": Turn("report", has_checkpoint=True),
     "E": Turn("end"),
 }
@@ -29,11 +31,25 @@ TURNS = {
     ],
 )
 def test_growth_loses_and_repeats_no_report(turns, grown_at):
-    grown = []
-    handled = []
-    controller = SimpleNamespace(grow=lambda: grown.append(len(handled)))
-    run = _Run(controller, Plan(), None, Call())
-    for turn in turns:
-        _grow(run, TURNS[turn])
-        handled.append(turn)
-    assert grown == grown_at
+    growth = Growth()
+    assert [n for n, turn in enumerate(turns) if growth.after(TURNS[turn])] == grown_at
+
+
+def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_next_report():
+    executor = BackendExecutor(BackendConfig())
+    turns, iterations = iter("SSRE"), []
+
+    def run(call):
+        if (turn := next(turns)) == "S":
+            executor._prepare_workers()  # a loss before each checkpoint restarts the workers
+        return [SimpleNamespace(value=lambda: TURNS[turn])]
+
+    executor._workers = executor._controller = SimpleNamespace(
+        check_process=lambda: None,
+        grow=lambda: iterations.append(executor._run.plan.iteration),
+        members=[],
+        run=run,
+    )
+    executor._run = _Run(executor._controller, Plan(), Datasets(None), Call())
+    executor.finish_training()
+    assert iterations == [1]  # the report counts

@@ -1,0 +1,37 @@
+"""Decides when the workers of a training function may restart to become more."""
+
+from __future__ import annotations
+
+from raysgd.train.report_queue import Turn
+
+
+class Growth:
+    """Whether the workers may restart, by the order in which the function reports and saves.
+
+    To grow, all workers restart from the newest checkpoint. The function waits at each checkpoint
+    and at the next report, so a restart then repeats no step. It must not skip a report either:
+
+    ======================  ==================================================================
+    order of the function   the workers may grow
+    ======================  ==================================================================
+    report, then save       at each checkpoint
+    both together           at each report with a checkpoint
+    save, then report       at the report after a checkpoint, or at the next checkpoint if no
+                            report comes between
+    ======================  ==================================================================
+
+    The first turn after a start of the workers shows the order, so each start needs a new object.
+    """
+
+    def __init__(self) -> None:
+        self._saves_first: bool | None = None  # None before the first turn
+        self._awaits_report = False  # the newest turn is a checkpoint that a report may follow
+
+    def after(self, turn: Turn) -> bool:
+        """Return whether a restart after this turn skips no report. It counts `turn.iteration`."""
+        if self._saves_first is None:
+            self._saves_first = turn.kind == "checkpoint"
+        has_waited = self._awaits_report
+        self._awaits_report = self._saves_first and turn.kind == "checkpoint"
+        is_complete = turn.has_checkpoint and not self._awaits_report
+        return turn.kind != "end" and (has_waited or is_complete)
