@@ -1,6 +1,6 @@
 """Operators that train a LightningModule, created by ``TrainingOperator.from_ptl``.
 
-A module uses Lightning's Trainer through ``self.trainer``. `_Surroundings` replaces it while the
+A module uses Lightning's Trainer through ``self.trainer``. `TrainerStandIn` replaces it while the
 module's code runs.
 """
 
@@ -11,7 +11,6 @@ import copy
 import importlib
 import inspect
 import logging
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import set_fields
 from raysgd._internal.files import lock_of_node
-from raysgd.metrics import NUM_SAMPLES, Sums, ratio
-from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, alone, compute_logged
+from raysgd.metrics import NUM_SAMPLES
+from raysgd.torch.interop.lightning_trainer import TrainerStandIn
+from raysgd.torch.interop.logged import compute_logged
 
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
 
@@ -63,9 +63,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
         unused = set(config)
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
-        self._surroundings = _Surroundings(self)
+        self._stand_in = TrainerStandIn(self)
         self._has_started = False
-        with self._surround():
+        with self._attach_trainer():
             loaders = self._load(config, unused)
             module.configure_model()
             self.register_data(**loaders)
@@ -74,8 +74,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
                 models=module, optimizers=optimizers[0], schedulers=schedulers or None
             )
             self.schedulers = schedulers
-            self._surroundings.optimizers.append(self.optimizer)
-            self._surroundings.lr_scheduler_configs = [
+            self._stand_in.optimizers.append(self.optimizer)
+            self._stand_in.lr_scheduler_configs = [
                 SimpleNamespace(scheduler=each) for each in schedulers
             ]
             module.on_fit_start()
@@ -96,8 +96,8 @@ class LightningMethods(_Base):  # type: ignore[misc]
         with lock_of_node():  # one worker per node at a time, because they may download
             if data is not None:
                 # Copy the data module, because other trainers may use the same object.
-                data = self._surroundings.datamodule = copy.copy(_make(data, config, unused))
-                data.trainer = self._surroundings
+                data = self._stand_in.datamodule = copy.copy(_make(data, config, unused))
+                data.trainer = self._stand_in
                 data.prepare_data()
                 data.setup("fit")
             module.prepare_data()
@@ -148,12 +148,12 @@ class LightningMethods(_Base):  # type: ignore[misc]
         return optimizers, schedulers
 
     @contextlib.contextmanager
-    def _surround(self, **state: bool) -> Iterator[_Surroundings]:
+    def _attach_trainer(self, **state: bool) -> Iterator[TrainerStandIn]:
         """Give the module a replacement for Lightning's Trainer.
 
         Remove it afterwards, so that the module can be sent to the driver.
         """
-        module, surroundings = self.module, self._surroundings
+        module, stand_in = self.module, self._stand_in
         of_worker = {
             "training": False,
             "validating": False,
@@ -164,13 +164,13 @@ class LightningMethods(_Base):  # type: ignore[misc]
         }
         if "max_epochs" in self.config:
             of_worker["max_epochs"] = int(self.config["max_epochs"])
-        vars(surroundings).update(of_worker | state)
-        module.trainer = surroundings
+        vars(stand_in).update(of_worker | state)
+        module.trainer = stand_in
         modules = [each for each in module.modules() if isinstance(each, _base_of(type(module)))]
         for each in modules:
-            each.log, each.log_dict = surroundings.log, surroundings.log_dict
+            each.log, each.log_dict = stand_in.log, stand_in.log_dict
         try:
-            yield surroundings
+            yield stand_in
         finally:
             for each in modules:
                 del each.log, each.log_dict
@@ -186,7 +186,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
         module, begins = self.module, self._train_state.offset == 0
-        with self._surround(training=True) as surroundings:
+        with self._attach_trainer(training=True) as stand_in:
             if self._train_state.sets_modes:
                 self.train_mode(True)  # before the hooks, which may change modes
                 self._train_state.sets_modes = False
@@ -198,7 +198,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
             result: dict[str, Any] = super().train_epoch(iterator, info, num_steps, epoch_idx)
             if self._epoch_is_over():
                 module.on_train_epoch_end()
-            result.update(compute_logged(surroundings.pop_logged()))
+            result.update(compute_logged(stand_in.pop_logged()))
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
         if self.optimizer_step(self.optimizer):
             module.on_before_zero_grad(self.optimizer)
         module.on_train_batch_end(outputs, batch, index)
-        logged = self._surroundings.pop_logged()
+        logged = self._stand_in.pop_logged()
         return {"train_loss": self._mean_of(loss, count), **logged, NUM_SAMPLES: num_samples}
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
@@ -256,7 +256,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
     def _num_samples(self, batch: Any) -> int:
         """Return the batch size that the step has logged, or else the one that Lightning finds."""
-        logged_size = self._surroundings.batch_size
+        logged_size = self._stand_in.batch_size
         if logged_size is not None:
             return logged_size
         size: int = _import_beside(self.module, "utilities.data").extract_batch_size(batch)
@@ -268,14 +268,14 @@ class LightningMethods(_Base):  # type: ignore[misc]
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         module = self.module
-        with torch.no_grad(), self._surround(validating=True) as surroundings:
+        with torch.no_grad(), self._attach_trainer(validating=True) as stand_in:
             self.train_mode(False)
             module.on_validation_start()
             module.on_validation_epoch_start()
             result: dict[str, Any] = super().validate(val_iterator, info)
             module.on_validation_epoch_end()
             module.on_validation_end()
-            result.update(compute_logged(surroundings.pop_logged()))
+            result.update(compute_logged(stand_in.pop_logged()))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -290,11 +290,11 @@ class LightningMethods(_Base):  # type: ignore[misc]
         metrics = {}
         if isinstance(loss, torch.Tensor):
             metrics["val_loss"] = self._mean_of(loss, self._count_loss(batch, num_samples))
-        return {**metrics, **self._surroundings.pop_logged(), NUM_SAMPLES: num_samples}
+        return {**metrics, **self._stand_in.pop_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         batch = self._move_to_device(batch)
-        with self._surround(), self.autocast():
+        with self._attach_trainer(), self.autocast():
             return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
 
     # ---- state
@@ -306,111 +306,6 @@ class LightningMethods(_Base):  # type: ignore[misc]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.on_load_checkpoint(state)
-
-
-class _Surroundings:
-    """Replaces ``self.trainer`` of a module."""
-
-    sanity_checking = False
-    progress_bar_callback = None
-    world_size = 1
-    logger = None
-    loggers: tuple[Any, ...] = ()
-
-    def __init__(self, operator: LightningMethods) -> None:
-        self._operator = operator
-        self._logged: dict[str, Any] = {}
-        self.batch_size: int | None = None
-        """The first ``batch_size`` that the current batch has logged."""
-        self.datamodule: Any = None
-        self.lr_scheduler_configs: list[Any] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.strategy, self._lightning_optimizers = self, self.optimizers  # for self.optimizers()
-
-    def __getattr__(self, name: str) -> Any:
-        reason = (
-            'pass config={"max_epochs": ...}.'
-            if name in ("max_epochs", "estimated_stepping_batches")
-            else "raysgd trains this module without Lightning's Trainer, and has no such "
-            "attribute. Pass the value in the config, or override a method of the operator."
-        )
-        raise AttributeError(f"self.trainer.{name}: {reason}")
-
-    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return the tensors of all workers, stacked by rank."""
-        tensor = torch.as_tensor(tensor)
-        if self.world_size == 1:
-            return tensor
-        functional = importlib.import_module("torch.distributed.nn.functional")
-        stacked = torch.stack(functional.all_gather(tensor.contiguous(), group))
-        return stacked if sync_grads else stacked.detach()
-
-    @property
-    def num_training_batches(self) -> int:
-        return int(self._operator.steps_per_epoch)
-
-    @property
-    def estimated_stepping_batches(self) -> int:
-        return int(self.max_epochs * self.num_training_batches)
-
-    @property
-    def current_epoch(self) -> int:
-        state = self._operator._train_state
-        # In Lightning, an epoch ends after its validation.
-        is_over = self.validating and state.epoch > 0 and state.offset == 0
-        return int(state.epoch - is_over)
-
-    @property
-    def global_step(self) -> int:
-        return int(self._operator.global_step)
-
-    def log(
-        self,
-        name: str,
-        value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Any = "mean",
-        batch_size: int | None = None,
-        **_: Any,
-    ) -> None:
-        """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
-        if self.batch_size is None:
-            self.batch_size = batch_size
-        if logger is False:
-            return
-        if hasattr(value, "metric_state"):
-            self._logged[name] = MergedStates(alone(value))
-            value.reset()
-            return
-        is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
-        if not is_tensor and not isinstance(value, numbers.Number):
-            raise TypeError(
-                f"self.log({name!r}, {value!r}): must be a number, a tensor of one element, or a "
-                "metric of torchmetrics."
-            )
-        reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
-        if reduction not in (*REDUCTIONS, "mean", "avg"):
-            raise ValueError(
-                f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min", or "max". For '
-                "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
-            )
-        value = value.detach() if is_tensor else value
-        if reduction in REDUCTIONS:
-            value = Reduced(reduction, value)
-        elif batch_size is not None:
-            value = Sums(ratio, total=value * batch_size, weight=batch_size)
-        self._logged[name] = value
-
-    def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
-        for name, value in dictionary.items():
-            self.log(name, value, *arguments, **keywords)
-
-    def pop_logged(self) -> dict[str, Any]:
-        logged, self._logged, self.batch_size = self._logged, {}, None
-        return logged
 
 
 def lightning_operator(

@@ -1,0 +1,118 @@
+"""What a LightningModule finds in ``self.trainer``, and what it logs."""
+
+from __future__ import annotations
+
+import importlib
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raysgd.metrics import Sums, ratio
+from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, alone
+
+
+class TrainerStandIn:
+    """Replaces ``self.trainer`` of a module."""
+
+    sanity_checking = False
+    progress_bar_callback = None
+    world_size = 1
+    logger = None
+    loggers: tuple[Any, ...] = ()
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        self._logged: dict[str, Any] = {}
+        self.batch_size: int | None = None
+        """The first ``batch_size`` that the current batch has logged."""
+        self.datamodule: Any = None
+        self.lr_scheduler_configs: list[Any] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.strategy, self._lightning_optimizers = self, self.optimizers  # for self.optimizers()
+
+    def __getattr__(self, name: str) -> Any:
+        reason = (
+            'pass config={"max_epochs": ...}.'
+            if name in ("max_epochs", "estimated_stepping_batches")
+            else "raysgd trains this module without Lightning's Trainer, and has no such "
+            "attribute. Pass the value in the config, or override a method of the operator."
+        )
+        raise AttributeError(f"self.trainer.{name}: {reason}")
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return the tensors of all workers, stacked by rank."""
+        tensor = torch.as_tensor(tensor)
+        if self.world_size == 1:
+            return tensor
+        functional = importlib.import_module("torch.distributed.nn.functional")
+        stacked = torch.stack(functional.all_gather(tensor.contiguous(), group))
+        return stacked if sync_grads else stacked.detach()
+
+    @property
+    def num_training_batches(self) -> int:
+        return int(self._operator.steps_per_epoch)
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return int(self.max_epochs * self.num_training_batches)
+
+    @property
+    def current_epoch(self) -> int:
+        state = self._operator._train_state
+        # In Lightning, an epoch ends after its validation.
+        is_over = self.validating and state.epoch > 0 and state.offset == 0
+        return int(state.epoch - is_over)
+
+    @property
+    def global_step(self) -> int:
+        return int(self._operator.global_step)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
+        if self.batch_size is None:
+            self.batch_size = batch_size
+        if logger is False:
+            return
+        if hasattr(value, "metric_state"):
+            self._logged[name] = MergedStates(alone(value))
+            value.reset()
+            return
+        is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not is_tensor and not isinstance(value, numbers.Number):
+            raise TypeError(
+                f"self.log({name!r}, {value!r}): must be a number, a tensor of one element, or a "
+                "metric of torchmetrics."
+            )
+        reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+        if reduction not in (*REDUCTIONS, "mean", "avg"):
+            raise ValueError(
+                f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min", or "max". For '
+                "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
+            )
+        value = value.detach() if is_tensor else value
+        if reduction in REDUCTIONS:
+            value = Reduced(reduction, value)
+        elif batch_size is not None:
+            value = Sums(ratio, total=value * batch_size, weight=batch_size)
+        self._logged[name] = value
+
+    def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, *arguments, **keywords)
+
+    def pop_logged(self) -> dict[str, Any]:
+        logged, self._logged, self.batch_size = self._logged, {}, None
+        return logged
