@@ -12,6 +12,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.tf.communication import communication_of
+from raysgd.tf.comparison import check_values, compare_update
 from raysgd.tf.engine import Engine
 
 _COMPARED_EVERY = 100
@@ -51,14 +52,14 @@ class ReplicaSync(StepFeature):
         self._num_unchecked += 1
 
     def end_epoch(self, epoch: int) -> None:
-        self._state.compare_update()  # workers with more batches raise an error, and do not wait
+        compare_update(self._state)  # workers with more batches raise an error, and do not wait
 
     def before_export(self) -> None:
         self._compare(after=1)
 
     def _compare(self, after: int = _COMPARED_EVERY) -> None:
         if self._num_unchecked >= after:
-            self._state.check_values()
+            check_values(self._state)
             self._num_unchecked = 0
 
     def sync_buffers(self) -> None:
@@ -106,7 +107,7 @@ class KerasOptimization(StepFeature):
             self._accumulated[id(optimizer)] = gradients
         if not tx.is_last:
             return
-        if self._state.compare_update(variables, lacks_gradient=any(g is None for g in gradients)):
+        if compare_update(self._state, variables, lacks_gradient=any(g is None for g in gradients)):
             gradients = communication.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = communication.mean([gradient for gradient, _ in pairs])

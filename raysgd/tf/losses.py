@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.metrics import MergeableMetric, Sums, ratio
+from raysgd.tf.keras import overrides
 
 
 class MeanLoss:
@@ -28,6 +30,64 @@ class MeanLoss:
         tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
         values = self.compiled.compute_loss(None, *tensors)
         return tf.reduce_mean(tf.cast(values, tf.float32))
+
+
+class BatchLosses:
+    """Computes what a batch of the registered model reports: its loss, and its metrics.
+
+    `criterion` and `metrics` have any form that ``compile()`` takes. None means those of the
+    compiled `model`.
+    """
+
+    def __init__(
+        self, model: Any, criterion: Any, metrics: Any, class_weight: Mapping[Any, float]
+    ) -> None:
+        self._model = model
+        self.criterion: Any = None if criterion is None else MeanLoss(criterion, model)
+        self._metrics = BatchMetrics(model, metrics)
+        self._class_weight = class_weight
+        self._of_outputs: list[Any] | None = None
+        """Losses of the outputs, if the model has several; None before the first batch."""
+
+    @property
+    def are_of_model(self) -> bool:
+        """Whether the model computes the loss, and not the criterion."""
+        has_own = overrides(self._model, "compute_loss")
+        return has_own or (self.criterion is None and self._model.compiled)
+
+    def unpack(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Return the features, target, and sample weights, with class weights in training."""
+        for metric in own_metrics(self._model):
+            metric.reset_state()
+        features, target, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        if training and self._class_weight:
+            weights = _multiply_weights(self._class_weight, target, weights)
+        return features, target, weights
+
+    def total(self, features: Any, target: Any, output: Any, weights: Any, training: bool) -> Any:
+        """Return the mean loss of a batch, including losses of layers."""
+        model = self._model
+        if self.are_of_model:
+            arguments = (features, target, output, weights)
+            takes = "training" in inspect.signature(model.compute_loss).parameters
+            loss = model.compute_loss(*arguments, **({"training": training} if takes else {}))
+            return tf.reduce_mean(tf.cast(loss, tf.float32))
+        losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
+        if target is not None:
+            losses.append(self.criterion(target, output, weights))
+        return tf.add_n(losses)
+
+    def measure(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
+        """Return the losses of the outputs and the registered metrics of a batch, by name."""
+        if self._of_outputs is None:  # the first batch creates them
+            compiled = self._model if self.are_of_model else self.criterion.compiled
+            self._of_outputs = [each for each in compiled.metrics if each.name.endswith("_loss")]
+        values: dict[str, Any] = {each.name: float(each.result()) for each in self._of_outputs}
+        for each in self._of_outputs:
+            each.reset_state()
+        values |= {each.name: mergeable(each, ((), {})) for each in own_metrics(self._model)}
+        values |= self._metrics.measure(target, output, weights)
+        return {f"{prefix}_{name}": value for name, value in values.items()}
 
 
 def _compile(model: Any, **arguments: Any) -> Any:
@@ -51,6 +111,25 @@ def losses_without_means(criterion: Any) -> list[str]:
         elif name.lower() in ("dice", "tversky", "circle"):  # the samples of a batch interact
             losses.append(name)
     return losses
+
+
+def _multiply_weights(class_weight: Mapping[Any, float], target: Any, sample_weight: Any) -> Any:
+    """Return sample weights times the weight of each target's class, which is 1 by default."""
+    if tf.nest.is_nested(target) or target is None:
+        raise ValueError(
+            "register(class_weight=...) is for models with one target. Yield batches "
+            "(x, y, sample_weight) instead."
+        )
+    classes = np.asarray(target)
+    if classes.ndim > 1:
+        one_hot = classes.shape[-1] > 1
+        classes = classes.argmax(axis=-1) if one_hot else classes[..., 0]
+    factors = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
+    weights = np.asarray(factors, np.float32).reshape(classes.shape)
+    if sample_weight is None:
+        return weights
+    sample_weight = np.asarray(sample_weight, np.float32)
+    return weights.reshape(sample_weight.shape) * sample_weight
 
 
 class BatchMetrics:

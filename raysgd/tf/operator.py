@@ -94,14 +94,14 @@ class TrainingOperator(OperatorBase):
         self._check_single()
         self._check_own_steps("train_batch")
         self._check_criterion()
-        parts = self._train_state.unpack(batch, training=True)
+        parts = self._train_state.losses.unpack(batch, training=True)
         loss, output, masks = self.minimize(self._forward, *parts, True)
         self._train_state.check_masks(masks)
         _, target, weights = parts
         return {
             "train_loss": loss,
             NUM_SAMPLES: _length(parts),
-            **self._train_state.measure("train", target, _mask(output, masks), weights),
+            **self._train_state.losses.measure("train", target, _mask(output, masks), weights),
         }
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class TrainingOperator(OperatorBase):
         """
         self._check_own_steps("validate_batch")
         self._check_criterion()
-        parts = self._train_state.unpack(batch, training=False)
+        parts = self._train_state.losses.unpack(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *parts, False)
         batch_info["output"] = output = _mask(output, masks)
@@ -122,7 +122,7 @@ class TrainingOperator(OperatorBase):
         return {
             "val_loss": loss,
             NUM_SAMPLES: _length(parts),
-            **self._train_state.measure("val", target, output, weights),
+            **self._train_state.losses.measure("val", target, output, weights),
         }
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class TrainingOperator(OperatorBase):
         import keras
 
         self._check_own_steps("predict_batch")
-        parts = self._train_state.unpack(batch, training=False)
+        parts = self._train_state.losses.unpack(batch, training=False)
         output = keras.tree.lists_to_tuples(self.run(self._predict, parts[0]))
         check_rows(output, _length(parts))
         return output
@@ -275,7 +275,8 @@ class TrainingOperator(OperatorBase):
                     )
 
     def _check_criterion(self) -> None:
-        if self._train_state.criterion is None and not self._train_state.model_computes_loss:
+        losses = self._train_state.losses
+        if losses.criterion is None and not losses.are_of_model:
             raise RuntimeError(
                 f"{type(self).__name__} has no criterion. Pass it to register(criterion=...), or "
                 "compile the model with a loss."
@@ -283,10 +284,9 @@ class TrainingOperator(OperatorBase):
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
         """Return the loss, the output, and the masks of the output, which graphs drop."""
-        model = self._the_only("model")
-        output = model(features, training=training)
-        arguments = (features, target, output, weights)
-        loss = self._train_state.total_loss(model, *arguments, training=training)
+        output = self._the_only("model")(features, training=training)
+        losses = self._train_state.losses
+        loss = losses.total(features, target, output, weights, training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         return loss, output, masks
 

@@ -11,7 +11,7 @@ from raysgd._internal.arguments import check_dict
 from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.keras import named_arrays, scaled_optimizer
-from raysgd.tf.losses import BatchMetrics, MeanLoss, losses_without_means
+from raysgd.tf.losses import BatchLosses, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
 
 
@@ -55,19 +55,17 @@ def register(
             )
     state.optimizers = [_check_optimizer(state, each) for each in as_list(optimizers)]
     state.transaction.steps.optimizers = state.optimizers
-    if criterion is not None:
-        state.criterion = MeanLoss(criterion, model)
+    class_weight = _check_class_weight(class_weight)
+    state.losses = BatchLosses(model, criterion, metrics, class_weight)
     for loss in losses_without_means(
         getattr(model, "loss", None) if criterion is None else criterion
     ):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
-    state.class_weight = _check_class_weight(class_weight)
-    state.metrics = BatchMetrics(model, metrics)
     state.registered = True
     registered = (
         in_shape_of(models, state.models),
         in_shape_of(optimizers, state.optimizers),
-        state.criterion,
+        state.losses.criterion,
         metrics,
     )
     return tuple(each for each in registered if each is not None)
