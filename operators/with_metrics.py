@@ -12,7 +12,7 @@ import torch
 from raysgd._internal.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, values_of
 from raysgd.torch import TrainingOperator
-from raysgd.torch.interop.logged import MergedStates, alone, members
+from raysgd.torch.interop.logged import MergedStates, copy_without_sync, nested_metrics
 from raysgd.torch.precision import in_full_precision
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class WithMetrics(TrainingOperator):
             raise ValueError(f"{kind}: pass config['metrics'], or override build_metrics.")
         metrics = metrics if isinstance(metrics, collection) else collection(metrics)
         # The names in items() have the prefix, and these metrics do not share states.
-        return {name: alone(metric).to(self.device) for name, metric in metrics.items()}
+        return {name: copy_without_sync(metric).to(self.device) for name, metric in metrics.items()}
 
     def update_metrics(self, output: Any, target: Any) -> None:
         """Update each metric with a validation batch: ``metric.update(output, target)``.
@@ -117,4 +117,4 @@ class WithMetrics(TrainingOperator):
 
 
 def _has_updates(metric: Metric) -> bool:
-    return any(member.update_called for member in members(metric))
+    return any(member.update_called for member in nested_metrics(metric))

@@ -231,7 +231,7 @@ def is_of_user(part: Any) -> bool:
 
 
 @contextlib.contextmanager
-def loading(
+def load_or_restore(
     owner: Any, own: Any, state: Any, place: str, load: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
     """Make an object load a state. If loading or the block fails, reload its `own` state.

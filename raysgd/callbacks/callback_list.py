@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.context import Progress
-from raysgd._internal.nested import loading, map_leaves, try_copy
+from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd._internal.paths import check_path, without_secrets
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.checkpoint import CheckpointCallback
@@ -60,14 +60,14 @@ class CallbackList:
         """States that wait for their callbacks."""
         self._detached: dict[str, Any] = {}
         """States of the callbacks of earlier calls of `fit`."""
-        self._attach(callbacks, num_seen=0)
+        self._add(callbacks, num_seen=0)
 
     def __iter__(self) -> Iterator[Callback]:
         return (entry.callback for entry in self._entries)
 
     # ---- start and end
 
-    def _attach(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
+    def _add(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
         entries = list(self._entries)
         for callback in callbacks:
             if any(entry.callback is callback for entry in entries):
@@ -80,16 +80,16 @@ class CallbackList:
         return added
 
     @contextlib.contextmanager
-    def attaching(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
+    def attach(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
         """Attach callbacks for a call of `fit`: start the new ones, and end them afterwards."""
         before = [entry for entry in self._entries if entry.started]
-        added = self._attach(callbacks, num_seen=len(trainer.events))
+        added = self._add(callbacks, num_seen=len(trainer.events))
         try:
             with contextlib.ExitStack() as ending:
                 ending.callback(self._detach, added)
                 ending.callback(self.end, trainer, before)
                 self._load(added)
-                with self.calling(trainer):
+                with self.enter_call(trainer):
                     yield
         except BaseException:
             self._failure = None
@@ -119,7 +119,7 @@ class CallbackList:
                     ending.callback(self._call_one, entry, "on_train_end", trainer)
 
     @contextlib.contextmanager
-    def calling(self, trainer: Trainer) -> Iterator[None]:
+    def enter_call(self, trainer: Trainer) -> Iterator[None]:
         """Surround a call of the trainer: start callbacks, and report and raise errors.
 
         An inner call, such as ``train()`` in ``fit()``, leaves ``on_exception`` to the outer one.
@@ -183,18 +183,18 @@ class CallbackList:
     def watcher(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Progress]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
-        wanting = [
+        listeners = [
             entry
             for entry in self._entries
             if entry.started and type(entry.callback).on_progress is not unused
         ]
-        if not wanting:
+        if not listeners:
             return None
 
         def notify(progress: Sequence[Progress]) -> None:
-            for entry in list(wanting):
+            for entry in list(listeners):
                 if not self._call_one(entry, "on_progress", trainer, kind, progress):
-                    wanting.remove(entry)  # report one failure per call
+                    listeners.remove(entry)  # report one failure per call
 
         notify([])
         return notify
@@ -248,7 +248,7 @@ class CallbackList:
         return {key: state for key, state in states.items() if state}
 
     @contextlib.contextmanager
-    def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
+    def load_states(self, state: Mapping[str, Any]) -> Iterator[None]:
         """Load the callbacks' states. States of other callbacks wait for ``fit(callbacks=...)``.
 
         If a callback or the block raises, all callbacks load their earlier states.
@@ -260,7 +260,9 @@ class CallbackList:
         with contextlib.ExitStack() as undoing:
             for key, entry in claimed.items():
                 place = f"callbacks[{key!r}]"
-                undoing.enter_context(loading(entry.callback, _state_of(entry), state[key], place))
+                undoing.enter_context(
+                    load_or_restore(entry.callback, _state_of(entry), state[key], place)
+                )
             yield
         self._loaded = {key: part for key, part in state.items() if key not in claimed}
         self._detached = {}

@@ -22,7 +22,7 @@ _WIDTH = 50
 _ROW = f"{{:<20}}  {{:<{_WIDTH}}}  {{:>14}}  {{:>14}}  {{:>10}}"
 
 
-class _Measuring(Callback):
+class _Measurement(Callback):
     stage: ClassVar[int] = -1  # run before the loggers
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
@@ -39,7 +39,7 @@ class _Measuring(Callback):
     on_steps_end = on_epoch_end
 
 
-class DeviceStats(_Measuring):
+class DeviceStats(_Measurement):
     """Adds the resource use of the workers' processes to the metrics of training.
 
     ``memory_mib`` is the largest resident memory of a worker. ``cpu_percent`` is the mean CPU use
@@ -74,7 +74,7 @@ def _process() -> psutil.Process:
     return psutil.Process()  # `cpu_percent` needs the time of its last call
 
 
-class LearningRateLogger(_Measuring):
+class LearningRateLogger(_Measurement):
     """Adds the learning rates at the end of each call to the metrics of training.
 
     The name is ``lr``; with several optimizers ``lr-0``, ``lr-1``; and with several parameter

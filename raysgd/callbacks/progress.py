@@ -108,10 +108,10 @@ class ProgressBar(EpochLines):
         if total is not None:
             total += done - num_batches
         num_samples = sum(each.num_samples for each in progress) * done / num_batches
-        self._slow = self._dominant(progress) if kind == "train" else {}
+        self._slow = self._find_slow_phase(progress) if kind == "train" else {}
         self._show(trainer, label, done, total, num_samples, latest)
 
-    def _dominant(self, progress: Sequence[Progress]) -> Mapping[str, str]:
+    def _find_slow_phase(self, progress: Sequence[Progress]) -> Mapping[str, str]:
         now = [each.timing for each in progress if each.timing is not None]
         if len(now) != len(self._before):
             self._before = now

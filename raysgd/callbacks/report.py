@@ -74,7 +74,7 @@ def make_report(folder: str | Path) -> Path:
         ValueError: if raysgd did not write the logs.
     """
     folder = Path(folder)
-    with checking_logs(folder):
+    with explain_log_errors(folder):
         text = _page(folder.resolve().name, RunLog(folder))
     path = folder / "report.html"
     with replacing(path) as file:
@@ -83,7 +83,7 @@ def make_report(folder: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def checking_logs(folder: Path) -> Iterator[None]:
+def explain_log_errors(folder: Path) -> Iterator[None]:
     """Raise ValueError if raysgd did not write the logs that are read in the context."""
     try:
         yield

@@ -115,7 +115,7 @@ def fit(
         with FoldingTracebacks():
             fit_command.fit(fit_command.load_operator(operator), settings)
     except Exception as error:
-        text, code = fit_command.message_of(error)
+        text, code = fit_command.describe_error(error)
         typer.echo(text, err=True)
         raise typer.Exit(code) from error
 

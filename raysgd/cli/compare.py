@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from raysgd._internal.step_timing import PHASES
-from raysgd.callbacks.report import RunLog, checking_logs
+from raysgd.callbacks.report import RunLog, explain_log_errors
 
 _LEAST_MS = 0.005
 _LEAST_SHARE, _LEAST_SHARE_OF_ONE = 0.05, 0.2
@@ -48,7 +48,7 @@ def _measurements(folder: Path) -> Mapping[str, Sequence[float]]:
 
     A phase counts on its slowest worker. The others wait for it, so the shortest wait counts.
     """
-    with checking_logs(folder):
+    with explain_log_errors(folder):
         log = RunLog(folder)
         kinds = [[c["speed"] for c in log.calls_of(k) if c.get("speed")] for k in ("step", "train")]
         speeds = max(kinds, key=len)

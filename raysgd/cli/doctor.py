@@ -42,7 +42,7 @@ def examine(echo: Callable[[str], object]) -> None:
     rows += [package_row(name, version) for name, version in versions.items()]
     memory = psutil.virtual_memory()
     rows += [("CPUs here", str(psutil.cpu_count()), "")]
-    rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
+    rows += [("memory here", _format_gib(memory.total), f"{_format_gib(memory.available)} free")]
     show([*rows, *_torch_rows()], echo)
     for problem in problems(versions):
         echo(f"\nWarning: {problem}")
@@ -102,7 +102,7 @@ def problems(versions: dict[str, str | None]) -> Iterator[str]:
         )
 
 
-def _gib(num_bytes: float) -> str:
+def _format_gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
@@ -139,5 +139,5 @@ def cluster_rows(address: str) -> Iterator[Row]:
     from raysgd.cluster import ray_session
 
     for name, (total, free) in ray_session.overview(address).items():
-        shown = _gib if "memory" in name else "{:g}".format
+        shown = _format_gib if "memory" in name else "{:g}".format
         yield name, shown(total), f"{shown(free)} free"

@@ -136,7 +136,7 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
             print(json.dumps(json_dict(history[-1])))
 
 
-def message_of(error: Exception) -> tuple[str, int]:
+def describe_error(error: Exception) -> tuple[str, int]:
     """Return the message and the exit status. Errors of arguments have no traceback."""
     is_refused = (
         isinstance(error, AttributeError | ImportError | OSError | TypeError | ValueError)

@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd._internal.imports import frozen_imports
-from raysgd._internal.nested import loading, map_leaves, try_copy
+from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd.checkpoint.file import facts_of, write_state
 from raysgd.cluster.large_values import Content, Incoming
 from raysgd.cluster.serialization import unpicklable_key
@@ -289,7 +289,9 @@ class OperatorRunner(Runner, ABC):
         with contextlib.ExitStack() as undoing:
             if "operator" in state:
                 own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
-                undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
+                undoing.enter_context(
+                    load_or_restore(self.operator, own, state["operator"], "operator")
+                )
             if incoming is not None and incoming.places:
                 train_state.transaction.is_damaged = True
                 incoming.fill()

@@ -54,7 +54,7 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
     return plan
 
 
-def with_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def use_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a validation with the names of older scripts, including ``loss``."""
     renamed = {
         f"validation_{name.removeprefix('val_')}" if name.startswith("val_") else name: value

@@ -44,7 +44,7 @@ class ReplicaSync(StepFeature):
 
     def begin_call(self, logs_steps: bool) -> None:
         self._state.check_compiled()
-        if self._trainable != (trainable := self._state.trainable()):
+        if self._trainable != (trainable := self._state.trainable_flags()):
             self._trainable, self._state.engine = trainable, Engine()  # graphs depend on it
         self._compare()
 

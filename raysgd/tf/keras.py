@@ -31,7 +31,7 @@ def set_arrays(variables: Iterable[Any], arrays: Mapping[str, Any]) -> None:
         variable.assign(np.asarray(array))
 
 
-def trainable_parts(model: Any) -> dict[str, bool]:
+def trainable_flags(model: Any) -> dict[str, bool]:
     """Return which layers and variables are trainable, by ``number/path``."""
     return {f"{n}/{part.path}": part.trainable for n, part in enumerate(_parts(model))}
 
@@ -47,7 +47,7 @@ def _parts(model: Any) -> list[Any]:
     return [*model._flatten_layers(), *model.weights]  # Keras has no public list of inner layers
 
 
-def portable(model: Any) -> dict[str, Any]:
+def to_portable(model: Any) -> dict[str, Any]:
     """Return the architecture and the weights of a model."""
     objects = _own_objects(model)  # sets the names in the architecture
     try:

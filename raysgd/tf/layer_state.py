@@ -17,12 +17,12 @@ _FILE = "file: "
 
 def layer_states(model: Any) -> dict[str, dict[str, Any]]:
     """Return the state of each layer that keeps more than variables, by ``number/name``."""
-    return {f"{n}/{layer.name}": _state_of(layer) for n, layer in enumerate(_special(model))}
+    return {f"{n}/{layer.name}": _state_of(layer) for n, layer in enumerate(_layers_to_save(model))}
 
 
 def set_layer_states(model: Any, states: Mapping[str, Any]) -> None:
     """Load the result of `layer_states`. Graphs of the model are outdated if it is not empty."""
-    for layer, state in zip(_special(model), states.values(), strict=True):
+    for layer, state in zip(_layers_to_save(model), states.values(), strict=True):
         if "bin_boundaries" in state:
             layer.bin_boundaries = state["bin_boundaries"]
         elif "vocabulary" not in state:
@@ -32,13 +32,13 @@ def set_layer_states(model: Any, states: Mapping[str, Any]) -> None:
 
 
 def layers_problem(model: Any, states: Mapping[str, Any]) -> str:
-    number, own = len(states), len(_special(model))
+    number, own = len(states), len(_layers_to_save(model))
     return (
         "" if number == own else f"it has {number} layers that keep more than variables, not {own}"
     )
 
 
-def _special(model: Any) -> list[Any]:
+def _layers_to_save(model: Any) -> list[Any]:
     """Return the preprocessing layers, and the user's layers that load more than variables."""
     layers = model._flatten_layers()  # Keras has no public method that includes inner layers
     loaders = [(layer, type(layer).load_own_variables.__module__) for layer in layers]

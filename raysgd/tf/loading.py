@@ -243,13 +243,13 @@ class DatasetSource(PartitionedSource):
                 return
             offset += len(group)
             if self._training:
-                yield from self._parts(group)
+                yield from self._own_micro_batches(group)
             elif gives_whole_batches:
                 yield from group[partition.rank : partition.rank + 1]
-            elif (own := self._own_part(group)) is not None:
+            elif (own := self._own_batch(group)) is not None:
                 yield own
 
-    def _parts(self, group: list[Any]) -> Iterator[Any]:
+    def _own_micro_batches(self, group: list[Any]) -> Iterator[Any]:
         """Yield this worker's batch of a step, in parts if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in group]
         max_rows = max(sizes)
@@ -259,14 +259,14 @@ class DatasetSource(PartitionedSource):
         may_split = partition.may_split and self.keeps_step
         step = EpochPartition(0, max_rows, size, rank, shares=shares, may_split=may_split)
         self._plan = step.plan((sum(sizes),))
-        own, number = self._own_part(group), len(self._plan.batches)
+        own, number = self._own_batch(group), len(self._plan.batches)
         if number == 1:
             yield own
             return
         for index in range(number):
-            yield _rows(own, *part_of(_num_rows(own), number, index))
+            yield _slice_rows(own, *part_of(_num_rows(own), number, index))
 
-    def _own_part(self, group: list[Any]) -> Any:
+    def _own_batch(self, group: list[Any]) -> Any:
         partition = self._partition
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         if len(group) == size and len(set(map(_num_rows, group))) == 1 and shares is None:
@@ -275,7 +275,7 @@ class DatasetSource(PartitionedSource):
         total = _num_rows(batch)
         if not self._training and rank >= total:
             return None
-        return _rows(batch, *part_of(total, size, rank, shares))
+        return _slice_rows(batch, *part_of(total, size, rank, shares))
 
     @property
     def digest(self) -> int:  # type: ignore[override]
@@ -334,18 +334,18 @@ class _Iteration:
         Features count too after many equal targets, which may be placeholders.
         """
         has_target = isinstance(batch, tuple) and len(batch) > 1
-        arrays = _compared(batch[1:] if has_target else batch)
+        arrays = _sample_elements(batch[1:] if has_target else batch)
         if has_target and len(self._targets) <= 1:
             self._num_targets += _num_rows(batch)
             self._targets.update(zip(*(array.tolist() for array in arrays), strict=False))
             if len(self._targets) == 1 and self._num_targets > _NUM_EQUAL:
-                arrays += _compared(batch[0])
+                arrays += _sample_elements(batch[0])
         for array in arrays:
             content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
             self._read_digest = zlib.crc32(content, self._read_digest)
 
 
-def _compared(nest: Any) -> list[Any]:
+def _sample_elements(nest: Any) -> list[Any]:
     arrays = [np.ravel(leaf.numpy()) for leaf in tf.nest.flatten(nest, expand_composites=True)]
     return [array[:: len(array) // _NUM_COMPARED + 1] for array in arrays]
 
@@ -355,14 +355,14 @@ def _concatenate(*columns: Any) -> Any:
     return tf.sparse.concat(0, list(columns)) if is_sparse else tf.concat(columns, 0)
 
 
-def _rows(batch: Any, first: int, stop: int) -> Any:
-    def rows_of(leaf: Any) -> Any:
+def _slice_rows(batch: Any, first: int, stop: int) -> Any:
+    def slice_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, tf.SparseTensor):
             return leaf[first:stop]
         shape = leaf.dense_shape.numpy()
         return tf.sparse.slice(leaf, [first, *[0] * len(shape[1:])], [stop - first, *shape[1:]])
 
-    return tf.nest.map_structure(rows_of, batch)
+    return tf.nest.map_structure(slice_leaf, batch)
 
 
 def _num_rows(batch: Any) -> int:

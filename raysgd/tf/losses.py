@@ -85,7 +85,7 @@ class BatchLosses:
         values: dict[str, Any] = {each.name: float(each.result()) for each in self._of_outputs}
         for each in self._of_outputs:
             each.reset_state()
-        values |= {each.name: mergeable(each, ((), {})) for each in own_metrics(self._model)}
+        values |= {each.name: to_mergeable(each, ((), {})) for each in own_metrics(self._model)}
         values |= self._metrics.measure(target, output, weights)
         return {f"{prefix}_{name}": value for name, value in values.items()}
 
@@ -155,7 +155,9 @@ class BatchMetrics:
         tensors = _map_nest(tf.convert_to_tensor, [target, output, sample_weight])
         if not self._names:
             self._compiled_metrics.update_state(*tensors)  # the first batch creates the metrics
-            self._names = _unnumber(self._compiled_metrics.result(), self._compiled_metrics.metrics)
+            self._names = _strip_numbers(
+                self._compiled_metrics.result(), self._compiled_metrics.metrics
+            )
         values: dict[str, MergeableMetric] = {}
         updates = [(metric, metric.update_state) for metric in self._compiled_metrics.metrics]
         try:
@@ -173,11 +175,11 @@ class BatchMetrics:
         updated = partial(update, *arguments, **named)
         owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
         is_own = not owner.__module__.startswith("keras.")
-        if is_own and name not in self._checked and _prove_sum(metric, updated):
+        if is_own and name not in self._checked and _check_is_sum(metric, updated):
             self._checked.add(name)
         _reset(metric)
         updated()
-        values[name] = mergeable(metric, (arguments, named))
+        values[name] = to_mergeable(metric, (arguments, named))
 
 
 def own_metrics(model: Any) -> list[Any]:
@@ -186,7 +188,7 @@ def own_metrics(model: Any) -> list[Any]:
     return [metric for layer in [model, *inner] for metric in layer._metrics]
 
 
-def mergeable(metric: Any, arguments: Any) -> MergeableMetric:
+def to_mergeable(metric: Any, arguments: Any) -> MergeableMetric:
     if isinstance(metric, keras.metrics.Mean) and type(metric).result is keras.metrics.Mean.result:
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
     return KerasMetric(metric, arguments)
@@ -197,7 +199,7 @@ def _map_nest(function: Callable[[Any], Any], nest: Any) -> Any:
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
 
 
-def _unnumber(names: Any, metrics: list[Any]) -> list[str]:
+def _strip_numbers(names: Any, metrics: list[Any]) -> list[str]:
     """Remove the numbers that Keras appends to repeated names, as in auc_7."""
     stable: list[str] = []
     for name, metric in zip(names, metrics, strict=True):
@@ -214,7 +216,7 @@ def _reset(metric: Any) -> None:
     metric.reset_state()
 
 
-def _prove_sum(metric: Any, update: Callable[[], Any]) -> bool:
+def _check_is_sum(metric: Any, update: Callable[[], Any]) -> bool:
     """Check that the state of a metric after two updates is twice the state after one.
 
     Return False if a variable is still zero, because the check then proves nothing.

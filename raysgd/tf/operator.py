@@ -101,7 +101,7 @@ class TrainingOperator(OperatorBase):
         return {
             "train_loss": loss,
             NUM_SAMPLES: _length(parts),
-            **self._train_state.losses.measure("train", target, _mask(output, masks), weights),
+            **self._train_state.losses.measure("train", target, _set_masks(output, masks), weights),
         }
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class TrainingOperator(OperatorBase):
         parts = self._train_state.losses.unpack(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *parts, False)
-        batch_info["output"] = output = _mask(output, masks)
+        batch_info["output"] = output = _set_masks(output, masks)
         _, target, weights = parts
         return {
             "val_loss": loss,
@@ -237,8 +237,8 @@ class TrainingOperator(OperatorBase):
             The result of `loss_of`.
         """
         train_state = self._train_state
-        optimizer = self._the_only("optimizer") if optimizer is None else optimizer
-        models = as_list(self._the_only("model") if model is None else model)
+        optimizer = self._find_only("optimizer") if optimizer is None else optimizer
+        models = as_list(self._find_only("model") if model is None else model)
         variables = [variable for each in models for variable in each.trainable_variables]
         with train_state.timing.within(BACKWARD):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
@@ -252,7 +252,7 @@ class TrainingOperator(OperatorBase):
 
     # ---- helpers
 
-    def _the_only(self, what: str) -> Any:
+    def _find_only(self, what: str) -> Any:
         registered = self._train_state.models if what == "model" else self._train_state.optimizers
         if len(registered) != 1:
             raise RuntimeError(
@@ -284,14 +284,14 @@ class TrainingOperator(OperatorBase):
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
         """Return the loss, the output, and the masks of the output, which graphs drop."""
-        output = self._the_only("model")(features, training=training)
+        output = self._find_only("model")(features, training=training)
         losses = self._train_state.losses
         loss = losses.total(features, target, output, weights, training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         return loss, output, masks
 
     def _predict(self, features: Any) -> Any:
-        return self._the_only("model")(features, training=False)
+        return self._find_only("model")(features, training=False)
 
 
 _STEPS = {
@@ -306,7 +306,7 @@ def _is_default(operator: Any, *names: str) -> bool:
     return all(getattr(type(operator), name).__module__.startswith("raysgd.") for name in names)
 
 
-def _mask(output: Any, masks: Any) -> Any:
+def _set_masks(output: Any, masks: Any) -> Any:
     import tensorflow as tf
 
     for tensor, mask in zip(tf.nest.flatten(output), tf.nest.flatten(masks), strict=True):

@@ -110,10 +110,10 @@ def build_registered(state: KerasTrainState) -> None:
         if not optimizer.built:
             optimizer.build(variables)
     state.compiled = state.compile_arguments()
-    state.not_finite = _infinite(state.models)
+    state.not_finite = _find_not_finite(state.models)
 
 
-def _infinite(models: list[Any]) -> list[str]:
+def _find_not_finite(models: list[Any]) -> list[str]:
     """Return the names of weights that are not trained and not finite, such as masks."""
     untrained = []
     for model in models:

@@ -18,10 +18,10 @@ from raysgd.tf.engine import NEXT_PHASE, Engine
 from raysgd.tf.features import Averages, KerasOptimization, ReplicaSync
 from raysgd.tf.keras import (
     named_arrays,
-    portable,
     set_arrays,
     set_trainable,
-    trainable_parts,
+    to_portable,
+    trainable_flags,
 )
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
 from raysgd.tf.loading import KerasSources
@@ -117,19 +117,19 @@ class KerasTrainState(TrainState):
 
     def whole_models(self) -> list[Any]:
         with self.evaluating():
-            return [portable(model) for model in self.models]
+            return [to_portable(model) for model in self.models]
 
     def user_settings(self) -> Any:
-        return self.trainable(), [_options_of(optimizer) for optimizer in self.optimizers]
+        return self.trainable_flags(), [_options_of(optimizer) for optimizer in self.optimizers]
 
-    def trainable(self) -> list[dict[str, bool]]:
-        return [trainable_parts(model) for model in self.models]
+    def trainable_flags(self) -> list[dict[str, bool]]:
+        return [trainable_flags(model) for model in self.models]
 
     def training_state(self) -> dict[str, Any]:
         return {
             "models": [named_arrays(model.weights) for model in self.models],
             "layers": [layer_states(model) for model in self.models],
-            "trainable": self.trainable(),
+            "trainable": self.trainable_flags(),
             "optimizers": [named_arrays(optimizer.variables) for optimizer in self.optimizers],
         } | ({"not_finite": self.not_finite} if self.not_finite else {})
 
@@ -137,7 +137,7 @@ class KerasTrainState(TrainState):
         weights = [model.weights for model in self.models]
         check_objects("models", weights, state.get("models"), _variables_problem)
         check_objects("layers", self.models, state.get("layers"), layers_problem)
-        trainable = self.trainable()
+        trainable = self.trainable_flags()
         check_objects("trainable", trainable, state.get("trainable", trainable), _trainable_problem)
         variables = [optimizer.variables for optimizer in self.optimizers]
         check_objects("optimizers", variables, state.get("optimizers"), _variables_problem)

@@ -21,7 +21,7 @@ from raysgd.loop.creators import creator_class
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
 from raysgd.tf import optimizer_options
-from raysgd.tf.creators import KerasCreators, fit_plan, number_of_workers, with_old_names
+from raysgd.tf.creators import KerasCreators, fit_plan, number_of_workers, use_old_names
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
@@ -158,9 +158,7 @@ class TFTrainer(OperatorTrainer):
             return super().validate(num_steps, profile, reduce_results, info)
         steps = self._plan["steps"] if num_steps is None else num_steps
         result = super().validate(steps, profile, reduce_results, info)
-        return (
-            with_old_names(result) if reduce_results else [with_old_names(each) for each in result]
-        )
+        return use_old_names(result) if reduce_results else [use_old_names(each) for each in result]
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, in this process.

@@ -67,7 +67,7 @@ def register(
     check_related(modules, state.optimizers, state.schedulers)
     strategy = STRATEGIES[mode_of(options, sharding, state.context.distributed)]
     _move_models(state, modules, strategy.keeps_parameters)
-    state.not_finite = _infinite(modules)
+    state.not_finite = _find_not_finite(modules)
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.settings.warn_once("apex", unused, apex_args, precision.name)
@@ -94,7 +94,7 @@ def register(
     return tuple(results)
 
 
-def _infinite(modules: list[torch.nn.Module]) -> list[str]:
+def _find_not_finite(modules: list[torch.nn.Module]) -> list[str]:
     """Return the names of buffers and frozen parameters that are not finite, such as masks."""
     untrained = [
         {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.nested import loading
+from raysgd._internal.nested import load_or_restore
 from raysgd.cluster.large_values import Incoming
 from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
@@ -247,7 +247,7 @@ class TorchTrainState(RegisteredState):
                         load = functools.partial(each.load_state_dict, strict=False)
                         own, saved = (self._unsharded_part(each, state) for state in (own, saved))
                     place = f"{kind}[{index}]"
-                    undoing.enter_context(loading(each, own, saved, place, load))
+                    undoing.enter_context(load_or_restore(each, own, saved, place, load))
         changed = state.get("requires_grad", ())  # older files lack it
         for model, first, now in zip(self.models, self.trained_at_first, changed, strict=False):
             ddp.require_gradients(ddp.plain(model), {**first, **now})

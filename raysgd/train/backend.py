@@ -157,7 +157,7 @@ class BackendExecutor:
         if initialization_hook is not None:
             check_function("start", "initialization_hook", initialization_hook)
         group = ActorGroup(self.options)
-        self._workers = WorkerGroup.over(group)
+        self._workers = WorkerGroup.view_of(group)
         controller = Controller(
             group,
             FunctionRunner(self._backend.share_cuda_visible_devices),
@@ -284,7 +284,7 @@ class BackendExecutor:
         self._earlier, self.checkpoints = self._saved, checkpoints
         call = Call(method="run", max_losses=self._max_losses)
         self._run = run = _Run(controller, plan, datasets, call)
-        with self.aborting():
+        with self.abort_on_error():
             # Each restart reads the plan of that time: see LoadRequest in `FunctionRunner.handle`.
             controller.snapshots.put(lambda: {"plan": run.plan})
             self._repair(controller)
@@ -297,7 +297,7 @@ class BackendExecutor:
         function, or WorkerLostError if workers are lost more often than ``max_retries`` allows.
         """
         run = self._require_run("fetch_next_result")
-        with self.aborting():
+        with self.abort_on_error():
             while run.values is None:
                 turns: list[Turn] = run.send(NextRequest())
                 if len({turn.kind for turn in turns}) > 1:
@@ -331,7 +331,7 @@ class BackendExecutor:
         return run.values
 
     @contextlib.contextmanager
-    def aborting(self) -> Iterator[None]:
+    def abort_on_error(self) -> Iterator[None]:
         """End the current run if the block raises."""
         try:
             yield

@@ -185,12 +185,12 @@ class DataParallelTrainer:
     def _new_folder(self) -> Path:
         config = self.run_config
         folder = run_folder(type(self).__name__, config.name, config.storage_path)
-        packed = self._packed()  # pack before creating the folder, because packing may fail
+        packed = self._pickle()  # pack before creating the folder, because packing may fail
         folder = make_folder(folder)
         write_pickle(packed, folder / _TRAINER, Manifest())
         return folder
 
-    def _packed(self) -> bytes:
+    def _pickle(self) -> bytes:
         """Return the pickled trainer, without data sets and callbacks that cannot be pickled."""
         stored = copy.copy(self)
         if unpicklable_key({"datasets": self.datasets}):

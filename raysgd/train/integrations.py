@@ -24,21 +24,21 @@ class Finder(PathFinder):
         if spec is not None and spec.loader is not None:
             run, name = spec.loader.exec_module, f"setup_{fullname.rpartition('.')[2]}"
 
-            def run_and_change(module: ModuleType) -> None:
+            def exec_and_wrap(module: ModuleType) -> None:
                 run(module)
                 setattr(module, name, functools.partial(_on_worker_0, getattr(module, name)))
 
-            spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_and_wrap  # type: ignore[method-assign]
         return spec
 
 
 def _on_worker_0(setup: Any, *arguments: Any, rank_zero_only: bool = True, **others: Any) -> Any:
     if rank_zero_only and worker_context().world_rank != 0:
-        return _Dummy()
+        return _IgnoredRun()
     return setup(*arguments, rank_zero_only=rank_zero_only, **others)
 
 
-class _Dummy:
+class _IgnoredRun:
     """A run that ignores everything."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:

@@ -14,7 +14,7 @@ from raysgd.train.worker_session import Plan, Session, process_state, worker_con
 _WARNED: set[str] = set()
 
 
-def _within_run(name: str) -> Session | None:
+def _find_session(name: str) -> Session | None:
     """Return the session. Outside of a run, warn once for each function and return None."""
     session = process_state.session
     if session is None and name not in _WARNED:
@@ -60,7 +60,7 @@ def report(
             f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
             "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
         )
-    session = _within_run("report")
+    session = _find_session("report")
     if session is not None:
         session.report(named if metrics is None else metrics, checkpoint)
 
@@ -74,7 +74,7 @@ def save_checkpoint(**state: Any) -> None:
     DistributedDataParallel is saved as the model that it wraps. Outside of a run, it warns once and
     does nothing.
     """
-    session = _within_run("save_checkpoint")
+    session = _find_session("save_checkpoint")
     if session is not None:
         session.save(state)
 
@@ -84,14 +84,14 @@ def load_checkpoint() -> dict[str, Any] | None:
 
     Return None if there is no checkpoint. Outside of a run, it warns once and returns None.
     """
-    session = _within_run("load_checkpoint")
+    session = _find_session("load_checkpoint")
     checkpoint = None if session is None else session.load()
     return None if checkpoint is None else checkpoint.to_dict()
 
 
 def get_checkpoint() -> Checkpoint | None:
     """Return the checkpoint of `load_checkpoint` as a :class:`Checkpoint`."""
-    session = _within_run("get_checkpoint")
+    session = _find_session("get_checkpoint")
     return None if session is None else session.load()
 
 
@@ -117,7 +117,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     splits the data set again. The name is required if the data sets have names. Outside of a run,
     or if the trainer has no data set, it warns and returns None.
     """
-    if _within_run("get_dataset_shard") is None:
+    if _find_session("get_dataset_shard") is None:
         return None
     shards = process_state.shards
     if shards is None:

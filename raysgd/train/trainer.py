@@ -24,7 +24,7 @@ from raysgd.train.worker_group import TrainWorkerGroup
 __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
 
 
-def _of_executor(name: str) -> Any:
+def _forward_to_executor(name: str) -> Any:
     """Return a property of the trainer: a property of its executor."""
     doc = getattr(BackendExecutor, name).__doc__
     return forward_to(f"_executor.{name}", doc or "")
@@ -126,7 +126,7 @@ class Trainer:
         handler = CallbackHandler(callbacks)
         reports = self.run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)
         assert self.latest_run_dir is not None
-        with self._executor.aborting(), handler.run(self.latest_run_dir, config or {}):
+        with self._executor.abort_on_error(), handler.run(self.latest_run_dir, config or {}):
             for each in reports:
                 handler.handle(each)
         return reports.get_final_results() or []
@@ -192,16 +192,16 @@ class Trainer:
 
     # ---- results
 
-    latest_checkpoint = _of_executor("latest_checkpoint")
-    latest_checkpoint_dir = _of_executor("latest_checkpoint_dir")
-    latest_checkpoint_path = _of_executor("latest_checkpoint_path")
+    latest_checkpoint = _forward_to_executor("latest_checkpoint")
+    latest_checkpoint_dir = _forward_to_executor("latest_checkpoint_dir")
+    latest_checkpoint_path = _forward_to_executor("latest_checkpoint_path")
 
     def get_latest_checkpoint(self) -> Any:
         """Return ``latest_checkpoint``. Older name."""
         return self.latest_checkpoint
 
-    best_checkpoint_path = _of_executor("best_checkpoint_path")
-    events = _of_executor("events")
+    best_checkpoint_path = _forward_to_executor("best_checkpoint_path")
+    events = _forward_to_executor("events")
     load_checkpoint_from_path = staticmethod(load_checkpoint_from_path)
 
     @property

@@ -51,7 +51,7 @@ class WorkerGroup:
         self.start()
 
     @classmethod
-    def over(cls, group: ActorGroup) -> WorkerGroup:
+    def view_of(cls, group: ActorGroup) -> WorkerGroup:
         """Return a view of the workers that an executor supervises."""
         view = cls.__new__(cls)
         view._group = group
@@ -194,7 +194,7 @@ class TrainWorkerGroup(list["HostedWorker"]):
         hosted_id = uuid.uuid4().hex
         self._executor = executor
         group: WorkerGroup = executor.worker_group
-        group.execute(_host, hosted_id, train_cls, args, dict(kwargs))
+        group.execute(_create_hosted, hosted_id, train_cls, args, dict(kwargs))
         super().__init__(HostedWorker(worker.actor, hosted_id) for worker in group.workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
@@ -222,7 +222,7 @@ class HostedWorker:
         return SimpleNamespace(remote=remote)
 
 
-def _host(
+def _create_hosted(
     hosted_id: str, train_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     _HOSTED[hosted_id] = train_cls(*args, **kwargs)

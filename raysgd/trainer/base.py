@@ -140,7 +140,7 @@ class OperatorTrainer(TrainerInfo):
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
-        with self._callback_list.calling(self):
+        with self._callback_list.enter_call(self):
             request = self._reporter.train_request(info=info, profile=profile, dataset=dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch

@@ -70,7 +70,7 @@ class FitLoop:
                 "Call it outside of hooks."
             )
         self.stop_reason = None
-        with callback_list.attaching(trainer, own):
+        with callback_list.attach(trainer, own):
             why = "fit() does not validate."
             if options.validate_every and not self._can_validate():
                 why = f"{why} {missing_loader('validation')}"

@@ -73,7 +73,7 @@ class ResultReporter:
     ) -> WorkerMetrics:
         """Run a validation, and pass its metrics to the callbacks."""
         self.dispatcher.check_open(changes_state=True)
-        with self.dispatcher.callback_list.calling(trainer):
+        with self.dispatcher.callback_list.enter_call(trainer):
             request = ValidateRequest(
                 number=next(self.dispatcher.numbers),
                 num_steps=num_steps,

@@ -193,7 +193,7 @@ class StateTransfer:
         check_state(state)
         of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
         of_workers = for_workers(state)
-        with self.dispatcher.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
+        with self.dispatcher.callback_list.load_states(copy.deepcopy(of_driver["callbacks"])):
             self.dispatcher.run(LoadRequest(state=of_workers), changes_state=True)
         path = of_driver["parent"].get("path")
         self.parent = None if path is None else without_homes(path)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.metrics import Sums, ratio
-from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, alone
+from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, copy_without_sync
 
 
 class TrainerStandIn:
@@ -87,7 +87,7 @@ class TrainerStandIn:
         if logger is False:
             return
         if hasattr(value, "metric_state"):
-            self._logged[name] = MergedStates(alone(value))
+            self._logged[name] = MergedStates(copy_without_sync(value))
             value.reset()
             return
         is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1

@@ -48,12 +48,12 @@ class MergedStates(MergeableMetric):
         return MergedStates(merged._reduce_states()) if _are_associative(self._parts[0]) else merged
 
     def compute(self) -> Any:
-        return _with_underscores(self._reduce_states().compute())
+        return _add_underscores(self._reduce_states().compute())
 
     def _reduce_states(self) -> Metric:
         # Copy, because some metrics change their states in compute(). The newest is the smallest.
         metric = self._parts[-1].clone()
-        for member, *parts in zip(*map(members, (metric, *self._parts)), strict=True):
+        for member, *parts in zip(*map(nested_metrics, (metric, *self._parts)), strict=True):
             for name, reduce in member._reductions.items():
                 if len(parts) > 1:
                     setattr(member, name, _combine([getattr(p, name) for p in parts], reduce))
@@ -64,17 +64,17 @@ class MergedStates(MergeableMetric):
         return {"_parts": [part.clone().cpu() for part in self._parts]}
 
 
-def members(metric: Metric) -> list[Metric]:
+def nested_metrics(metric: Metric) -> list[Metric]:
     """Return a metric and the metrics that it wraps."""
     from torchmetrics import Metric
 
     return [module for module in metric.modules() if isinstance(module, Metric)]
 
 
-def alone(metric: Metric) -> Metric:
+def copy_without_sync(metric: Metric) -> Metric:
     """Return a copy of a metric that never communicates, as workers may compute unequally often."""
     own = metric.clone()
-    for member in members(own):
+    for member in nested_metrics(own):
         member.distributed_available_fn = bool  # without an argument, it returns False
         member.dist_sync_on_step = False
     return own
@@ -86,7 +86,7 @@ def _are_associative(metric: Metric) -> bool:
     return all(
         reduce in (dim_zero_max, dim_zero_min, dim_zero_sum)
         or isinstance(member._defaults[name], list)
-        for member in members(metric)
+        for member in nested_metrics(metric)
         for name, reduce in member._reductions.items()
     )
 
@@ -99,10 +99,10 @@ def _combine(states: list[Any], reduce: Any) -> Any:
     return stacked if reduce is None else reduce(stacked)
 
 
-def _with_underscores(value: Any) -> Any:
+def _add_underscores(value: Any) -> Any:
     """Return the result of a metric, with an underscore before each name."""
     if isinstance(value, Mapping):
-        return {f"_{key}": _with_underscores(entry) for key, entry in value.items()}
+        return {f"_{key}": _add_underscores(entry) for key, entry in value.items()}
     return value
 
 

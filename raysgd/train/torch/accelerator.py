@@ -100,10 +100,10 @@ def prepare_model(
     if move_to_device:
         model = model.to(device)
     if accelerator.amp:
-        forward = functools.partial(_in_autocast, accelerator.precision, model.forward)
+        forward = functools.partial(_run_in_autocast, accelerator.precision, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)
     if not wrap_ddp or world_size() <= 1:
-        return _with_module(model) if wrap_ddp else model
+        return _add_module_attribute(model) if wrap_ddp else model
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"prepare_model({type(model).__name__}): none of its parameters requires a gradient. "
@@ -125,7 +125,7 @@ def _add_prefix(wrapped: Any, state: dict[str, Any], prefix: str, *others: Any) 
             state[inner + name.removeprefix(prefix)] = state.pop(name)
 
 
-def _with_module(model: torch.nn.Module) -> torch.nn.Module:
+def _add_module_attribute(model: torch.nn.Module) -> torch.nn.Module:
     """Return an object with the attributes of a model, and of its wrapper in a larger group."""
     if hasattr(model, "module"):
         return model
@@ -139,7 +139,7 @@ def _with_module(model: torch.nn.Module) -> torch.nn.Module:
             return super().load_state_dict(state_dict, *args, **kwargs)
 
         def __deepcopy__(self, memo: Any) -> Any:
-            return _with_module(copy.deepcopy(self.module, memo))
+            return _add_module_attribute(copy.deepcopy(self.module, memo))
 
         def __reduce__(self) -> Any:
             return copy.copy, (self.module,)  # a file can be read without raysgd
@@ -268,7 +268,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     worker_session.process_state.seed = seed
 
 
-def _in_autocast(
+def _run_in_autocast(
     precision: Precision, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with precision.autocast():

@@ -103,14 +103,14 @@ class PreparedLoader(DataLoader[Any]):
         return len(self._loader if self._worker_sampler is None else self._worker_sampler.source)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        sampler, (epoch, offset) = self._worker_sampler, self._begin()
+        sampler, (epoch, offset) = self._worker_sampler, self._next_position()
         self._pass = None
         if sampler is None:
             batches: Iterator[Any] = itertools.islice(once(self._loader), offset, None)
         else:
             batches = sampler.source.batches(epoch, offset)
         if (device := self._device) is not None and self._ahead:
-            batches = _move_ahead(batches, device)
+            batches = _prefetch(batches, device)
         elif device is not None:
             whole = batches
             batches = (move_to_device(batch, device) for batch in whole)
@@ -131,7 +131,7 @@ class PreparedLoader(DataLoader[Any]):
                     offset = sampler.source.offset_after(offset, 1)
                 self._pass = epoch, offset, begun
                 yield batch
-                if self._counts(begun):
+                if self._has_trained_since(begun):
                     self._start = epoch + 1, 0
         finally:
             if sampler is not None:
@@ -153,8 +153,8 @@ class PreparedLoader(DataLoader[Any]):
             ValueError: if the order of a loader that is not split is random.
         """
         self._check_order()
-        epoch, offset = self._begin()
-        if self._pass is not None and self._counts(self._pass[2]):
+        epoch, offset = self._next_position()
+        if self._pass is not None and self._has_trained_since(self._pass[2]):
             epoch, offset, _ = self._pass
         if self._worker_sampler is None:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
@@ -192,12 +192,12 @@ class PreparedLoader(DataLoader[Any]):
             self._worker_sampler.set_epoch(epoch)
         self._start, self._pass = (epoch, offset), None
 
-    def _begin(self) -> tuple[int, int]:
+    def _next_position(self) -> tuple[int, int]:
         """Return the epoch and the offset of the next pass."""
         epoch = self._start[0] if self._worker_sampler is None else self._worker_sampler.begin()
         return epoch, self._start[1] if self._start[0] == epoch else 0
 
-    def _counts(self, begun: int | None) -> bool:
+    def _has_trained_since(self, begun: int | None) -> bool:
         """Return whether the workers have trained since there were `begun` collectives."""
         is_alone = self._worker_sampler is None or self._world_size == 1
         return is_alone or begun is None or begun < (self._num_collectives() or 0)
@@ -217,7 +217,7 @@ def _set_epoch(sampler: Any, seed: int, epoch: int) -> None:
         sampler.generator = torch.Generator().manual_seed(seed + epoch)
 
 
-def _move_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Move each batch on a separate CUDA stream while the previous one is in use."""
     stream = torch.cuda.Stream(device)
 

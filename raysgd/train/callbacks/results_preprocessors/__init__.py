@@ -60,7 +60,7 @@ class SequentialResultsPreprocessor(ResultsPreprocessor):
         return results
 
 
-class _Aggregating(ResultsPreprocessor):
+class _Aggregator(ResultsPreprocessor):
     """Adds to every result a value over the workers that reported a number."""
 
     _name: str
@@ -83,7 +83,7 @@ class _Aggregating(ResultsPreprocessor):
         raise NotImplementedError
 
 
-class AverageResultsPreprocessor(_Aggregating):
+class AverageResultsPreprocessor(_Aggregator):
     """Adds ``avg(name)``, the mean over the workers, for `keys` or all metrics that are numbers."""
 
     _name = "avg({})"
@@ -92,7 +92,7 @@ class AverageResultsPreprocessor(_Aggregating):
         return sum(numbers.values()) / len(numbers)
 
 
-class MaxResultsPreprocessor(_Aggregating):
+class MaxResultsPreprocessor(_Aggregator):
     """Adds ``max(name)``, the maximum over the workers, for `keys` or all numeric metrics."""
 
     _name = "max({})"
@@ -101,7 +101,7 @@ class MaxResultsPreprocessor(_Aggregating):
         return max(numbers.values())
 
 
-class WeightedAverageResultsPreprocessor(_Aggregating):
+class WeightedAverageResultsPreprocessor(_Aggregator):
     """Adds ``weight_avg_WEIGHT(name)``, the mean over the workers, weighted by another metric.
 
     Adds the mean for `keys`, or for all metrics that are numbers. `weight_key` names the metric

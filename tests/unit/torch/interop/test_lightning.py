@@ -13,7 +13,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
-from raysgd.torch.interop.logged import MergedStates, alone
+from raysgd.torch.interop.logged import MergedStates, copy_without_sync
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
@@ -314,7 +314,7 @@ def test_a_logged_metric_of_torchmetrics_does_not_wait_for_other_workers():
         torchmetrics.SumMetric(dist_sync_fn=wait, distributed_available_fn=lambda: True)
     )
     metric.update(2.0)
-    assert MergedStates(alone(metric)).compute() == {"_raw": 2, "_min": 2, "_max": 2}
+    assert MergedStates(copy_without_sync(metric)).compute() == {"_raw": 2, "_min": 2, "_max": 2}
 
 
 class Planning(Line):
