@@ -59,10 +59,10 @@ def set_fields(options: Any, **values: Any) -> None:
 
 def as_int(value: Any) -> Any:
     """Return a whole number, such as ``numpy.int64(3)`` or 3.0, as an int, else `value`."""
-    is_whole = isinstance(value, numbers.Integral) or (
+    is_integer = isinstance(value, numbers.Integral) or (
         isinstance(value, float) and value.is_integer()
     )
-    return int(value) if is_whole and not isinstance(value, bool) else value
+    return int(value) if is_integer and not isinstance(value, bool) else value
 
 
 def is_number(value: Any) -> bool:

@@ -70,11 +70,15 @@ class BatchSource:
     reads_everything = False  # every worker reads all samples, and uses its part
 
     def __init__(
-        self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
+        self,
+        loader: Any,
+        has_length: bool = True,
+        by_user: bool = False,
+        why_not_partitioned: str = "",
     ) -> None:
         self.loader = loader
         self.by_user = by_user or own_ranks(loader) is not None  # user code selects the part
-        self.why_whole = why_whole
+        self.why_not_partitioned = why_not_partitioned
         self._has_length = has_length and length_of(loader) is not None
         self._rest: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
         self._iteration: Any = None  # the newest iterator over the loader

@@ -206,7 +206,7 @@ class OperatorRunner(Runner, ABC):
                         feature.before_export()
                     return self.generators.state()
                 case requests.ModelsRequest():
-                    return self._train_state.whole_models()
+                    return self._train_state.unsharded_models()
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():

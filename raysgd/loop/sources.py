@@ -83,7 +83,7 @@ class DataSources(ABC):
                 "trainer or give the loader an attribute num_replicas.",
                 argument,
                 type(loader).__name__,
-                source.why_whole,
+                source.why_not_partitioned,
             )
         return source
 

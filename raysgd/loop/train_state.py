@@ -64,7 +64,7 @@ class SavedState(ABC):
         """
 
     @abstractmethod
-    def whole_models(self) -> list[Any]:
+    def unsharded_models(self) -> list[Any]:
         """Return copies of the models on rank 0. All ranks with shards must call it."""
 
     def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:

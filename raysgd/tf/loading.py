@@ -60,9 +60,9 @@ class KerasSources(DataSources):
             source = DatasetSource(loader, training=training, splits=splits, **partition_arguments)
             source.is_compared = settings.options.num_workers > 1
             return source
-        why_whole = "it is neither arrays nor a tf.data.Dataset"
+        why = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(
-            loader, by_user=not settings.options.add_dist_sampler, why_whole=why_whole
+            loader, by_user=not settings.options.add_dist_sampler, why_not_partitioned=why
         )
 
     def check_end(self) -> None:

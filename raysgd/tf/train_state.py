@@ -115,7 +115,7 @@ class KerasTrainState(TrainState):
             return np.array(leaf)
         return try_copy(leaf)
 
-    def whole_models(self) -> list[Any]:
+    def unsharded_models(self) -> list[Any]:
         with self.evaluating():
             return [to_portable(model) for model in self.models]
 

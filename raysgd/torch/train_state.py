@@ -115,7 +115,7 @@ class TorchTrainState(RegisteredState):
             )
         return without(state, digests)
 
-    def whole_models(self) -> list[torch.nn.Module]:
+    def unsharded_models(self) -> list[torch.nn.Module]:
         self.check_undamaged()
         if (copies := self.replication.export_models(len(self.given_models))) is not None:
             return copies

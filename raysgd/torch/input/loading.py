@@ -325,14 +325,14 @@ def wrap_loader(
         loader = DataLoader(loader, loader.batch_size, collate_fn=join_samples)  # type: ignore[arg-type]
     may_partition = partitions and own_ranks(loader) is None
     whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
-    why = why_whole(whole)
+    why = why_not_partitioned(whole)
     if (may_partition or _is_distributed(whole)) and not why:
         return PartitionedLoader(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
     if may_partition and not is_read_once(loader) and not layout.is_fixed:
         return StreamSource(loader, order_batch=order_batch, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
-    return BatchSource(loader, has_length, by_user=not partitions, why_whole=why)
+    return BatchSource(loader, has_length, by_user=not partitions, why_not_partitioned=why)
 
 
 def _content_of(dataset: Any) -> str:
@@ -374,7 +374,7 @@ def _is_distributed(loader: Any) -> bool:
     )
 
 
-def why_whole(loader: Any) -> str:
+def why_not_partitioned(loader: Any) -> str:
     """Return why a loader cannot be partitioned, or an empty string if it can."""
     if is_read_once(loader):
         return "an iterator can be read only once"

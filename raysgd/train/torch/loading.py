@@ -21,7 +21,7 @@ from raysgd.data.partition import StepLayout
 from raysgd.data.source import once, own_ranks
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
-from raysgd.torch.input.loading import why_whole, wrap_loader
+from raysgd.torch.input.loading import why_not_partitioned, wrap_loader
 from raysgd.torch.input.orders import is_plain_shuffle, makes_own_batches
 from raysgd.torch.input.stream_reading import clone
 
@@ -310,7 +310,7 @@ def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_s
         return False
     if makes_own_batches(loader):
         return splits == "always" or isinstance(loader.dataset, Stream)
-    if (reason := why_whole(loader)) and full_size > 1:
+    if (reason := why_not_partitioned(loader)) and full_size > 1:
         logger.warning(
             "Every worker reads all data of a loader, because %s. Select the data by "
             "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",

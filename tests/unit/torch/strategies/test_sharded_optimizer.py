@@ -305,7 +305,7 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         check_equal(whole_state(runner), state)
         runner.handle(TrainRequest(number=1, until_step=5))
         check_equal(whole_state(runner)["models"], later["models"])
-        runner._train_state.whole_models()
+        runner._train_state.unsharded_models()
         runner.teardown()
 
 
