@@ -32,7 +32,7 @@ _TOKEN_ADVICE = (
     "If the cluster uses tokens, set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN to the output of "
     "`ray get-auth-token` on the head node."
 )
-_OF_EACH = ("node:", "ray.io/node-id=", "memory", "object_store_memory")
+_ON_EVERY_NODE = ("node:", "ray.io/node-id=", "memory", "object_store_memory")
 """Prefixes of the resources and labels that every node has."""
 _WITH_ANOTHER_PYTHON = {"py_executable", "pip", "conda", "uv", "image_uri", "container"}
 _SPEED_TEST_S = 1.0
@@ -216,7 +216,9 @@ def node_traits() -> dict[str, set[str]]:
         if node["Alive"]:
             types = [name.removeprefix("accelerator_type:") for name in node["Resources"]]
             labels = [f"{name}={value}" for name, value in node.get("Labels", {}).items()]
-            traits[node["NodeID"]] = {n for n in (*types, *labels) if not n.startswith(_OF_EACH)}
+            traits[node["NodeID"]] = {
+                n for n in (*types, *labels) if not n.startswith(_ON_EVERY_NODE)
+            }
     return traits
 
 

@@ -83,7 +83,7 @@ class SpeedReport:
         return "\n".join([*lines, self.sentence] if self.sentence else lines)
 
 
-_OF_ALL = {
+_ADVICE_FOR_ALL = {
     "save": "{share} time goes into checkpoints and snapshots{since}: save less often or to a "
     "faster disk, or use CheckpointCallback(blocking=False).",
     "data": "{share} step waits for data{all}{since}: {loader}.",
@@ -94,7 +94,7 @@ _OF_ALL = {
     "wait": "{share} step waits for gradients{since}, {why}: look at the network, or use larger "
     "batches or gradient_accumulation_steps.",
 }
-_OF_ONE = {
+_ADVICE_FOR_ONE = {
     "data": "waits for data {longer}, {share} step: {loader}, or look at its disk.",
     "save": "saves {longer}: take snapshots less often.",
     "other": "runs code outside of forward, backward, and optimizer {longer}: look for printing, "
@@ -125,12 +125,12 @@ def find_cause(
     if len(workers) > 1 and (cause := _straggler(workers, since)):
         return cause
     step_s = statistics.mean(each.step_s for each in workers)
-    least_s = {name: min(each.seconds[name] for each in workers) for name in _OF_ALL}
+    least_s = {name: min(each.seconds[name] for each in workers) for name in _ADVICE_FOR_ALL}
     phase = max(least_s, key=lambda name: least_s[name] / _LEAST_SHARES[name])
     if least_s[phase] < max(_LEAST_SHARES[phase] * step_s, _LEAST_STEP_S):
         return None
     rank, why = _slow_link(workers, links or {}) if phase == "wait" else (None, "")
-    text = _OF_ALL[phase].format(
+    text = _ADVICE_FOR_ALL[phase].format(
         share=_share(least_s[phase], step_s),
         since=since,
         all=" on all workers" if len(workers) > 1 else "",
@@ -150,14 +150,14 @@ def _straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     now = {**slowest.seconds, "computing": slowest.computing_s}
     usual = {name: statistics.median(each.seconds[name] for each in others) for name in PHASES}
     usual["computing"] = statistics.median(each.computing_s for each in others)
-    extra = {name: now[name] - usual[name] for name in _OF_ONE}
+    extra = {name: now[name] - usual[name] for name in _ADVICE_FOR_ONE}
     phase = max(extra, key=lambda name: extra[name])
     # A busy processor slows down everything, also a loader in the same process.
     if now["computing"] > _FACTOR * usual["computing"] and extra["computing"] > 0.25 * extra_s:
         phase = "computing"
     is_known = 20 * usual[phase] > now[phase]
     times = f"{now[phase] / usual[phase]:.1f} times" if is_known else "much"
-    text = _OF_ONE[phase].format(
+    text = _ADVICE_FOR_ONE[phase].format(
         longer=f"{times} longer than the others{since}",
         share=_share(now[phase], slowest.step_s),
         loader=_advice_for_loader(slowest),

@@ -21,7 +21,7 @@ class Evaluation:
     def __init__(self, operator: Any, signal: Signal, progress: CallProgress) -> None:
         self._operator, self._signal, self._progress = operator, signal, progress
         self._train_state: TrainState = operator._train_state
-        self.batches: _Counted | None = None
+        self.batches: _EvaluationBatches | None = None
         self.total: int | None = None
 
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ class Evaluation:
         while left is None or left > 0:
             num_left = source.steps_left(offset)
             limit = min((n for n in (left, num_left) if n is not None), default=None)
-            batches = _Counted(source, source.batches(0, offset, limit), self._signal)
+            batches = _EvaluationBatches(source, source.batches(0, offset, limit), self._signal)
             self.batches, self.total, train_state.meters = batches, limit, None
             try:
                 with train_state.timers.record("validation"):
@@ -109,7 +109,7 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state)
         positions, predictions = source.batch_positions(), []
         with train_state.evaluating():
-            batches = self.batches = _Counted(source, source.batches(0, 0), self._signal)
+            batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._signal)
             try:
                 for output in operator._predictions(batches):
                     predictions.append((next(positions), output))
@@ -122,7 +122,7 @@ class Evaluation:
                 source.close_workers()
         return predictions
 
-    def _check_samples(self, source: BatchSource, batches: _Counted) -> None:
+    def _check_samples(self, source: BatchSource, batches: _EvaluationBatches) -> None:
         """Compare the samples of a stream, if every worker has read all of its batches."""
         train_state = self._train_state
         is_compared = source.step_digest() is not None and train_state.context.world_size > 1
@@ -161,7 +161,7 @@ def check_samples(source: BatchSource, train_state: TrainState, has_batch: int =
     return has_batch
 
 
-class _Counted:
+class _EvaluationBatches:
     """An iterator that counts its batches and can be stopped."""
 
     def __init__(self, source: BatchSource, batches: Iterator[Any], signal: Signal) -> None:
@@ -182,7 +182,7 @@ class _Counted:
             return f"when reading batch {self.count + 1}"
         return f"in batch {self.count}, {describe(self._batch)}"
 
-    def __iter__(self) -> _Counted:
+    def __iter__(self) -> _EvaluationBatches:
         return self
 
     def __next__(self) -> Any:

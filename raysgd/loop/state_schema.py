@@ -53,7 +53,7 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
 
 def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what workers load of a state: all without the entries of the driver and of a call."""
-    return _models_last(without_call(state, *OF_DRIVER))
+    return _models_last(without_call(state, *DRIVER_KEYS))
 
 
 def without_call(state: Mapping[str, Any], *more: str) -> dict[str, Any]:
@@ -71,31 +71,31 @@ def _models_last(state: dict[str, Any]) -> dict[str, Any]:
 # ---- checks
 
 
-def _count(name: str, value: Any) -> None:
+def _check_count(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
         raise CheckpointError(f"The state's {name} must be a count, but it is {value!r}.")
 
 
-def _dict(name: str, value: Any) -> None:
+def _check_dict(name: str, value: Any) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointError(f"state[{name!r}] must be a dict, but it is {value!r}.")
 
 
-def _position(name: str, position: Any) -> None:
+def _check_position(name: str, position: Any) -> None:
     if not position:  # a state of RaySGD has only the epoch
         return
-    _dict(name, position)
+    _check_dict(name, position)
     optional = [key for key in ("validation_offset", "seed", "split") if key in position]
     for key in ("epoch", "offset", *optional):
-        _count(f"{name}[{key!r}]", position.get(key))
+        _check_count(f"{name}[{key!r}]", position.get(key))
     if position.get("split") == 0:
         raise CheckpointError(f"The state's {name}['split'] must be at least 1.")
-    _dict("loader_seeds", seeds := position.get("loader_seeds", {}))
+    _check_dict("loader_seeds", seeds := position.get("loader_seeds", {}))
     for loader, seed in seeds.items():
-        _count(f"{name}['loader_seeds'][{loader!r}]", seed)
+        _check_count(f"{name}['loader_seeds'][{loader!r}]", seed)
 
 
-OF_DRIVER = ("callbacks", "config", "validation_due", "provenance", "parent")
+DRIVER_KEYS = ("callbacks", "config", "validation_due", "provenance", "parent")
 """Dicts that only the driver loads."""
 
 
@@ -108,8 +108,13 @@ def check_state(state: Mapping[str, Any]) -> None:
     missing = [k for k in REQUIRED if not isinstance(state, Mapping) or k not in state]
     if missing:
         raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-    checks = {"epoch": _count, "global_step": _count, "data": _position, "bad_steps": _dict}
-    for key, check in {**checks, **dict.fromkeys(OF_DRIVER, _dict)}.items():
+    checks = {
+        "epoch": _check_count,
+        "global_step": _check_count,
+        "data": _check_position,
+        "bad_steps": _check_dict,
+    }
+    for key, check in {**checks, **dict.fromkeys(DRIVER_KEYS, _check_dict)}.items():
         if key in state:
             check(key, state[key])
 

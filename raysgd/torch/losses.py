@@ -18,7 +18,7 @@ from raysgd.torch.strategies.ddp import plain
 IGNORED = -100
 """The default of ``ignore_index`` in PyTorch."""
 _PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")
-_OF_CLASSES = (
+_CLASS_LOSSES = (
     CrossEntropyLoss.forward,
     NLLLoss.forward,
     functional.cross_entropy,
@@ -70,7 +70,7 @@ def _num_counted(
     exchange counts costs time, so plain classes count as samples, unless a data set is known to
     have targets to leave out.
     """
-    if function not in _OF_CLASSES or setting("reduction", "mean") != "mean":
+    if function not in _CLASS_LOSSES or setting("reduction", "mean") != "mean":
         return None
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None  # class probabilities

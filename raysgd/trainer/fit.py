@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _SANITY_STEPS = 2
 """Number of batches on which the first ``fit()`` tries the validation before it trains."""
-_OF_VALIDATION = ("val", "eval_", "eval/")
+_VALIDATION_PREFIXES = ("val", "eval_", "eval/")
 
 
 @dataclass(eq=False)
@@ -169,7 +169,7 @@ def _check_monitors(monitored: Mapping[str, str], metrics: Sequence[str], why: s
     for argument, name in monitored.items():
         if name in metrics:
             continue
-        if name.startswith(_OF_VALIDATION):
+        if name.startswith(_VALIDATION_PREFIXES):
             raise ValueError(f"{argument}: there is no such metric, because {why}")
         if f"val_{name}" in metrics:
             logger.warning("%s: validation has 'val_%s', but not this metric.", argument, name)

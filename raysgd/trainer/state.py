@@ -27,7 +27,7 @@ from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
-from raysgd.loop.state_schema import OF_DRIVER, check_state, for_workers, without_call
+from raysgd.loop.state_schema import DRIVER_KEYS, check_state, for_workers, without_call
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.results import ResultReporter
 
@@ -44,6 +44,11 @@ def _allows_own_types() -> bool:
 
 @dataclass(eq=False)
 class StateTransfer:
+    """Collects the state of a trainer from its workers, saves it, and loads it.
+
+    Subclasses know how a framework merges shards, and where the weights of the models are.
+    """
+
     options: Options
     dispatcher: Dispatcher
     reporter: ResultReporter
@@ -191,7 +196,7 @@ class StateTransfer:
         """Load a state. `reread` reads it from a file, so that it need not be kept."""
         self.dispatcher.check_open(changes_state=True)
         check_state(state)
-        of_driver = {key: state.get(key, {}) for key in OF_DRIVER}
+        of_driver = {key: state.get(key, {}) for key in DRIVER_KEYS}
         of_workers = for_workers(state)
         with self.dispatcher.callback_list.load_states(copy.deepcopy(of_driver["callbacks"])):
             self.dispatcher.run(LoadRequest(state=of_workers), changes_state=True)
