@@ -127,6 +127,7 @@ def fail_once(operator):
 
 @pytest.mark.slow("two workers start")
 def test_k_steps_of_two_workers_are_those_of_one_with_twice_the_batch(trainer, start):
+    trainer.load_state_dict(start)
     before = trainer.apply_all_operators(parameters)[0]
     trainer.train(num_steps=20)
     found = trainer.apply_all_operators(parameters)[0]

@@ -100,10 +100,17 @@ def test_two_workers_learn_the_digits_with_horovod(module_cluster, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trainer(module_cluster):
-    """Two workers, which the tests share."""
+def shared(module_cluster):
+    """Two workers, which the tests share, and their first state."""
     with make_trainer(OWN_STEPS, callbacks=[LearningRateLogger()]) as made:
-        yield made
+        yield made, made.state_dict()
+
+
+@pytest.fixture
+def trainer(shared):
+    """The shared workers in their first state."""
+    shared[0].load_state_dict(shared[1])
+    return shared[0]
 
 
 @pytest.mark.slow("two workers import TensorFlow")
@@ -167,7 +174,7 @@ def freeze_first_layer(operator):
 
 @pytest.mark.slow("a worker imports TensorFlow to take the place of a lost one")
 def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
-    before, state = pids_of(trainer), trainer.state_dict()
+    before = pids_of(trainer)
     trainer.apply_all_operators(freeze_first_layer)
     step, epoch, num_events = trainer.global_step, trainer.epoch, len(trainer.events)
     with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 10)]) as injected:
@@ -192,7 +199,6 @@ def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
     # each sample is validated once, whatever the order
     losses = [trainer.validate()["val_loss"] for _ in range(2)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    trainer.load_state_dict(state)  # the first layer is trainable again
 
 
 def change_a_flag(operator):
