@@ -91,7 +91,7 @@ class ActorGroup:
         self._reservation.include(more)
         return more.slots
 
-    def new_member(self, slot: AnySlot) -> WorkerHandle:
+    def start_worker(self, slot: AnySlot) -> WorkerHandle:
         """Start a worker in a slot. It does not join the group."""
         options = self.options
         member: WorkerHandle

@@ -18,7 +18,7 @@ def start(group: ActorGroup, num_workers: int) -> None:
     slots = group.vacant_slots(request=False)[:num_workers]
     if missing := num_workers - len(slots):
         slots += group.reserve_more(missing)
-    members = [group.new_member(slot) for slot in slots]
+    members = [group.start_worker(slot) for slot in slots]
     try:
         _locate(members, group)
     except BaseException:

@@ -26,7 +26,7 @@ class StepLayout:
     fixed_by: str = ""  # the argument that lets fewer workers train as many parts, for messages
 
     @functools.cached_property
-    def is_fixed(self) -> bool:
+    def has_fixed_parts(self) -> bool:
         return bool(self.fixed_by)
 
     def num_full_parts(self, num_workers: int) -> int:
@@ -35,7 +35,7 @@ class StepLayout:
 
     def num_current_parts(self, num_workers: int) -> int:
         """Return the number of parts that `num_workers` workers train in a step."""
-        return self.num_full_parts(num_workers) if self.is_fixed else num_workers
+        return self.num_full_parts(num_workers) if self.has_fixed_parts else num_workers
 
 
 BY_WORKERS = StepLayout()
@@ -132,7 +132,7 @@ class EpochPartition:
 
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
-        if self.layout.is_fixed:
+        if self.layout.has_fixed_parts:
             number = self.layout.num_current_parts(self.world_size)
             return [(*part_of(size, number, each), each < size) for each in self.owned]
         first, stop = part_of(size, self.world_size, self.rank, self.shares)
@@ -164,9 +164,9 @@ class EpochPartition:
             total = sum(counted)
             for index, count in enumerate(counted):
                 weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
-                weight = count if self.layout.is_fixed else weight
+                weight = count if self.layout.has_fixed_parts else weight
                 planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
-        is_whole = not (self.layout.is_fixed or self.may_split)
+        is_whole = not (self.layout.has_fixed_parts or self.may_split)
         is_large = is_whole and any(self._num_micro_batches(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_large)
 

@@ -28,7 +28,7 @@ from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.generation import GroupForming
 from raysgd.elastic.group_start import GroupStart
 from raysgd.elastic.machine import Do, GroupEvent, State, transition
-from raysgd.elastic.policies import Policy, furthest
+from raysgd.elastic.policies import Policy, leaders_progress
 from raysgd.elastic.supervision import Supervision
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,9 @@ class Controller:
                 if lost:
                     self._scale_up.poll({})
                 if not self.members:  # a restart in this call may have begun before it
-                    self.journal.progress = furthest([self.progress, self._supervision.reached])
+                    self.journal.progress = leaders_progress(
+                        [self.progress, self._supervision.reached]
+                    )
                 raise self.journal.failure(context.call, why, *next(iter(lost.items()), ()))
         return None
 

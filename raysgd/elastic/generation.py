@@ -16,7 +16,7 @@ from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.journal import list_ranks
-from raysgd.elastic.policies import assign_contexts, choose_members, furthest
+from raysgd.elastic.policies import assign_contexts, choose_members, leaders_progress
 from raysgd.errors import CollectiveError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class GroupForming:
             return event
         self._context.shares.poll(answers)
         by_member = {member: answers[member] for member in self._group.members}
-        progress = furthest(list(by_member.values()))
+        progress = leaders_progress(list(by_member.values()))
         leader, staying = choose_members(by_member, leaving)
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._context.snapshots.exists or not self._group.options.inline

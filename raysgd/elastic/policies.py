@@ -118,7 +118,8 @@ def choose_members(
     return leader, staying
 
 
-def furthest(progress: Sequence[Progress]) -> Progress:
+def leaders_progress(progress: Sequence[Progress]) -> Progress:
+    """Return the progress of the worker that `choose_leader` picks."""
     return progress[choose_leader(progress)]
 
 

@@ -74,7 +74,7 @@ class Replacement:
                 if self.slot.is_ready:
                     break
             yield
-        self.member = member = self.group.new_member(self.slot)
+        self.member = member = self.group.start_worker(self.slot)
         if not member.info.node_ip:  # the driver's own worker knows its location
             place = member.control(Worker.info)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)

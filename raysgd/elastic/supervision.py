@@ -19,7 +19,7 @@ from raysgd.elastic.commands import BUSY_TICK_S, Attempt
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
 from raysgd.elastic.machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
-from raysgd.elastic.policies import furthest, pause_step
+from raysgd.elastic.policies import leaders_progress, pause_step
 from raysgd.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Supervision:
             assert self._replay is not None
             return self._replay
         if action.begins:
-            self._call.begin(furthest([self._journal.progress, self.reached]))
+            self._call.begin(leaders_progress([self._journal.progress, self.reached]))
         return self._call
 
     def _prepare(
@@ -119,7 +119,7 @@ class Supervision:
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
-        newest = furthest(list(progress.values())) if progress else polled
+        newest = leaders_progress(list(progress.values())) if progress else polled
         call.points.add(progress, self._group.members)
         if progress:
             self._context.preemption.poll(progress)
@@ -204,7 +204,9 @@ class Supervision:
                 continue  # the workers wait for the network too
             progress = self._ask_progress(call)
             newest = (
-                furthest([p for p in (newest, *progress.values()) if p]) if progress else newest
+                leaders_progress([p for p in (newest, *progress.values()) if p])
+                if progress
+                else newest
             )
             if call.has_batches:
                 monitor.log_standstill(progress)
@@ -238,4 +240,4 @@ class Supervision:
         assert self.attempt is not None
         self._commands.interrupt(self.attempt)
         reached = list(self._commands.ask_progress().values())
-        return furthest(reached) if reached else None
+        return leaders_progress(reached) if reached else None

@@ -79,7 +79,7 @@ class Options(ABC):
             elastic=check_elastic(self.trainer, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
-            parts = "num_shards" if self.layout.is_fixed else "num_workers"
+            parts = "num_shards" if self.layout.has_fixed_parts else "num_workers"
             num_parts = self.layout.num_full_parts(num_workers)
             config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], num_parts, parts)
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))

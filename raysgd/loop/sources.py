@@ -74,7 +74,7 @@ class DataSources(ABC):
             )
         is_whole = not source.is_partitioned and not source.by_user
         # With fixed parts, an error follows.
-        if is_whole and options.num_workers > 1 and not options.layout.is_fixed:
+        if is_whole and options.num_workers > 1 and not options.layout.has_fixed_parts:
             self._settings.warn_once(
                 argument,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "

@@ -98,7 +98,7 @@ class TrainState(SavedState):
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}
         self.seed = seed
-        self.transaction = UpdateTransaction(settings.options.layout.is_fixed)
+        self.transaction = UpdateTransaction(settings.options.layout.has_fixed_parts)
         self.micro_batching = MicroBatching(settings, self.transaction)
         self.replication = Replication()
         self.set_features([self.micro_batching])

@@ -52,7 +52,7 @@ class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
         options = self._settings.options
-        if options.layout.is_fixed:
+        if options.layout.has_fixed_parts:
             for name, source in self._sources.items():
                 _check_equal_bits(name, source)
         for loader in filter(has_samples, (train_loader, validation_loader)):
@@ -166,7 +166,9 @@ class PartitionedLoader(PartitionedSource):
             data.set_epoch(epoch)  # the keys of a sampler have no epoch
             self._kept_loader = None  # its processes have copies of the data set
         loader, seeds = self._reader(), (self._seed, epoch)
-        loader._index_sampler.begin(order, first, seeds if partition.layout.is_fixed else None)
+        loader._index_sampler.begin(
+            order, first, seeds if partition.layout.has_fixed_parts else None
+        )
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
         loader.generator = torch.Generator().manual_seed(seed)
@@ -191,7 +193,7 @@ class PartitionedLoader(PartitionedSource):
             self.num_joined = stop - start if self._joins else None
             if self._deals_batches:
                 self.num_joined = sum(map(len, pick_keys(order, start, stop)))
-            if self._partition.layout.is_fixed:
+            if self._partition.layout.has_fixed_parts:
                 seed_all(hash((self._seed, epoch, start)))  # for user code
             yield batch
         next(batches, None)  # ends the loader's processes
@@ -214,7 +216,7 @@ class PartitionedLoader(PartitionedSource):
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             made = clone(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
-            if self._partition.layout.is_fixed:
+            if self._partition.layout.has_fixed_parts:
                 made = clone(made, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
                 self._kept_loader = made
@@ -329,7 +331,7 @@ def wrap_loader(
     if (may_partition or _is_distributed(whole)) and not why:
         return PartitionedLoader(whole, layout=layout, **partition_arguments)
     # A stream has no fixed parts, which `_check_equal_bits` reports.
-    if may_partition and not is_read_once(loader) and not layout.is_fixed:
+    if may_partition and not is_read_once(loader) and not layout.has_fixed_parts:
         return StreamSource(loader, order_batch=order_batch, layout=layout, **partition_arguments)
     has_length = known_length(loader) is not None
     return BatchSource(loader, has_length, by_user=not partitions, why_not_partitioned=why)

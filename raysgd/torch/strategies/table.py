@@ -113,7 +113,7 @@ def check_sharding_args(
 
 def mode_of(options: TorchOptions, sharding: str | None, distributed: bool) -> str:
     """Return the key of the strategy for the arguments of the trainer and of ``register``."""
-    if options.layout.is_fixed:
+    if options.layout.has_fixed_parts:
         return "equal bits"
     if not (options.wrap_ddp or options.use_horovod):
         return "own models"

@@ -590,7 +590,7 @@ class SimGroup(ActorGroup):
         self._world.reservations.append(Reservation(self._world, room))
         return self._world.reservations[-1]
 
-    def new_member(self, slot):
+    def start_worker(self, slot):
         member = SimMember(self._world, slot)
         self._slots[member] = slot
         self._world.begin(member)

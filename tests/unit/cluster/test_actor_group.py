@@ -196,7 +196,7 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert group.slot_of(member) is None
     assert group.vacant_slots() == [slot]
     assert slot.last_node_id == member.node_id
-    successor = group.new_member(slot)
+    successor = group.start_worker(slot)
     assert group.vacant_slots() == []
     assert group.slot_of(successor) is slot
     assert successor not in group.members  # it has not joined yet
@@ -288,7 +288,7 @@ def test_a_worker_whose_exit_handlers_hang_is_killed(start, answer):
 def test_shutdown_ends_replacements_and_releases_room(start, force):
     group = start(num_workers=3, room=2)
     members = list(group.members)
-    replacement = group.new_member(group.vacant_slots()[0])
+    replacement = group.start_worker(group.vacant_slots()[0])
     group.shutdown(force)
     assert [m.killed for m in [*members, replacement]] == [1, 1, 1]
     assert [m.torn_down for m in members] == [0 if force else 1] * 2

@@ -210,13 +210,13 @@ def test_a_worker_that_cannot_be_started_is_tried_again_later(world, error):
     controller = world.drive(3, resize_cooldown_s=0.0).controller
 
     group = controller._group
-    new_member = group.new_member
+    start_worker = group.start_worker
 
     def fail(slot):
-        group.new_member = new_member
+        group.start_worker = start_worker
         raise error
 
-    group.new_member = fail
+    group.start_worker = fail
     world.room = 3
     with pytest.raises(KeyboardInterrupt) if not str(error) else contextlib.nullcontext():
         run_until(controller, 200)
