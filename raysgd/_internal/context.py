@@ -50,7 +50,7 @@ class Holdings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class LogPoint:
     """What a worker has measured since its last point, for ``fit(log_every=...)``."""
 
     call: int  # number of the call
@@ -59,7 +59,7 @@ class Point:
     metrics: Any  # packed, unless the worker is in the driver's process; None without metrics
     timing: Totals
     seconds: float  # of training
-    is_whole: bool = True  # whether the worker has reached the step of a log, and is not leaving
+    reaches_log_step: bool = True  # and the worker is not leaving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Progress:
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    points: Sequence[Point] = ()  # that the driver has not acknowledged
+    points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
     holdings: Holdings = Holdings()  # what the worker has of the state
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress, Request
 from raysgd.cluster.large_values import Inbox, Incoming
-from raysgd.elastic.points import Points
+from raysgd.elastic.log_points import LogPoints
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
-    points: Points = field(default_factory=lambda: Points(acknowledged_step=sys.maxsize))
+    points: LogPoints = field(default_factory=lambda: LogPoints(acknowledged_step=sys.maxsize))
     """Collects what the workers measure while the call runs. By default, they release it."""
     replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""

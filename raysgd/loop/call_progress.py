@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd._internal.context import Point
+from raysgd._internal.context import LogPoint
 from raysgd._internal.step_timing import BACKWARD, DATA, FORWARD, OPTIMIZER
 from raysgd.cluster.serialization import pack
 from raysgd.loop.train_state import TrainState
@@ -42,7 +42,7 @@ class CallProgress:
         self._before = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
-        self._points: deque[Point] = deque()  # `points_after` may release them in another thread
+        self._points: deque[LogPoint] = deque()  # `points_after` may release them in another thread
         self._measured_s = 0.0
 
     def begin(self, number: int) -> None:
@@ -105,18 +105,18 @@ class CallProgress:
         self._measured_s = sum(timing.seconds)
         self.state.point = train_state.global_step
         self._points.append(
-            Point(
+            LogPoint(
                 call=self.state.number,
                 global_step=train_state.global_step,
                 epoch=train_state.epoch + (train_state.offset > 0),
                 metrics=metrics,
                 timing=timing,
                 seconds=self._measured_s - before,
-                is_whole=not is_leaving,
+                reaches_log_step=not is_leaving,
             )
         )
 
-    def points_after(self, step: int) -> tuple[Point, ...]:
+    def points_after(self, step: int) -> tuple[LogPoint, ...]:
         """Release the points up to a step, and return the others."""
         while self._points and self._points[0].global_step <= step:
             self._points.popleft()

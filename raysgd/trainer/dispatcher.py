@@ -18,7 +18,7 @@ from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.controller import Controller
-from raysgd.elastic.points import Part, Points
+from raysgd.elastic.log_points import LogPoints, WorkerPoint
 from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 
@@ -164,7 +164,7 @@ class Dispatcher:
             num_steps=num_steps,
             next_pause=self.callback_list.next_pause,
             max_losses=max_retries,
-            points=Points(request.number),
+            points=LogPoints(request.number),
         )
         controller = self.controller
         self._newest = call
@@ -192,7 +192,7 @@ class Dispatcher:
         )
         return WorkerMetrics(results, merged, completed, last_call)
 
-    def _log(self, trainer: Trainer, parts: Sequence[Part]) -> None:
+    def _log(self, trainer: Trainer, parts: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks. Meanwhile, the trainer has its step."""
         packed = [part.metrics for _, part in parts if part.metrics is not None]
         if not packed:

@@ -8,8 +8,8 @@ Utilization on GPUs", 2023, for the idea of logical workers.
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
-- ``options.layout.has_fixed_parts``: the shards of each step (`EpochPartition`), seeds for their order,
-  samples, and user code (`PartitionedLoader`), the batch size in the config of a worker
+- ``options.layout.has_fixed_parts``: the shards of each step (`EpochPartition`), seeds for their
+  order, samples, and user code (`PartitionedLoader`), the batch size in the config of a worker
   (`OperatorRunner`), and errors if memory runs out (`MicroBatching`). `TorchSources` rejects
   iterable data sets that cannot be grouped into shards.
 - ``options.exact``: deterministic operations (`TorchRunner`). `TorchOptions` unsets split_on_oom.

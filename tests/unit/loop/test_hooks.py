@@ -247,7 +247,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
     assert (whole["num_samples"], "lr" in whole) == (40, False)
     point, rest = loop.call_progress.points_after(-1)
     assert (point.global_step, rest.global_step) == (4, 5)
-    assert (point.is_whole, rest.is_whole) == (True, False)
+    assert (point.reaches_log_step, rest.reaches_log_step) == (True, False)
     assert (point.metrics["num_samples"], rest.metrics["num_samples"]) == (32, 8)
     assert (point.metrics["of_feature"], point.metrics["lr"]) == (1.0, 0.01)
     assert loop.train(request)["num_samples"] == 48

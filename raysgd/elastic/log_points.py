@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import Point, Progress
+from raysgd._internal.context import LogPoint, Progress
 
-Part = tuple[Any, Point]
+WorkerPoint = tuple[Any, LogPoint]
 """A worker, and its part of a point."""
 
 
 @dataclass(eq=False)
-class Points:
+class LogPoints:
     """The points of one call.
 
     A point is a step at which a log is due. Each worker has a part of it, and repeats the part in
@@ -22,9 +22,9 @@ class Points:
     """
 
     call: int | None = None
-    show: Callable[[Sequence[Part]], None] | None = None
+    show: Callable[[Sequence[WorkerPoint]], None] | None = None
     """Receives the parts of the next point. The last one is of its step."""
-    _parts: dict[tuple[int, Any], Point] = field(default_factory=dict)
+    _parts: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)
     _reached: dict[Any, int] = field(default_factory=dict)
     """The newest point of each worker, or the step at which the worker has joined."""
     acknowledged_step: int = -1
@@ -46,7 +46,7 @@ class Points:
                     if part.global_step > self.acknowledged_step:
                         self._parts[part.global_step, worker] = part
         until = min((self._reached.get(member, 0) for member in members), default=-1)
-        whole = {part.global_step for part in self._parts.values() if part.is_whole}
+        whole = {part.global_step for part in self._parts.values() if part.reaches_log_step}
         for step in sorted(each for each in whole if each <= until):
             # Workers that have left have measured steps before this point.
             keys = sorted((key for key in self._parts if key[0] <= step), key=lambda key: key[0])

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd._internal.context import Point, Progress
+from raysgd._internal.context import LogPoint, Progress
 from raysgd._internal.step_timing import Totals
-from raysgd.elastic.points import Points
+from raysgd.elastic.log_points import LogPoints
 
 
 class Worker:
@@ -16,15 +16,15 @@ class Worker:
         self.points = []
 
 
-def part(call, step, num_samples, is_whole=True):
-    return Point(
+def part(call, step, num_samples, reaches_log_step=True):
+    return LogPoint(
         call=call,
         global_step=step,
         epoch=1,
         metrics={"num_samples": num_samples},
         timing=Totals(),
         seconds=0.1,
-        is_whole=is_whole,
+        reaches_log_step=reaches_log_step,
     )
 
 
@@ -36,7 +36,7 @@ def run():
     def show(parts):
         shown.append((parts[-1][1].global_step, [p.metrics["num_samples"] for _, p in parts]))
 
-    points = Points(7, show)
+    points = LogPoints(7, show)
     points.begin(0, [a, b])
 
     def take(*workers, members=(a, b)):
@@ -68,7 +68,10 @@ def test_a_restart_repeats_no_point_that_was_shown(run):
 
 
 def test_what_a_leaving_worker_has_measured_counts_in_the_next_point(run):
-    run.a.points, run.b.points = [part(7, 10, 1)], [part(7, 10, 2), part(7, 13, 3, is_whole=False)]
+    run.a.points, run.b.points = (
+        [part(7, 10, 1)],
+        [part(7, 10, 2), part(7, 13, 3, reaches_log_step=False)],
+    )
     run.take(run.b, members=())
     joined = Worker()
     run.take(run.a, members=(run.a,))
