@@ -203,6 +203,15 @@ def sigint():
     signal.signal(signal.SIGINT, handler)
 
 
+@pytest.fixture(autouse=True)
+def inboxes():
+    """Close the inboxes of simulated drivers that a test does not shut down."""
+    yield
+    seam = sys.modules.get("tests.blackbox.simulation.seam")
+    while seam and seam.DRIVERS:
+        seam.DRIVERS.pop().controller.snapshots.clear()
+
+
 @pytest.fixture(scope="session")
 def cluster():
     """A local Ray cluster with four CPUs, which all tests of this process share."""

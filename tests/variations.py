@@ -148,7 +148,7 @@ def run(variation, arguments):
         top.chmod(0o755)
         if {"user", "folder"} & {*names}:
             root = top / (FOLDER if "folder" in names else "raysgd")
-            ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "soak_results", "_build")
+            ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "soak_*", "_build")
             shutil.copytree(ROOT, root, symlinks=True, ignore=ignored)
             environment |= {"PYTHONPATH": str(root), "HOME": str(top / "home")}
             (top / "home").mkdir()

@@ -73,6 +73,10 @@ class SimClock(Clock):
         return self._world.new_queue()
 
 
+DRIVERS = []
+"""The drivers of a test."""
+
+
 class Driver:
     """A replacement for a trainer: it trains up to a step, and shows events and workers."""
 
@@ -86,6 +90,7 @@ class Driver:
         rejoins=True,
         **elastic,
     ):
+        DRIVERS.append(self)
         self.max_workers = num_workers
         options = GroupOptions(
             num_workers=num_workers, min_workers=min_workers, start_timeout_s=10.0
