@@ -293,7 +293,7 @@ FIRST = (
 def pytest_collection_modifyitems(items):
     """Move the tests of `distributed` to the end, except those in `FIRST`.
 
-    In each file, the tests that end shared workers come after those that share them, and before
+    In each file, the tests that need a free cluster come first. Tests that end shared workers come after those that share them, and before
     those that start workers of their own, for which there is no room earlier.
     """
     yield
@@ -304,7 +304,8 @@ def pytest_collection_modifyitems(items):
         is_late = "distributed" in item.path.parts and item.path.name not in FIRST
         starts_own = item.path in enders and "module_cluster" in item._fixtureinfo.argnames
         ends_shared = item.get_closest_marker("ends_shared") is not None
-        return is_late, files[item.path], starts_own, ends_shared
+        shares = "ray_cluster" not in item.fixturenames
+        return is_late, files[item.path], shares, starts_own, ends_shared
 
     items.sort(key=place)
 

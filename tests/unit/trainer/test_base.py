@@ -17,7 +17,7 @@ from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import OpenFile
 from raysgd.errors import CheckpointError
 from tests.operators import Classifier, make_model
-from tests.unit.elastic.test_points import part
+from tests.unit.elastic.test_log_points import part
 from tests.unit.recorder import Recorder
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.cluster import serialization, streams
+from raysgd.cluster import large_values, serialization
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
@@ -277,11 +277,11 @@ def whole_state(runner):
 def load_late(runner, state):
     """Load a state whose arrays arrive late, as those of large states do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "_SMALL_BYTES", 0)
+        patch.setattr(large_values, "_SMALL_BYTES", 0)
         patch.setattr(serialization, "_LARGE_BYTES", 0)
         packed = serialization.pack(state)
-        with streams.offering(packed, ["127.0.0.1"]) as address:
-            large = streams.Incoming(address)
+        with large_values.offering(packed, ["127.0.0.1"]) as address:
+            large = large_values.Incoming(address)
             runner.load_state_dict(large.value, large)
             large.close()
 
