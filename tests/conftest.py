@@ -293,8 +293,9 @@ FIRST = (
 def pytest_collection_modifyitems(items):
     """Move the tests of `distributed` to the end, except those in `FIRST`.
 
-    In each file, the tests that need a free cluster come first. Tests that end shared workers come after those that share them, and before
-    those that start workers of their own, for which there is no room earlier.
+    In each file, the tests that need a free cluster come first. Tests that end shared workers come
+    after those that share them, and before those that start workers of their own, for which there
+    is no room earlier.
     """
     yield
     files = {path: number for number, path in enumerate(dict.fromkeys(i.path for i in items))}

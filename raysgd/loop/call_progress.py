@@ -71,9 +71,13 @@ class CallProgress:
     def export(self) -> dict[str, Any]:
         """Return the state, with the merged metrics of a segment that runs."""
         state, train_state, merged = vars(self.state), self._train_state, self.state.merged
-        if train_state.segment is None or train_state.meters is None or not self._merges_metrics:
+        if (
+            train_state.step_iterator is None
+            or train_state.meters is None
+            or not self._merges_metrics
+        ):
             return state
-        running = train_state.segment.start_step, train_state.meters.summary()
+        running = train_state.step_iterator.start_step, train_state.meters.summary()
         return {**state, "merged": [*merged, running]}
 
     def continue_call(self, state: Mapping[str, Any]) -> None:

@@ -95,7 +95,7 @@ class Loop:
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
-        self.train_state.segment = self._batches = None
+        self.train_state.step_iterator = self._batches = None
 
     # ---- train
 
@@ -194,7 +194,7 @@ class Loop:
         info = request.info or {}
         positional, named = epoch_arguments(operator, info, limit, train_state.epoch)
         train_state.resume_modes()
-        segment = train_state.segment = self._new_segment(source, limit, request)
+        segment = train_state.step_iterator = self._new_segment(source, limit, request)
         if segment.total_steps == 0 and segment.start_offset == 0:
             raise no_batch("train", source, self._shortest)
         train_state.meters = None
@@ -223,7 +223,7 @@ class Loop:
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
             self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
-        train_state.segment, call.keeps_modes = None, segment.paused
+        train_state.step_iterator, call.keeps_modes = None, segment.paused
         self.step_s = segment.step_s
         train_state.call_began_at = train_state.global_step  # if user code calls train_epoch itself
         # If the loop returns before its iterator ends, the epoch is over too.
@@ -296,7 +296,7 @@ class Loop:
             self._batches = itertools.chain(again, self._batches or ())
         if self.train_state.meters is not None:
             self.call_progress.add(segment.start_step, self.train_state.meters.summary())
-        self.train_state.segment = None
+        self.train_state.step_iterator = None
 
     def _check_empty_segment(
         self, segment: StepIterator, source: BatchSource, limit: int | None, until_epoch: int
@@ -335,7 +335,7 @@ class Loop:
         positional, named = epoch_arguments(self.operator, {}, 1, train_state.epoch)
         with train_state.rehearsing(self.operator), contextlib.suppress(WarmedUp):
             train_state.transaction.is_warm_up = True
-            segment = train_state.segment = StepIterator(
+            segment = train_state.step_iterator = StepIterator(
                 train_state,
                 source,
                 lambda: source.batches(0, 0, 1),

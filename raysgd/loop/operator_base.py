@@ -134,16 +134,16 @@ class OperatorBase:
         have different numbers of batches, so do not call collectives in this method.
         """
         state, meters = self._train_state, AverageMeterCollection()
-        if state.segment is None:  # `train_epoch` may call this method
+        if state.step_iterator is None:  # `train_epoch` may call this method
             state.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
-        evaluating = contextlib.nullcontext if state.segment is None else state.evaluating
+        evaluating = contextlib.nullcontext if state.step_iterator is None else state.evaluating
         with state.timing.paused(), evaluating(), self._eval_mode():
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, state.epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*check_metrics(self.validate_batch, metrics))
-        if state.segment is not None:
+        if state.step_iterator is not None:
             state.resume_modes()
         return meters.summary()
 
@@ -164,7 +164,7 @@ class OperatorBase:
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
-        segment: StepIterator | None = self._train_state.segment
+        segment: StepIterator | None = self._train_state.step_iterator
         return segment is None or not segment.drawn_from or segment.loop_ends_epoch
 
     def _count_steps(self) -> int:
@@ -205,7 +205,7 @@ class OperatorBase:
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
         if self._train_state.transaction.counts():
-            self._train_state.segment.finish()
+            self._train_state.step_iterator.finish()
         meters.count_held()  # of a group that another call of ``train_epoch`` continues
         return meters.summary()
 

@@ -120,7 +120,7 @@ class OperatorRunner(Runner, ABC):
     def progress(self, acknowledged_step: int = -1) -> Progress:
         if self._loop is None:
             return Progress()
-        train_state, segment = self._train_state, self._train_state.segment
+        train_state, segment = self._train_state, self._train_state.step_iterator
         evaluation, features = self._loop.evaluation, train_state.features
         if segment is not None:
             done, total = segment.num_finished_steps, segment.total_steps

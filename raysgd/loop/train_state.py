@@ -105,7 +105,7 @@ class TrainState(SavedState):
         self.meters: AverageMeterCollection | None = None
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
-        self.segment: Any = None
+        self.step_iterator: Any = None
         """The `StepIterator` of the segment in progress, or None."""
 
     @property

@@ -111,7 +111,7 @@ class StepChecks(StepFeature):
 
     def check_size(self) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
-        state, segment = self._state, self._state.segment
+        state, segment = self._state, self._state.step_iterator
         has_weight = state.exchange.num_workers > 1 or not self._transaction.is_only
         drawn = segment.num_joined if has_weight and segment is not None else None
         if drawn is None:
