@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from raysgd._internal.nested import try_copy
+from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
@@ -50,6 +50,9 @@ class KerasTrainState(TrainState):
         self.set_features(
             [ReplicaSync(self), self.optimization, self.micro_batching, Averages(self)]
         )
+
+    def restoring_models(self) -> contextlib.AbstractContextManager[None]:
+        return preserving(self.losses)  # the losses of outputs depend on the batch
 
     def compile_arguments(self) -> list[Any]:
         names = ("optimizer", "_compile_loss", "_compile_metrics")

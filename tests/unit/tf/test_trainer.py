@@ -173,6 +173,30 @@ def make_trainable(value):
     return change
 
 
+class TwoOutputs(TrainingOperator):
+    """Its validation data have no targets."""
+
+    def setup(self, config):
+        inputs = keras.Input((2,))
+        outputs = [
+            keras.layers.Dense(1, None, kernel_regularizer="l2", name=n)(inputs) for n in "ab"
+        ]
+        self.register(
+            models=keras.Model(inputs, outputs),
+            optimizers=keras.optimizers.SGD(0.01),
+            criterion=["mse", "mse"],
+        )
+        x, y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
+        train, validation = map(tf.data.Dataset.from_tensor_slices, [(x, (y, y)), (x,)])
+        self.register_data(train_loader=train.batch(4), validation_loader=validation.batch(4))
+
+
+def test_a_rehearsed_validation_does_not_decide_on_the_losses_of_training():
+    with TFTrainer(training_operator_cls=TwoOutputs, use_local=True) as trainer:
+        (result,) = trainer.fit(1)
+    assert {"train_a_loss", "train_b_loss"} <= result.keys()
+
+
 def test_a_state_has_what_is_trainable():
     with TFTrainer(training_operator_cls=Digits, config={}, use_local=True) as trainer:
         trainer.train(num_steps=1)
