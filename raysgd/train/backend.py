@@ -182,7 +182,7 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
-            self._run.growth = Growth()
+            self._run.growth.restart()
             self._run.send_shards()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:

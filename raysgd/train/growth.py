@@ -20,12 +20,16 @@ class Growth:
                             report comes between
     ======================  ==================================================================
 
-    The first turn after a start of the workers shows the order, so each start needs a new object.
+    The first turn of the run shows the order.
     """
 
     def __init__(self) -> None:
         self._saves_first: bool | None = None  # None before the first turn
         self._awaits_report = False  # the newest turn is a checkpoint that a report may follow
+
+    def restart(self) -> None:
+        """Forget a checkpoint from which the workers start again, before its report."""
+        self._awaits_report = False
 
     def after(self, turn: Turn) -> bool:
         """Return whether a restart after this turn skips no report. It counts `turn.iteration`."""

@@ -100,7 +100,7 @@ def prepare_model(
     if move_to_device:
         model = model.to(device)
     if accelerator.amp:
-        forward = functools.partial(_run_in_autocast, accelerator.precision, model.forward)
+        forward = functools.partial(_in_autocast, accelerator.precision, model.forward)
         model.forward = functools.update_wrapper(forward, model.forward)
     if not wrap_ddp or world_size() <= 1:
         return _add_module_attribute(model) if wrap_ddp else model
@@ -268,7 +268,8 @@ def enable_reproducibility(seed: int = 0) -> None:
     worker_session.process_state.seed = seed
 
 
-def _run_in_autocast(
+# Files with whole models contain this name.
+def _in_autocast(
     precision: Precision, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     with precision.autocast():
