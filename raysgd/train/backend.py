@@ -76,7 +76,6 @@ class _Run:
     is_silent: bool = False
     """Whether to skip reports."""
     growth: Growth = field(default_factory=Growth)
-    """Of the newest start of the workers."""
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
 

@@ -6,7 +6,7 @@ from raysgd.train.report_queue import Turn
 
 
 class Growth:
-    """Whether the workers may restart, by the order in which the function reports and saves.
+    """Tracks in which order a function reports and saves, and decides when its workers may grow.
 
     To grow, all workers restart from the newest checkpoint. The function waits at each checkpoint
     and at the next report, so a restart then repeats no step. It must not skip a report either:
@@ -32,7 +32,7 @@ class Growth:
         self._awaits_report = False
 
     def after(self, turn: Turn) -> bool:
-        """Return whether a restart after this turn skips no report. It counts `turn.iteration`."""
+        """Return whether a restart after this turn, with `turn.iteration`, skips no report."""
         if self._saves_first is None:
             self._saves_first = turn.kind == "checkpoint"
         has_waited = self._awaits_report

@@ -28,11 +28,17 @@ TURNS = {
         ("BBE", [0, 1]),
         ("SRBE", [1, 2]),
         ("RRE", []),
+        ("S|RSRE", [4]),  # after a restart, the order is the same
     ],
 )
 def test_growth_loses_and_repeats_no_report(turns, grown_at):
-    growth = Growth()
-    assert [n for n, turn in enumerate(turns) if growth.after(TURNS[turn])] == grown_at
+    growth, grown = Growth(), []
+    for number, turn in enumerate(turns):
+        if turn == "|":
+            growth.restart()
+        elif growth.after(TURNS[turn]):
+            grown.append(number)
+    assert grown == grown_at
 
 
 def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_next_report():
