@@ -28,10 +28,11 @@ _MAX_LOSSES = 3
 """Number of losses that a call tolerates if it trains nothing and can be repeated."""
 
 
-class WorkerMetrics(NamedTuple):
+class CallResult(NamedTuple):
     """The result of a call of train or validate."""
 
     results: list[dict[str, Any]]
+    """Metrics with their weights by rank, then those of workers that have left."""
     merged: dict[str, Any]
     completed_epoch: bool
     call: LastCall
@@ -158,7 +159,7 @@ class Dispatcher:
         request: TrainRequest,
         num_steps: int | None,
         max_retries: int,
-    ) -> WorkerMetrics:
+    ) -> CallResult:
         call = TrainCall(
             request=replace(request, until_nan=self._ends_at_nan),
             num_steps=num_steps,
@@ -168,16 +169,16 @@ class Dispatcher:
         )
         controller = self.controller
         self._newest = call
-        ended = 0.0
-        results: list[Any] = [None]
+        is_paused = True
         try:
-            while results[0] is None:
+            while is_paused:
                 call.request = replace(call.request, info=dict(request.info))
                 call.on_wait = self.callback_list.watcher(trainer, "train")
                 call.points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.value() for outcome in controller.run(call)]
                 call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
+                is_paused = results[0] is None
                 self.callback_list.pause(trainer)
         finally:
             call.on_wait = call.points.show = None  # they keep the trainer alive
@@ -190,10 +191,10 @@ class Dispatcher:
         last_call = LastCall(
             "train", ended, call.seconds, controller.speed.lap("train"), num_samples
         )
-        return WorkerMetrics(results, merged, completed, last_call)
+        return CallResult(results, merged, completed, last_call)
 
     def _log(self, trainer: Trainer, parts: Sequence[WorkerPoint]) -> None:
-        """Pass the metrics of a point to callbacks. Meanwhile, the trainer has its step."""
+        """Pass the metrics of a point to callbacks."""
         packed = [part.metrics for _, part in parts if part.metrics is not None]
         if not packed:
             return
@@ -201,15 +202,16 @@ class Dispatcher:
         members = [member for member in self.controller.members if member in timing]
         speed = self.controller.speed.lap("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(part.seconds for _, part in parts), speed)
-        before, step = journal.progress, newest.global_step
-        journal.progress = replace(before, epoch=newest.epoch, in_epoch=False, global_step=step)
+        # Until `on_log` returns, the trainer has the epoch and the step of the point.
+        committed, step = journal.progress, newest.global_step
+        journal.progress = replace(committed, epoch=newest.epoch, in_epoch=False, global_step=step)
         try:
             measured = [each.value() if isinstance(each, Parcel) else each for each in packed]
             merged = self._merge(measured)
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
             self.callback_list.call("on_log", trainer, call, metrics)
         finally:
-            journal.progress = before
+            journal.progress = committed
 
     def _note_bad_steps(self, trainer: Trainer) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
@@ -245,7 +247,7 @@ class Dispatcher:
     def _ends_at_nan(self) -> bool:
         return any(callback.stops_at_nan for callback in self.callback_list)
 
-    def validate(self, trainer: Trainer, request: ValidateRequest) -> WorkerMetrics:
+    def validate(self, trainer: Trainer, request: ValidateRequest) -> CallResult:
         """Run a call of ``validate``.
 
         After a failed call, the next call begins at the same batch, or from the start.
@@ -262,4 +264,4 @@ class Dispatcher:
         merged = self._merge(results)
         is_complete = start == self.controller.progress.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
-        return WorkerMetrics(results, merged, False, last_call)
+        return CallResult(results, merged, False, last_call)

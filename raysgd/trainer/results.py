@@ -11,7 +11,7 @@ from typing import Any
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
-from raysgd.trainer.dispatcher import Dispatcher, WorkerMetrics
+from raysgd.trainer.dispatcher import CallResult, Dispatcher
 from raysgd.trainer.fit_options import FitOptions
 
 
@@ -54,7 +54,7 @@ class ResultReporter:
         return TrainRequest(number=number, until_step=until_step, log_every=log_every, **arguments)
 
     def report_training(
-        self, trainer: Trainer, metrics: dict[str, Any], result: WorkerMetrics
+        self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
     ) -> None:
         """Pass the metrics of ``train()`` to the callbacks."""
         self._results = [(metrics, result.call)]
@@ -70,7 +70,7 @@ class ResultReporter:
         num_steps: int | None = None,
         profile: bool = False,
         from_start: bool = False,
-    ) -> WorkerMetrics:
+    ) -> CallResult:
         """Run a validation, and pass its metrics to the callbacks."""
         self.dispatcher.check_open(changes_state=True)
         with self.dispatcher.callback_list.enter_call(trainer):
