@@ -38,7 +38,7 @@ class ActorGroup:
         self._local: LocalSlot | None = None
         self._slots: dict[WorkerHandle, AnySlot] = {}
         self._monitor: HostMonitor | None = None
-        self._ending = threading.RLock()
+        self._shutdown_lock = threading.RLock()
         self._is_wanted = True
 
     def reserve(self) -> None:
@@ -198,7 +198,7 @@ class ActorGroup:
         """
         self._is_wanted = False
         self.notices.stop()
-        with self._ending:  # another thread may be ending the group
+        with self._shutdown_lock:  # another thread may be ending the group
             self._shutdown(force, patience_s)
 
     def _shutdown(self, force: bool, patience_s: float) -> None:

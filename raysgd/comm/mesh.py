@@ -51,7 +51,7 @@ class Mesh:
         self._peers: dict[int, socket.socket] = {}
         self._num_started = 0
         self._last: Future[None] | None = None  # the newest reduction
-        self._starting = threading.Lock()
+        self._order_lock = threading.Lock()
         self._broken = ""
         self._listener = Listener(host, "raysgd-mesh-listener")
         address = self._listener.expect(self._take, key=key)
@@ -111,7 +111,7 @@ class Mesh:
         after `timeout_s`, which breaks the mesh.
         """
         ended: Future[None] = Future()
-        with self._starting:
+        with self._order_lock:
             number, before = self._num_started, self._last
             self._num_started, self._last = number + 1, ended
 

@@ -57,7 +57,7 @@ class Controller:
     ) -> None:
         self.state: State = machine.Broken()
         self.is_shut_down = False
-        self._is_called = threading.Lock()
+        self._call_lock = threading.Lock()
         self._pid = os.getpid()
         self._group = group
         self._backend = backend
@@ -249,12 +249,12 @@ class Controller:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Refuse calls of other threads within the context."""
-        if not self._is_called.acquire(blocking=False):
+        if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
         try:
             yield
         finally:
-            self._is_called.release()
+            self._call_lock.release()
 
     def _survey(self) -> GroupEvent:
         for observer in self._context.observers:
