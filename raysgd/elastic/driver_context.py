@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+from raysgd._internal.context import Progress
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import CollectiveBackend
@@ -20,12 +21,15 @@ from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
 
 
-class DriverContext:
-    """The components of the driver that supervise one group, and the running call.
+class Observer(Protocol):
+    """A component that checks the group, without waiting."""
 
-    The method ``poll`` of each of the `observers` checks the group, without waiting. Its argument
-    has the progress of the members that answer. It is empty before a call.
-    """
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Use the progress of the members that answered. It is empty before a call."""
+
+
+class DriverContext:
+    """The components of the driver that supervise one group, and the running call."""
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class DriverContext:
         self.scale_up = ScaleUp(group, elastic, journal, policy, create_arguments, timeout_s)
         self.shares = Shares(group, elastic, journal)
         self.speed = SpeedMonitor(group)
+        self.observers: tuple[Observer, ...]
         self.observers = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.call = Call()
         """The running call. Only the controller sets it."""
