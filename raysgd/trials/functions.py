@@ -41,47 +41,49 @@ class FunctionTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers. The first `step` starts the function, because Tune may load first."""
-        self._own = self.trial_trainer(config)
-        self._own.setup()
-        self._start: dict[str, Any] | None = None
-        self._reported = 0
-        self._last: dict[str, Any] = {}
+        self._trainer = self.trial_trainer(config)
+        self._trainer.setup()
+        self._loaded_checkpoint: dict[str, Any] | None = None
+        self._num_reported = 0
+        self._last_report: dict[str, Any] = {}
         self._start_workers()
 
     def _start_workers(self) -> None:
-        self._executor = self._own.executor()
+        self._executor = self._trainer.executor()
         self._executor.start()
         self._reports: Generator[list[dict[str, Any]]] | None = None
 
     def step(self) -> dict[str, Any]:
         """Wait for the next reports, and return the report of worker 0."""
         if self._reports is None:
-            others: dict[str, Any] = {} if self._start is None else {"checkpoint": self._start}
-            others |= {"iteration": self._reported, "name": self.trial_name or ""}
-            self._reports = self._own.reports(self._executor, Path(self.logdir or ""), **others)
-        number = self._executor.latest_checkpoint_id
+            start: dict[str, Any] = {"iteration": self._num_reported, "name": self.trial_name or ""}
+            if self._loaded_checkpoint is not None:
+                start["checkpoint"] = self._loaded_checkpoint
+            self._reports = self._trainer.reports(self._executor, Path(self.logdir or ""), **start)
+        checkpoint_id = self._executor.latest_checkpoint_id
         results = next(self._reports, None)
-        is_saved = self._executor.latest_checkpoint_id != number
+        is_saved = self._executor.latest_checkpoint_id != checkpoint_id
         saved = {SHOULD_CHECKPOINT: True} if is_saved else {}
         if results is None:
             # Tune ignores the checkpoint of a result that is marked as a duplicate. Without any
             # report, there is no result to duplicate.
-            is_new = saved or not self._reported
-            return {**(self._last if is_new else {RESULT_DUPLICATE: True}), DONE: True, **saved}
-        self._reported += 1
-        self._last = results[0]
-        return {**self._last, **saved}
+            is_new = saved or not self._num_reported
+            report = self._last_report if is_new else {RESULT_DUPLICATE: True}
+            return {**report, DONE: True, **saved}
+        self._num_reported += 1
+        self._last_report = results[0]
+        return {**self._last_report, **saved}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        blob = self._executor.checkpoints.blob or cloudpickle.dumps(self._start)
+        blob = self._executor.checkpoints.blob or cloudpickle.dumps(self._loaded_checkpoint)
         path = Path(checkpoint_dir, CHECKPOINT)
-        write_pickle(blob, path, Manifest(global_step=self._reported))
+        write_pickle(blob, path, Manifest(global_step=self._num_reported))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Make the next step start the function from the output of `save_checkpoint`."""
         blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
-        self._reported = 0 if manifest is None else manifest.global_step
-        self._start = pickle.loads(blob)
+        self._num_reported = 0 if manifest is None else manifest.global_step
+        self._loaded_checkpoint = pickle.loads(blob)
         if self._reports is not None:  # the trial takes over the state of another
             self.cleanup()
             self._start_workers()

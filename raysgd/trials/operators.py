@@ -68,9 +68,9 @@ class BaseTrainable(Trainable):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.trainer = self._create_trainer(config)
-        self._changes = type(self.trainer)._optimizer_options
-        inspected = self.trainer.apply_all_operators(self._changes.inspect)[0]
-        self._has_validation, self._options = inspected
+        self._optimizer_options = type(self.trainer)._optimizer_options
+        inspected = self.trainer.apply_all_operators(self._optimizer_options.inspect)[0]
+        self._has_validation, self._initial_options = inspected
 
     def _create_trainer(self, config: dict[str, Any]) -> Any:
         arguments = self.trainer_arguments(config)
@@ -96,15 +96,17 @@ class BaseTrainable(Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         self.trainer.save(Path(checkpoint_dir) / _STATE)
-        (Path(checkpoint_dir) / _OPTIONS).write_text(json.dumps(self._options))
+        (Path(checkpoint_dir) / _OPTIONS).write_text(json.dumps(self._initial_options))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
         saved = Path(checkpoint) / _OPTIONS
-        then = json.loads(saved.read_text()) if saved.exists() else self._options
-        if then != self._options:
-            change = functools.partial(self._changes.change, then, self._options)
+        loaded = json.loads(saved.read_text()) if saved.exists() else self._initial_options
+        if loaded != self._initial_options:
+            change = functools.partial(
+                self._optimizer_options.change, loaded, self._initial_options
+            )
             self.trainer.apply_all_operators(change)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
