@@ -16,6 +16,8 @@ import traceback
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # Like workers with one CPU: another number of threads rounds sums differently.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# By default, Ray gives its workers a low priority: on a busy machine, their imports take minutes.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import psutil
 import pytest
