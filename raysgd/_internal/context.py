@@ -53,7 +53,7 @@ class Holdings:
 class LogPoint:
     """What a worker has measured since its last point, for ``fit(log_every=...)``."""
 
-    call: int  # number of the call
+    call_number: int
     global_step: int
     epoch: int  # as `OperatorTrainer.epoch`
     metrics: Any  # packed, unless the worker is in the driver's process; None without metrics

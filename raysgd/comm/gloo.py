@@ -57,11 +57,11 @@ _TYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 class Connector:
-    """Creates one gloo group. `interrupt` cancels it at any time, even before `connect`.
+    """Creates a gloo group. `interrupt`, even before `connect`, makes `connect` raise.
 
-    gloo connects in the constructor of its group. If a peer dies meanwhile, the constructor waits
-    five times its timeout. Therefore the constructor runs in another thread. A late result is
-    discarded.
+    gloo connects to all peers in the constructor of a group, which cannot be interrupted. If a peer
+    dies meanwhile, the constructor returns only after five times its timeout. Therefore it runs in
+    a thread of its own, and its result is discarded if an interruption came first.
     """
 
     def __init__(self) -> None:

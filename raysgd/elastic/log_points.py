@@ -21,7 +21,7 @@ class LogPoints:
     restart repeats its steps.
     """
 
-    call: int | None = None
+    call_number: int | None = None
     show: Callable[[Sequence[WorkerPoint]], None] | None = None
     """Receives the parts of the next point. The last one is of its step."""
     _parts: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class LogPoints:
         """Store the parts in the progress of workers. Show the points that all `members` have."""
         for worker, each in progress.items():
             for part in each.points:
-                if part.call == self.call:
+                if part.call_number == self.call_number:
                     self._reached[worker] = part.global_step
                     if part.global_step > self.acknowledged_step:
                         self._parts[part.global_step, worker] = part

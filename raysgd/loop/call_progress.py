@@ -110,7 +110,7 @@ class CallProgress:
         self.state.point = train_state.global_step
         self._points.append(
             LogPoint(
-                call=self.state.number,
+                call_number=self.state.number,
                 global_step=train_state.global_step,
                 epoch=train_state.epoch + (train_state.offset > 0),
                 metrics=metrics,

@@ -15,7 +15,7 @@ and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
 ``is_damaged``                    `UpdateTransaction`                   followers
-``flags``                         `TrainState.set_module_modes`         followers
+``module_modes``                  `TrainState.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
 ``call``                          `CallProgress.continue_call`          all others
 ``fingerprint``, ``batching``     `DataSources`, after the hook         all others
@@ -72,7 +72,7 @@ def _load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     if follows:
         loop.operator.load_state_dict(state["operator"])
         train_state.transaction.is_damaged = state["is_damaged"]
-        train_state.set_module_modes(state["flags"])
+        train_state.set_module_modes(state["module_modes"])
     if is_leader:
         return None
     train_state.move_to(state["data"], state["global_step"])

@@ -302,7 +302,7 @@ class OperatorRunner(Runner, ABC):
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._hosted_loop.call_progress.continue_call(state["call"])
             train_state.data.set_batch_size(state["batching"])
-            train_state.set_module_modes(state["flags"])
+            train_state.set_module_modes(state["module_modes"])
         else:
             _warn_of_other_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))

@@ -31,8 +31,8 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
             return state
     state |= {"operator": loop.operator.state_dict(), "data": train_state.position()}
     if receiver != "file":
-        call = dict(loop.call_progress.export())
-        state |= {"call": call, "batching": data.batching(), "flags": train_state.module_modes()}
+        state |= {"call": dict(loop.call_progress.export()), "batching": data.batching()}
+        state["module_modes"] = train_state.module_modes()
     if receiver == "replacement":
         return state | {
             "fingerprint": data.fingerprint(),
@@ -40,8 +40,8 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
             "is_damaged": train_state.transaction.is_damaged,
         }
     if receiver == "snapshot":  # shares of the global batch follow from the new number of workers
-        own = {name: each for name, each in state["batching"].items() if not each[1]}
-        state["batching"] = own
+        batching = state["batching"].items()
+        state["batching"] = {name: each for name, each in batching if not each[1]}
     if receiver == "file":
         state["data"]["loaders"] = data.facts
     state["epoch"] = train_state.epoch + (train_state.offset > 0)
@@ -58,7 +58,7 @@ def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_call(state: Mapping[str, Any], *more: str) -> dict[str, Any]:
     """Return a state without the call of a snapshot, and without `more` keys."""
-    of_call = ("call", "batching", "flags")
+    of_call = ("call", "batching", "module_modes")
     return {key: value for key, value in state.items() if key not in (*of_call, *more)}
 
 

@@ -32,7 +32,7 @@ def features_of(state: TorchTrainState, max_grad_norm: Any) -> Iterator[StepFeat
         # Updates that are not applied. This must come before clipping and buffers.
         yield BadStepFilter(state, options.bad_steps)
     yield GradientNorms(state, max_grad_norm)  # clipping
-    if state.has_unsharded_models:  # otherwise, the shards restore parameters and their optimizer
+    if state.has_all_parameters:  # otherwise, the shards restore parameters and their optimizer
         yield Rollback(state.optimizers, state.models, options.bad_steps is not None)
     yield state.buffers  # buffers of discarded updates
     yield state.micro_batching  # parts of batches that do not fit into memory

@@ -86,13 +86,13 @@ class RegisteredState(TrainState):
         with contextlib.ExitStack() as stack:
             stack.callback(self.roll_back)
             modules = itertools.chain(self.models, self.modules())  # models may be wrappers
-            for module in modules if self.has_unsharded_models else ():
+            for module in modules if self.has_all_parameters else ():
                 if not isinstance(module, LazyModuleMixin):  # which the first batch completes
                     stack.enter_context(preserving(module))
             yield
 
     @property
-    def has_unsharded_models(self) -> bool:
+    def has_all_parameters(self) -> bool:
         """Whether every worker has all parameters."""
         return all(map(self.replication.is_unsharded, self.models))
 

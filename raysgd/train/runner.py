@@ -90,7 +90,7 @@ class FunctionRunner(Runner):
     def handle(self, request: Request) -> Any:
         match request:
             case BeginRequest(plan=plan):
-                if self._plan is None or self._plan.run != plan.run:
+                if self._plan is None or self._plan.run_id != plan.run_id:
                     self._plan, self._session = plan, None
                 self._ensure_started()
             case NextRequest():

@@ -182,7 +182,7 @@ class TrainContext:
 
     def get_trial_id(self) -> str:
         """Return the unique ID of the run."""
-        return self.plan.run
+        return self.plan.run_id
 
     def get_trial_dir(self) -> str:
         """Return the folder of the run on the driver; empty in a trial of Tune."""

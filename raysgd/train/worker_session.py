@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Plan:
     """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
 
-    run: str = ""
+    run_id: str = ""
     """Unique name of the run."""
     function: bytes = b""
     checkpoint: bytes | None = None

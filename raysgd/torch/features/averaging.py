@@ -55,7 +55,7 @@ class Averaging(StepFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if not self._state.has_unsharded_models:
+        if not self._state.has_all_parameters:
             conflicts.refuse('register(sharding="full")', "averages of the weights")
         if self.averages is None or (self._decay is None) != (decay is None):
             self._count = 0

@@ -136,7 +136,7 @@ def test_arguments_out_of_range_are_refused(kind, value):
 def test_validation_with_averages_restores_shared_parameters():
     shared = torch.nn.Linear(2, 2)
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
-    state = SimpleNamespace(models=models, optimizers=[], has_unsharded_models=True)
+    state = SimpleNamespace(models=models, optimizers=[], has_all_parameters=True)
     averages = Averaging(state)
     averages.start(0.5, start_epoch=1)
     averages.commit(UpdateTransaction())

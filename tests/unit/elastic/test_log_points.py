@@ -18,7 +18,7 @@ class Worker:
 
 def part(call, step, num_samples, reaches_log_step=True):
     return LogPoint(
-        call=call,
+        call_number=call,
         global_step=step,
         epoch=1,
         metrics={"num_samples": num_samples},
