@@ -84,8 +84,8 @@ class FullyShardedModel(ShardedOptimizer):
         if not (num_copies := layout.num_copies(size)):
             return
         own = layout.new_buffers(rank, device)
-        for which, part in own.views.items():
-            if (gradient := self.models.gradient(which)) is not None:
+        for param_index, part in own.views.items():
+            if (gradient := self.models.gradient(param_index)) is not None:
                 part.copy_(gradient)
         for distance in range(1, num_copies + 1):
             to, source = (rank + distance) % size, (rank - distance) % size
@@ -100,12 +100,12 @@ class FullyShardedModel(ShardedOptimizer):
         return piece.base
 
     def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
-        gradient = self.models.gradient(piece.which)
+        gradient = self.models.gradient(piece.param_index)
         if gradient is None:  # the loss does not depend on the parameter on any worker
             return None
         if shard != self._layout.rank:
-            gradient = self._received[shard].views[piece.which]
-        first, _ = self._layout.shards[shard][piece.which]
+            gradient = self._received[shard].views[piece.param_index]
+        first, _ = self._layout.shards[shard][piece.param_index]
         return gradient[piece.start - first : piece.stop - first]
 
     def _apply_updates(self) -> None:
@@ -137,7 +137,7 @@ class FullyShardedModel(ShardedOptimizer):
         (of_optimizer,) = state["optimizers"]
         pairs = zip(self.models.names, state["models"], strict=False)
         self._values = {
-            which: saved[name] for names, saved in pairs for name, which in names.items()
+            index: saved[name] for names, saved in pairs for name, index in names.items()
         }
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         states: dict[Any, Any] = {
@@ -178,26 +178,26 @@ class FullyShardedModel(ShardedOptimizer):
     def shards(self) -> list[tuple[Any, ...]]:
         known_as: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for index, names in enumerate(self.models.names):
-            for name, which in names.items():
-                known_as[which].append((index, name))
+            for name, param_index in names.items():
+                known_as[param_index].append((index, name))
         return [
             (
-                (self._numbers.get(piece.which), *known_as[piece.which]),
+                (self._numbers.get(piece.param_index), *known_as[piece.param_index]),
                 *piece.place_in(self._parameters),
                 {**piece.state, PARAMETER: self._current_elements(piece)},
             )
             for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
         ]
 
-    def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
-        if which not in self._values:
+    def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
+        if param_index not in self._values:
             return None
-        elements = self._values[which].detach().reshape(-1)[start:stop]
-        return elements.to(self._device, self._parameters[which].dtype, copy=True)
+        elements = self._values[param_index].detach().reshape(-1)[start:stop]
+        return elements.to(self._device, self._parameters[param_index].dtype, copy=True)
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         if piece.base is None:  # the group restarts from what `setup` has made
-            elements = self._parameters[piece.which].detach().reshape(-1)
+            elements = self._parameters[piece.param_index].detach().reshape(-1)
             piece = replace(piece, base=elements[piece.start : piece.stop].clone())
         # A rank that is behind has computed the update, but has not applied it.
         if self._version < version and piece.value is not None:
@@ -217,8 +217,8 @@ class FullyShardedModel(ShardedOptimizer):
         self._unsharded = self.optimizer.state = defaultdict(dict, kept)
         layout = self._layout
         for piece in layout.pieces_of(layout.rank, self._pieces):
-            first, _ = layout.shards[layout.rank][piece.which]
-            rows = self.models.local(piece.which)[piece.start - first : piece.stop - first]
+            first, _ = layout.shards[layout.rank][piece.param_index]
+            rows = self.models.local(piece.param_index)[piece.start - first : piece.stop - first]
             piece.base = rows.copy_(self._current_elements(piece))
 
     # ---- complete models
@@ -228,12 +228,12 @@ class FullyShardedModel(ShardedOptimizer):
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number, shard in enumerate(layout.shards):
-            rows = {which: self.models.local(which) for which in shard}
+            rows = {param_index: self.models.local(param_index) for param_index in shard}
             if number != layout.rank:
                 rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
             collectives.broadcast_tensors(list(rows.values()), source=number)
-            for which, (start, stop) in shard.items() if is_first else ():
-                values[which].view(-1)[start:stop] = rows[which]
+            for param_index, (start, stop) in shard.items() if is_first else ():
+                values[param_index].view(-1)[start:stop] = rows[param_index]
         if not is_first:
             return []
         try:

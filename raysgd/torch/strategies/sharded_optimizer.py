@@ -70,16 +70,16 @@ class ShardedOptimizer(Replication, StepFeature):
     ) -> None:
         self.optimizer = optimizer
         self._train_state = state
-        everything: list[Any] = parameters_of(optimizer)
-        self._num_parameters = len(everything)
-        numbers = {parameter: number for number, parameter in enumerate(everything)}
+        optimized: list[Any] = parameters_of(optimizer)
+        self._num_parameters = len(optimized)
+        numbers = {parameter: number for number, parameter in enumerate(optimized)}
         by_rows = parameters is not None
         if parameters is None:
-            parameters = [parameter for parameter in everything if parameter.requires_grad]
+            parameters = [parameter for parameter in optimized if parameter.requires_grad]
         self._parameters: Sequence[torch.Tensor] = parameters
         self._numbers = {
-            which: numbers[parameter]
-            for which, parameter in enumerate(parameters)
+            param_index: numbers[parameter]
+            for param_index, parameter in enumerate(parameters)
             if parameter.requires_grad and parameter in numbers
         }
         """Maps the index of each updated parameter to its number in the optimizer."""
@@ -120,9 +120,9 @@ class ShardedOptimizer(Replication, StepFeature):
         placed, stepped = [], []
         for shard, of_shard in self._buffers.items():
             for piece in layout.pieces_of(shard, self._pieces):
-                if (part := of_shard.views.get(piece.which)) is None:
+                if (part := of_shard.views.get(piece.param_index)) is None:
                     continue
-                first, _ = layout.shards[shard][piece.which]
+                first, _ = layout.shards[shard][piece.param_index]
                 view = part[piece.start - first : piece.stop - first]
                 if piece.version > self._version:  # it has its update
                     assert piece.value is not None
@@ -130,7 +130,7 @@ class ShardedOptimizer(Replication, StepFeature):
                     continue
                 placed.append((piece, view, self._current_elements(piece)))
                 view.grad = self._gradient(shard, piece)
-                params[group_of[self._numbers[piece.which]]].append(view)
+                params[group_of[self._numbers[piece.param_index]]].append(view)
                 if piece.state:
                     state[view] = piece.state
                 stepped.append(piece)
@@ -148,10 +148,10 @@ class ShardedOptimizer(Replication, StepFeature):
             self._train_state.minimum(self._version)
 
     def _current_elements(self, piece: Piece) -> torch.Tensor:
-        return flat(self._parameters[piece.which])[piece.start : piece.stop]
+        return flat(self._parameters[piece.param_index])[piece.start : piece.stop]
 
     def _gradient(self, shard: int, piece: Piece) -> torch.Tensor | None:
-        parameter = self._parameters[piece.which]
+        parameter = self._parameters[piece.param_index]
         if parameter.grad is None:
             return None
         return parameter.grad.reshape(-1)[piece.start : piece.stop]
@@ -173,9 +173,9 @@ class ShardedOptimizer(Replication, StepFeature):
         """Copy the updates of all workers into the parameters."""
         pairs = []
         for shard, of_shard in self._exchange().items():
-            for which, updated in of_shard.views.items():
-                start, stop = self._layout.shards[shard][which]
-                pairs.append((flat(self._parameters[which])[start:stop], updated))
+            for param_index, updated in of_shard.views.items():
+                start, stop = self._layout.shards[shard][param_index]
+                pairs.append((flat(self._parameters[param_index])[start:stop], updated))
         copy_all(pairs)
 
     def _exchange(self) -> dict[int, UpdateBuffers]:
@@ -239,23 +239,23 @@ class ShardedOptimizer(Replication, StepFeature):
 
         Every worker starts with the full state.
         """
-        whole, layout = self.optimizer.state, self._layout
-        updated = {self._parameters[which] for which in self._numbers}
+        full_state, layout = self.optimizer.state, self._layout
+        updated = {self._parameters[param_index] for param_index in self._numbers}
         # Frozen parameters can have state too, such as in Adagrad. Their state is not sharded.
-        rest = {p: whole[p] for p in whole.keys() - updated}
-        self._unsharded = self.optimizer.state = defaultdict(dict, rest)
+        of_frozen = {p: full_state[p] for p in full_state.keys() - updated}
+        self._unsharded = self.optimizer.state = defaultdict(dict, of_frozen)
         self._pieces, self._buffers = [], {}
         layout.lay_out()
         for shard in layout.held_shards():
-            for which, (start, stop) in layout.shards[shard].items():
-                parameter = self._parameters[which]
+            for index, (start, stop) in layout.shards[shard].items():
+                parameter = self._parameters[index]
                 state = {
                     name: self._convert(name, elements_of(value, parameter, start, stop), parameter)
-                    for name, value in whole.get(parameter, {}).items()
+                    for name, value in full_state.get(parameter, {}).items()
                     if parameter in updated
                 }
-                base = self._elements_of(which, start, stop)
-                self._pieces.append(Piece(which, start, stop, self._version, state, base=base))
+                base = self._elements_of(index, start, stop)
+                self._pieces.append(Piece(index, start, stop, self._version, state, base=base))
         self._token = self._token[0], self._token[1] + 1
         self.in_sync, self.holdings = True, Holdings(complete=False)
 
@@ -263,7 +263,7 @@ class ShardedOptimizer(Replication, StepFeature):
         """Return a value of the state with the dtype and device that the optimizer needs."""
         return value
 
-    def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
+    def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
         """Return elements of a parameter. None unless parameters are sharded too."""
         return None
 
@@ -276,7 +276,7 @@ class ShardedOptimizer(Replication, StepFeature):
     def shards(self) -> list[tuple[Any, ...]]:
         """Return this worker's shard of the optimizer's state, and of sharded models."""
         return [
-            ((self._numbers[piece.which],), *piece.place_in(self._parameters), piece.state)
+            ((self._numbers[piece.param_index],), *piece.place_in(self._parameters), piece.state)
             for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
             if piece.state
         ]
@@ -299,39 +299,39 @@ class ShardedOptimizer(Replication, StepFeature):
         A worker keeps its old shards until all workers have the new ones.
         """
         rank, size, layout = dist.get_rank(), dist.get_world_size(), self._layout
-        own = [(piece.which, piece.start, piece.stop, piece.version) for piece in self._pieces]
+        own_pieces = [(p.param_index, p.start, p.stop, p.version) for p in self._pieces]
         versions: list[Any] = [None] * size
-        dist.all_gather_object(versions, (self._token, self._version, own))
+        dist.all_gather_object(versions, (self._token, self._version, own_pieces))
         token, version, _ = versions[leader_rank]
         pieces_by_rank = [pieces if of == token else [] for of, _, pieces in versions]
         shards = [layout.shard(each, size) for each in range(size)]
-        planned = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
-        self.holdings = Holdings(complete=False, condition="lost" if planned is None else "good")
-        if planned is None:
+        transfers = plan_transfers(shards, layout.num_copies(size), version, pieces_by_rank)
+        self.holdings = Holdings(complete=False, condition="lost" if transfers is None else "good")
+        if transfers is None:
             return super().receive(leader_rank)
-        batches: dict[int, list[Transfer]] = defaultdict(list)
-        for each in planned:
-            batches[each.source].append(each)
+        by_source: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in transfers:
+            by_source[transfer.source].append(transfer)
         pieces: list[Piece] = []
-        for source, batch in batches.items():
-            kept = [each for each in batch if source in each.to]
-            sent = [each for each in batch if source not in each.to]
+        for source, of_source in by_source.items():
+            kept = [transfer for transfer in of_source if source in transfer.to]
+            sent = [transfer for transfer in of_source if source not in transfer.to]
             messages = self._messages(kept, version) if rank == source else []
             if sent:
                 make = functools.partial(self._messages, sent, version)
-                wanted = any(rank in each.to for each in sent)
+                wanted = any(rank in transfer.to for transfer in sent)
                 broadcasts = collectives.broadcast_state(make, source, self._device, wanted)
-                messages += [m for each, m in zip(sent, broadcasts, strict=True) if rank in each.to]
+                messages += [m for t, m in zip(sent, broadcasts, strict=True) if rank in t.to]
             pieces += [Piece(*message) for message in messages]
         self._train_state.minimum(0)  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()
-        self.in_sync = all(each.version == version for each in planned)
+        self.in_sync = all(transfer.version == version for transfer in transfers)
         return super().receive(leader_rank)
 
-    def _messages(self, planned: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
-        newest = ((each.newest(self._pieces), each.start, each.stop) for each in planned)
+    def _messages(self, transfers: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
+        newest = ((each.newest(self._pieces), each.start, each.stop) for each in transfers)
         return [self._message(*each, version) for each in newest]
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:

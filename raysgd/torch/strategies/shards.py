@@ -27,7 +27,7 @@ Shard: TypeAlias = Mapping[int, tuple[int, int]]
 class Transfer(NamedTuple):
     """Elements that rank `source` sends to the ranks `to`, or keeps if this is only `source`."""
 
-    which: int
+    param_index: int
     start: int
     stop: int
     version: int
@@ -39,7 +39,9 @@ class Transfer(NamedTuple):
         fitting = (
             piece
             for piece in pieces
-            if piece.which == self.which and piece.start <= self.start and self.stop <= piece.stop
+            if piece.param_index == self.param_index
+            and piece.start <= self.start
+            and self.stop <= piece.stop
         )
         return max(fitting, key=lambda piece: piece.version)
 
@@ -65,31 +67,31 @@ def plan_transfers(
     True
     """
     size = len(shards)
-    ranges = [(which, *bounds) for shard in shards for which, bounds in shard.items()]
-    ranges += [(which, start, stop) for each in pieces_by_rank for which, start, stop, _ in each]
-    cuts = sorted({(which, bound) for which, *bounds in ranges for bound in bounds})
-    place = {cut: number for number, cut in enumerate(cuts)}
+    ranges = [(param_index, *bounds) for shard in shards for param_index, bounds in shard.items()]
+    ranges += [piece[:3] for pieces in pieces_by_rank for piece in pieces]
+    cuts = sorted({(param_index, bound) for param_index, *bounds in ranges for bound in bounds})
+    range_at = {cut: index for index, cut in enumerate(cuts)}
     versions: list[dict[int, int]] = [{} for _ in cuts]  # by rank, for each range between two cuts
     for rank, of_rank in enumerate(pieces_by_rank):
-        for which, start, stop, version in of_rank:
-            for number in range(place[which, start], place[which, stop]):
+        for param_index, start, stop, version in of_rank:
+            for index in range(range_at[param_index, start], range_at[param_index, stop]):
                 # A rank may hold a range twice, because it also imported a replica.
-                versions[number][rank] = max(version, versions[number].get(rank, version))
+                versions[index][rank] = max(version, versions[index].get(rank, version))
     planned: list[Transfer] = []
     for owner, shard in enumerate(shards):
         holders = [(owner + each) % size for each in range(min(copies, size - 1) + 1)]
-        for which, (first, end) in shard.items():
-            for number in range(place[which, first], place[which, end]):
-                (_, start), (_, stop) = cuts[number : number + 2]
-                newest = max(versions[number].values(), default=lowest - 1)
+        for param_index, (first, end) in shard.items():
+            for index in range(range_at[param_index, first], range_at[param_index, end]):
+                (_, start), (_, stop) = cuts[index : index + 2]
+                newest = max(versions[index].values(), default=lowest - 1)
                 if newest < lowest:
                     return None
-                sources = [rank for rank, has in versions[number].items() if has == newest]
+                sources = [rank for rank, has in versions[index].items() if has == newest]
                 keep = [rank for rank in holders if rank in sources]
-                planned += [Transfer(which, start, stop, newest, n, (n,)) for n in keep]
+                planned += [Transfer(param_index, start, stop, newest, n, (n,)) for n in keep]
                 if lacking := tuple(rank for rank in holders if rank not in sources):
-                    source = sources[number % len(sources)]  # spreads the load
-                    planned.append(Transfer(which, start, stop, newest, source, lacking))
+                    source = sources[index % len(sources)]  # spreads the load
+                    planned.append(Transfer(param_index, start, stop, newest, source, lacking))
     return planned
 
 
@@ -126,7 +128,7 @@ class Layout:
     ) -> None:
         self._shapes = [parameter.shape for parameter in parameters]
         self._total = sum(shape.numel() for shape in self._shapes)
-        self._dtypes = {which: parameters[which].dtype for which in updated}
+        self._dtypes = {param_index: parameters[param_index].dtype for param_index in updated}
         self._copies, self._by_rows = copies, by_rows
         self.rank = 0
         self.shards: list[Shard] = []
@@ -134,15 +136,15 @@ class Layout:
     def shard(self, number: int, size: int) -> Shard:
         """Return a shard in a group of `size` ranks."""
         shard, before = {}, 0
-        chunk = -(-self._total // (size * _ALIGNMENT)) * _ALIGNMENT
+        shard_size = -(-self._total // (size * _ALIGNMENT)) * _ALIGNMENT
         for index, shape in enumerate(self._shapes):
             length = shape.numel()
             if not length:
                 continue
             if self._by_rows:
-                chunk, before = -(-shape[0] // size) * (length // shape[0]), 0
-            start = max(number * chunk - before, 0)
-            end = min((number + 1) * chunk - before, length)
+                shard_size, before = -(-shape[0] // size) * (length // shape[0]), 0
+            start = max(number * shard_size - before, 0)
+            end = min((number + 1) * shard_size - before, length)
             before += length
             if start < end:
                 shard[index] = start, end
@@ -172,16 +174,16 @@ class Layout:
         return [
             piece
             for piece in pieces
-            if piece.which in ranges
-            and ranges[piece.which][0] <= piece.start
-            and piece.stop <= ranges[piece.which][1]
+            if piece.param_index in ranges
+            and ranges[piece.param_index][0] <= piece.start
+            and piece.stop <= ranges[piece.param_index][1]
         ]
 
     def new_buffers(self, shard: int, device: torch.device) -> UpdateBuffers:
         lengths: dict[torch.dtype, dict[int, int]] = defaultdict(dict)
-        for which, (start, stop) in self.shards[shard].items():
-            if (dtype := self._dtypes.get(which)) is not None:
-                lengths[dtype][which] = stop - start
+        for param_index, (start, stop) in self.shards[shard].items():
+            if (dtype := self._dtypes.get(param_index)) is not None:
+                lengths[dtype][param_index] = stop - start
         new = UpdateBuffers([], {})
         for dtype, of_dtype in lengths.items():
             buffer = torch.empty(sum(of_dtype.values()), dtype=dtype, device=device)
@@ -197,8 +199,7 @@ class Layout:
 class Piece:
     """Consecutive elements of one parameter."""
 
-    which: int
-    """Index of the parameter that the piece belongs to."""
+    param_index: int
     start: int
     stop: int
     version: int
@@ -212,7 +213,7 @@ class Piece:
 
     def place_in(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int, tuple[int, ...]]:
         """Return the first element, the exclusive end, and the shape of the parameter."""
-        return self.start, self.stop, tuple(parameters[self.which].shape)
+        return self.start, self.stop, tuple(parameters[self.param_index].shape)
 
     def message(self, start: int, stop: int, is_ahead: bool) -> tuple[Any, ...]:
         """Return a copy of some elements, as the fields of a piece.
@@ -226,7 +227,7 @@ class Piece:
         }
         value = self.value[first:last].clone() if is_ahead and self.value is not None else None
         base = None if self.base is None else self.base[first:last].clone()
-        return self.which, start, stop, self.version, state, value, base
+        return self.param_index, start, stop, self.version, state, value, base
 
 
 def is_sharded(value: Any) -> bool:
