@@ -61,10 +61,10 @@ class EpochPartition:
     requested_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
     shares: tuple[float, ...] | None = None  # relative sizes of the workers' parts, by rank
     may_split: bool = False
-    """Whether batches of more than `max_rows` samples are split, equally often on all workers."""
+    """Whether batches above `max_micro_batch_size` are split, equally often on all workers."""
 
     @functools.cached_property
-    def stride(self) -> int:
+    def step_size(self) -> int:
         """Samples of the whole group in a full step."""
         return self.requested_batch or self.batch_size * self.layout.num_full_parts(self.world_size)
 
@@ -75,29 +75,29 @@ class EpochPartition:
         return range(*part_of(number, self.world_size, self.rank, self.shares))
 
     @functools.cached_property
-    def max_rows(self) -> int:
+    def max_micro_batch_size(self) -> int:
         """Maximum number of samples that a worker with an even share processes at a time."""
-        return -(-self.stride // self.layout.num_full_parts(self.world_size))
+        return -(-self.step_size // self.layout.num_full_parts(self.world_size))
 
     def end(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
         if not self.drop_last:
             return self.total
-        unit = self.stride if self.training else self.batch_size
+        unit = self.step_size if self.training else self.batch_size
         return offset + (self.total - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
-        return max(0, -(-(self.end(offset) - offset) // self.stride))
+        return max(0, -(-(self.end(offset) - offset) // self.step_size))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        after = offset + num_steps * self.stride
+        after = offset + num_steps * self.step_size
         return self.total if num_steps and after >= self.end(offset) else after
 
     def sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
         """Iterate over the sample counts of the group's steps from `offset`."""
         num_samples = max(0, self._end(offset, num_steps) - offset)
-        num_full, rest = divmod(num_samples, self.stride)
-        return itertools.chain(itertools.repeat(self.stride, num_full), [rest] * (rest > 0))
+        num_full, rest = divmod(num_samples, self.step_size)
+        return itertools.chain(itertools.repeat(self.step_size, num_full), [rest] * (rest > 0))
 
     def batches(self, offset: int = 0, num_steps: int | None = None) -> Iterator[tuple[int, int]]:
         """Yield this worker's batches from `offset`, as (start, stop) in the order of the epoch.
@@ -128,7 +128,7 @@ class EpochPartition:
 
     def _end(self, offset: int, num_steps: int | None) -> int:
         end = self.end(offset)
-        return end if num_steps is None else min(end, offset + num_steps * self.stride)
+        return end if num_steps is None else min(end, offset + num_steps * self.step_size)
 
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
@@ -145,8 +145,8 @@ class EpochPartition:
 
     def _num_micro_batches(self, size: int) -> int:
         """Return how many micro-batches each worker's batch in a step of `size` samples has."""
-        number = -(-size // (self.world_size * self.max_rows))
-        if self.max_rows == 1:
+        number = -(-size // (self.world_size * self.max_micro_batch_size))
+        if self.max_micro_batch_size == 1:
             return number
         # Avoid micro-batches of one sample, because batch normalization fails on them.
         spans = [
@@ -166,8 +166,8 @@ class EpochPartition:
                 weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
                 weight = count if self.layout.has_fixed_parts else weight
                 planned.append(MicroBatch(count, weight, step, index == len(counted) - 1))
-        is_whole = not (self.layout.has_fixed_parts or self.may_split)
-        is_large = is_whole and any(self._num_micro_batches(size) > 1 for size in sizes)
+        is_unsplit = not (self.layout.has_fixed_parts or self.may_split)
+        is_large = is_unsplit and any(self._num_micro_batches(size) > 1 for size in sizes)
         return UpdatePlan(tuple(planned), sum(sizes), is_large)
 
 
@@ -207,7 +207,7 @@ class UpdatePlan:
 
     batches: tuple[MicroBatch, ...] = (MicroBatch(),)  # of the source; each may be split again
     total: int | None = None  # samples of all workers; None: unknown
-    is_large: bool = False  # has an unsplit batch of more than `max_rows` samples
+    is_large: bool = False  # has an unsplit batch above `max_micro_batch_size`
 
     @functools.cached_property
     def num_steps(self) -> int:

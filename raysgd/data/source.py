@@ -62,7 +62,7 @@ class BatchSource:
     keeps_step = False  # the samples of a step do not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
     own_seed: int | None = None  # seed of the loader's generator, if it has one
-    global_batch: int | None = None  # samples per step, if raysgd partitions by samples
+    global_batch_size: int | None = None  # samples per step, if raysgd partitions by samples
     epoch_samples = 0  # samples of an epoch of all workers, or 0 if unknown
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_joined: int | None = None  # samples that the loader joined in the newest batch, if known
@@ -301,8 +301,8 @@ class PartitionedSource(BatchSource):
         return self._partition.layout.num_parts is not None
 
     @property
-    def global_batch(self) -> int:  # type: ignore[override]
-        return self._partition.stride
+    def global_batch_size(self) -> int:  # type: ignore[override]
+        return self._partition.step_size
 
     @property
     def epoch_samples(self) -> int:  # type: ignore[override]

@@ -325,7 +325,7 @@ class OperatorRunner(Runner, ABC):
 
 
 def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
-    now, then = state.data.current.global_batch, position.get("global_batch")
+    now, then = state.data.current.global_batch_size, position.get("global_batch")
     if None not in (now, then, state.settings.options.layout.num_parts) and now != then:
         state.settings.warn_once(
             "step size",

@@ -72,9 +72,9 @@ class DataSources(ABC):
                 source.describe_reading(),
                 advice,
             )
-        is_whole = not source.is_partitioned and not source.by_user
+        is_read_by_all = not source.is_partitioned and not source.by_user
         # With fixed parts, an error follows.
-        if is_whole and options.num_workers > 1 and not options.layout.has_fixed_parts:
+        if is_read_by_all and options.num_workers > 1 and not options.layout.has_fixed_parts:
             self._settings.warn_once(
                 argument,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
@@ -204,7 +204,7 @@ class DataSources(ABC):
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
         source, requested = self._sources.get("train"), self._settings.requested_batch
-        return source is not None and source.keeps_step and source.global_batch == requested
+        return source is not None and source.keeps_step and source.global_batch_size == requested
 
     def release(self) -> None:
         for source in self._sources.values():

@@ -90,8 +90,8 @@ class StepIterator:
     def num_joined(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
         is_split = self._train_state.micro_batching.split > 1
-        is_whole = not (self._tx.micro_batch.is_repeated or is_split)
-        return self._source.num_joined if is_whole else None
+        trains_all = not (self._tx.micro_batch.is_repeated or is_split)
+        return self._source.num_joined if trains_all else None
 
     def describe_place(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""

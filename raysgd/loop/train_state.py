@@ -135,7 +135,7 @@ class TrainState(SavedState):
             "validation_offset": self.validation_offset,
             "seed": self.seed,
         }
-        if (global_batch := self.data.current.global_batch) is not None:
+        if (global_batch := self.data.current.global_batch_size) is not None:
             position["global_batch"] = global_batch
         if own := self.data.own_seeds():
             position["loader_seeds"] = own

@@ -150,7 +150,7 @@ class DatasetSource(PartitionedSource):
     knows_sizes = False
     is_compared = False  # with the data of other workers
     # The partition counts batches, not samples.
-    global_batch = None  # type: ignore[assignment]
+    global_batch_size = None  # type: ignore[assignment]
     epoch_samples = 0
 
     def __init__(
@@ -213,7 +213,7 @@ class DatasetSource(PartitionedSource):
         if num_steps is None and not self._training:
             _check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
-        stop = None if num_steps is None else offset + num_steps * self._partition.stride
+        stop = None if num_steps is None else offset + num_steps * self._partition.step_size
         return self._own_batches(iteration, offset, stop)
 
     def _next_order(self, epoch: int, offset: int) -> int:
@@ -236,7 +236,7 @@ class DatasetSource(PartitionedSource):
     ) -> Iterator[Any]:
         gives_whole_batches = not self._training and not self._splits
         partition = self._partition
-        size = partition.world_size if gives_whole_batches else partition.stride
+        size = partition.world_size if gives_whole_batches else partition.step_size
         while stop is None or offset < stop:
             group = iteration.read(offset, size if stop is None else min(size, stop - offset))
             if not group:
@@ -252,12 +252,12 @@ class DatasetSource(PartitionedSource):
     def _own_micro_batches(self, group: list[Any]) -> Iterator[Any]:
         """Yield this worker's batch of a step, in parts if it is large."""
         partition, sizes = self._partition, [_num_rows(batch) for batch in group]
-        max_rows = max(sizes)
+        batch_size = max(sizes)
         if self._splits:
-            max_rows = -(-max_rows // self._layout.num_full_parts(partition.world_size))
+            batch_size = -(-batch_size // self._layout.num_full_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
         may_split = partition.may_split and self.keeps_step
-        step = EpochPartition(0, max_rows, size, rank, shares=shares, may_split=may_split)
+        step = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         self._plan = step.plan((sum(sizes),))
         own, number = self._own_batch(group), len(self._plan.batches)
         if number == 1:

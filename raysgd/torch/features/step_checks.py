@@ -130,8 +130,8 @@ class StepChecks(StepFeature):
 
     def before_backward(self, count: LossCount) -> None:
         tx, state = self._transaction, self._state
-        is_whole = state.accumulation_steps == 1 and not tx.has_fixed_parts
-        if is_whole and tx.weights.has_loss and count.items is not None:
+        has_one_batch = state.accumulation_steps == 1 and not tx.has_fixed_parts
+        if has_one_batch and tx.weights.has_loss and count.items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
         if tx.weights.has_gap and counts_samples and state.exchange.num_workers > 1:

@@ -240,7 +240,7 @@ class PartitionedLoader(PartitionedSource):
     def _order_of(self, epoch: int, offset: int = 0) -> Order:
         if self._numbered is not None:
             partition = self._partition
-            step = partition.stride if partition.training else 0  # predict keeps the order
+            step = partition.step_size if partition.training else 0  # predict keeps the order
             return self._numbered.keys(epoch, offset, step)
         return self.epoch_order.of(epoch)
 

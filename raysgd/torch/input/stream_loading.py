@@ -68,7 +68,7 @@ class StreamSource(PartitionedSource):
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         self._go_to(epoch, offset)
         partition = self._partition
-        unit = partition.stride if partition.training else partition.batch_size
+        unit = partition.step_size if partition.training else partition.batch_size
         turns = 1 if partition.training else partition.world_size
         self._steps_read = 0
         for number in itertools.count() if num_steps is None else range(num_steps * turns):
@@ -104,13 +104,13 @@ class StreamSource(PartitionedSource):
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         self._buffer.trim(offset)
         partition = self._partition
-        starts = range(offset, offset + num_steps * partition.stride, partition.stride)
-        sizes = [self._ensure(start, partition.stride) for start in starts]
-        least = partition.stride if partition.drop_last else 1
+        starts = range(offset, offset + num_steps * partition.step_size, partition.step_size)
+        sizes = [self._ensure(start, partition.step_size) for start in starts]
+        least = partition.step_size if partition.drop_last else 1
         return partition.plan(tuple(size for size in sizes if size >= least))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        end = offset + num_steps * self._partition.stride
+        end = offset + num_steps * self._partition.step_size
         return min(end, self._buffer.end) if self._buffer.has_ended else end
 
     def steps_taken(self, count: int) -> int:

@@ -91,7 +91,7 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
             source.change_partition(may_split=may_split)
             if shares:
                 source.change_partition(shares=tuple(float(n + 1) for n in range(world_size)))
-        start = min(size, offset * stream.global_batch)
+        start = min(size, offset * stream.global_batch_size)
         found, end = read(stream, start, 100, group)
         expected = []
         batches, at = known.batches(0, start), start

@@ -290,7 +290,7 @@ class Stops(Trains):
         partition = self._train_state.data.source("train").partition
         two_steps = itertools.islice(iterator, 2 * len(partition.owned))
         metrics = super().train_epoch(two_steps, info)
-        assert metrics["num_samples"] == 2 * partition.stride, metrics
+        assert metrics["num_samples"] == 2 * partition.step_size, metrics
         return metrics
 
 
