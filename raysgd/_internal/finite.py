@@ -22,24 +22,32 @@ def not_finite(state: Mapping[str, Any]) -> str:
     return next((name for name in bad if name not in known), "")
 
 
-def bad_arrays(tree: Any, name: str = "") -> Iterator[str]:
+def bad_arrays(tree: Any) -> Iterator[str]:
     """Yield the names of the arrays in a tree that have NaN or infinity."""
+    return (name for name, array in named_arrays(tree) if is_bad(array))
+
+
+def named_arrays(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the arrays and tensors in a tree, each with its name."""
     if isinstance(tree, Mapping):
         for key, each in tree.items():
-            yield from bad_arrays(each, f"{name}.{key}" if name else str(key))
+            yield from named_arrays(each, f"{name}.{key}" if name else str(key))
     elif isinstance(tree, list | tuple):
         for index, each in enumerate(tree):
-            yield from bad_arrays(each, f"{name}[{index}]")
+            yield from named_arrays(each, f"{name}[{index}]")
     elif isinstance(tree, np.ndarray) or hasattr(tree, "isfinite"):
-        try:
-            if isinstance(tree, np.ndarray):
-                is_bad = not np.isfinite(tree).all()
-            else:  # a sum is quick, and finite only if its terms are
-                is_bad = not (tree.sum().isfinite() or tree.isfinite().all())
-        except Exception:  # of a type without this method, such as a sparse tensor
-            return
-        if is_bad:
-            yield name
+        yield name, tree
+
+
+def is_bad(array: Any) -> bool:
+    """Return whether an array or a tensor has NaN or infinity."""
+    try:
+        if isinstance(array, np.ndarray):
+            return not np.isfinite(array).all()
+        # a sum is quick, and finite only if its terms are
+        return not (array.sum().isfinite() or array.isfinite().all())
+    except Exception:  # of a type without this method, such as a sparse tensor
+        return False
 
 
 def bad_loss(metrics: Mapping[str, Any]) -> str:

@@ -400,6 +400,13 @@ class BackendExecutor:
         if rank is None:
             return
         turn = turns[0]
+        if turn.not_finite:
+            logger.warning(
+                "A checkpoint is not kept, because its %s has NaN or infinity. The last finite "
+                "checkpoint stays.",
+                turn.not_finite,
+            )
+            return
         if turn.checkpoint is None:
             raise RuntimeError(
                 f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "

@@ -35,6 +35,8 @@ class Growth:
         """Return whether a restart after this turn, with `turn.iteration`, skips no report."""
         if self._saves_first is None:
             self._saves_first = turn.kind == "checkpoint"
+        if turn.not_finite:  # a restart would repeat the steps since an earlier checkpoint
+            return False
         has_waited = self._awaits_report
         self._awaits_report = self._saves_first and turn.kind == "checkpoint"
         is_complete = turn.has_checkpoint and not self._awaits_report

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.finite import bad_arrays, is_bad, named_arrays
 from raysgd._internal.values import numbers_in
 from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
@@ -133,8 +134,8 @@ class Session:
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
         """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
-        blob = None
-        if checkpoint is not None:
+        blob, not_finite = None, self._find_not_finite(checkpoint)
+        if checkpoint is not None and not not_finite:
             if self.plan.metadata:
                 described = Checkpoint(checkpoint)
                 described.set_metadata({**self.plan.metadata, **described.get_metadata()})
@@ -147,11 +148,19 @@ class Session:
                 kind,
                 content=content,
                 checkpoint=blob if worker_context().world_rank == 0 else None,
-                has_checkpoint=blob is not None,
+                has_checkpoint=checkpoint is not None,
+                not_finite=not_finite,
                 numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
                 iteration=self.iteration,
             )
         )
+
+    def _find_not_finite(self, checkpoint: dict[str, Any] | None) -> str:
+        """Return an array with NaN or infinity that is finite in the newest checkpoint, or ""."""
+        newest = self.load()
+        names = [*bad_arrays(checkpoint)] if newest else []
+        earlier = dict(named_arrays(newest.to_dict())) if newest and names else {}
+        return next((name for name in names if name in earlier and not is_bad(earlier[name])), "")
 
 
 def _pickle(state: Any) -> bytes:

@@ -15,6 +15,7 @@ TURNS = {
     "S": Turn("checkpoint", checkpoint=b"", has_checkpoint=True),
     "R": Turn("report", iteration=1),
     "B": Turn("report", has_checkpoint=True),
+    "N": Turn("checkpoint", has_checkpoint=True, not_finite="weight"),
     "E": Turn("end"),
 }
 
@@ -28,6 +29,7 @@ TURNS = {
         ("BBE", [0, 1]),
         ("SRBE", [1, 2]),
         ("RRE", []),
+        ("RNSE", [2]),
         ("S|RSRE", [4]),  # after a restart, the order is the same
     ],
 )
@@ -43,7 +45,7 @@ def test_growth_loses_and_repeats_no_report(turns, grown_at):
 
 def test_after_a_loss_between_a_checkpoint_and_its_report_growth_waits_for_the_next_report():
     executor = BackendExecutor(BackendConfig())
-    turns, iterations = iter("SSRE"), []
+    turns, iterations = iter("SSNRE"), []
 
     def run(call):
         if (turn := next(turns)) == "S":

@@ -1,9 +1,11 @@
 """Reports and checkpoints of a training function, with a fake queue to the driver."""
 
+import math
 import multiprocessing
 import pickle
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +57,19 @@ def test_numbers_in_a_checkpoint_rate_it_before_those_of_its_report(run):
     }
     assert [numbers["loss"] for numbers in others] == [1, 3]
     assert queue.turns[0].metrics["loss"] == 2
+
+
+def test_a_checkpoint_that_is_not_finite_replaces_no_finite_one(run):
+    queue, mask = run(), torch.tensor([0.0, -math.inf])
+    for weight in (1.0, math.nan, 2.0):
+        model = {"mask": mask, "weight": torch.tensor([weight])}
+        train.report({"loss": weight}, checkpoint=Checkpoint.from_dict({"model": model}))
+    assert [turn.not_finite for turn in queue.turns] == ["", "model.weight", ""]
+    assert [turn.checkpoint is None for turn in queue.turns] == [False, True, False]
+    run(checkpoint=pickle.dumps({"model": {"weight": np.ones(2)}}))
+    train.save_checkpoint(model={"weight": np.ones(2), "mask": mask.numpy()})
+    train.save_checkpoint(model={"weight": np.array([1, math.nan])})
+    assert train.load_checkpoint()["model"]["weight"].tolist() == [1, 1]
 
 
 def test_values_that_cannot_be_pickled_are_refused_in_the_function(run):
