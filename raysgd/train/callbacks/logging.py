@@ -66,6 +66,7 @@ class _ServiceCallback(FileCallback):
 
     _run: Any = None
     """A writer of `raysgd.callbacks.services`. `_begin` opens it."""
+    _step = 0  # of the newest report
 
     def _numbers(self, result: dict[str, Any]) -> dict[str, float]:
         return numbers_in(result)
@@ -84,7 +85,7 @@ class _ServiceCallback(FileCallback):
 class MLflowLoggerCallback(_ServiceCallback):
     """Writes an MLflow run: the config as parameters, and the numbers that one worker reports.
 
-    A restored run continues its MLflow run.
+    A restored run continues its MLflow run. Reports that a restart repeats are logged once.
 
     Args:
         tracking_uri: a server, a database, or a folder. The default is the URI in the settings of
@@ -129,11 +130,18 @@ class MLflowLoggerCallback(_ServiceCallback):
         key = zlib.crc32(repr((uri, self._new)).encode())
         path = self.logdir / f"mlflow_run_{key:08x}"
         earlier = path.read_text() if self._is_restored and path.exists() else None
-        self._run = MLflowRun(uri, run_id=earlier, **self._new)
+        self._run, self._step = MLflowRun(uri, run_id=earlier, **self._new), 0
         self.run_id = self._run.id
         if earlier is None:
             path.write_text(self.run_id)
             self._run.log_config(config)
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        steps = [result.get(constants.TRAINING_ITERATION, 0) for result in results]
+        if all(0 < step <= self._step for step in steps):
+            return  # a restart repeats the report, and MLflow replaces no value
+        self._step = max(steps)
+        super().handle_result(results)
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         if self._save_artifact and self._run is not None:
@@ -148,8 +156,6 @@ class TBXLoggerCallback(_ServiceCallback):
     ``_training_iteration``. The default folder is the folder of the run. Needs tensorboard and
     torch.
     """
-
-    _step = 0  # of the newest report
 
     def __init__(
         self, logdir: str | os.PathLike[str] | None = None, worker_to_log: int = 0

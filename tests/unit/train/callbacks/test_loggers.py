@@ -144,7 +144,9 @@ def test_a_restored_run_continues_its_mlflow_run(tmp_path, monkeypatch, uri, res
         ]
         for callback in callbacks:  # the driver is killed before it finishes the first ones
             callback.start_training(logdir=tmp_path / "run", config={"lr": loss})
-            callback.process_results([{"loss": loss, "_training_iteration": int(3 - loss)}])
+            result = {"loss": loss, "_training_iteration": int(3 - loss)}
+            for _ in range(2):  # a restart repeats the report
+                callback.process_results([result])
         ids.append([callback.run_id for callback in callbacks])
         (tmp_path / "run" / REPORTS).write_text('{"n": 0}\n' * restored)
     callbacks[0].finish_training()
