@@ -45,7 +45,7 @@ class KerasSources(DataSources):
                 "arrays, a tf.data.Dataset, or an iterable of the batches of self.world_rank."
             )
         settings, partition_arguments = self._settings, self._settings.partition_arguments
-        if _is_arrays(loader):
+        if is_arrays(loader):
             return ArraySource(
                 loader,
                 training=training,
@@ -80,7 +80,8 @@ def _check_end(loader: Any, what: str, call: str) -> None:
         )
 
 
-def _is_arrays(data: Any) -> bool:
+def is_arrays(data: Any) -> bool:
+    """Return whether data is an array, or a tuple or dict of arrays."""
     leaves = tf.nest.flatten(data) if isinstance(data, tuple | dict) else [data]
     return bool(leaves) and all(hasattr(leaf, "__array__") for leaf in leaves)
 

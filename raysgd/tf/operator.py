@@ -202,13 +202,20 @@ class TrainingOperator(OperatorBase):
         Args:
             train_loader: Training data, with batches of `train_batch`.
             validation_loader: Validation data. No sample counts twice.
-            batch_size: Samples of a worker's batch of arrays. None for ``config[BATCH_SIZE]``, or
-                32 without that key.
+            batch_size: Samples of a worker's batch of arrays, which other data has itself. None for
+                ``config[BATCH_SIZE]``, or 32 without that key.
             shuffle: Whether to shuffle arrays in each epoch of training.
         """
+        from raysgd.tf.loading import is_arrays
+
         check_flags("register_data", shuffle=shuffle)
         if batch_size is not None:
             batch_size = check_int("register_data", "batch_size", batch_size, lowest=1)
+            if not any(map(is_arrays, (train_loader, validation_loader))):
+                raise ValueError(
+                    f"register_data(batch_size={batch_size}): only arrays have a batch size. Call "
+                    "dataset.batch(n), or yield batches of n samples."
+                )
         data = self._train_state.data
         data.batch_size, data.shuffle = batch_size, shuffle
         data.register(train_loader, validation_loader)

@@ -96,6 +96,7 @@ def build_operator(
     tf.random.set_seed(settings.options.seed % 2**31)
     train_state = KerasTrainState(settings, communication)
     operator = create_operator(operator_cls, config, train_state)
+    train_state.attributes = vars(operator)
     build_registered(train_state)
     return operator
 

@@ -29,6 +29,7 @@ from raysgd.tf.losses import BatchLosses
 from raysgd.tf.options import TFSettings
 
 _RATE = re.compile("'learning_rate': [^,}]*")
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of objects, which each get_config may create again
 
 
 class KerasTrainState(TrainState):
@@ -46,6 +47,7 @@ class KerasTrainState(TrainState):
         self.engine = Engine()
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
+        self.attributes: Mapping[str, Any] = {}  # of the operator
         self.optimization = KerasOptimization(self)
         self.set_features(
             [ReplicaSync(self), self.optimization, self.micro_batching, Averages(self)]
@@ -57,6 +59,7 @@ class KerasTrainState(TrainState):
     def compile_arguments(self) -> list[Any]:
         names = ("optimizer", "_compile_loss", "_compile_metrics")
         arguments = [getattr(model, name, None) for model in self.models for name in names]
+        arguments += map(self.attributes.get, ("model", "optimizer", "criterion"))
         for options, rate, _ in map(_options_of, self.optimizers):
             arguments += [options, None if isinstance(rate, float) else rate]
         return arguments
@@ -65,10 +68,10 @@ class KerasTrainState(TrainState):
         """Raise an error for a change after `setup` that would have no effect."""
         if self.compile_arguments() != self.compiled:
             raise RuntimeError(
-                "A model was compiled after setup, or an attribute of an optimizer was changed, "
-                "but TFTrainer trains with the optimizer, loss, and metrics of setup. Only a rate "
-                "that is a number can change, by optimizer.learning_rate. Freeze layers by "
-                f"layer.trainable. {NEXT_PHASE}"
+                "After setup, a model was compiled, an attribute of an optimizer was changed, or "
+                "the model, optimizer, or criterion of the operator was replaced. But TFTrainer "
+                "trains with those of setup. Only a rate that is a number can change, by "
+                f"optimizer.learning_rate. Freeze layers by layer.trainable. {NEXT_PHASE}"
             )
 
     def list_trained(self) -> list[tuple[Any, list[Any]]]:
@@ -166,7 +169,7 @@ def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     rate, options = inner._learning_rate, ""
     with contextlib.suppress(NotImplementedError, TypeError):  # a rate without get_config
-        options = str(inner.get_config())
+        options = _ADDRESS.sub("", str(inner.get_config()))
     rate = float(rate) if hasattr(rate, "numpy") else rate
     return _RATE.sub("", options), rate, _RATE.findall(options)
 

@@ -262,9 +262,13 @@ def schedule(operator):
     operator.optimizer.learning_rate = Constant()
 
 
+def replace_criterion(operator):
+    operator.criterion = keras.losses.MeanAbsoluteError()
+
+
 class Wrapper(keras.optimizers.SGD):
     def get_config(self):
-        return {"inner": {"learning_rate": next(RATES)}}
+        return {"inner": {"learning_rate": next(RATES)}, "object": object(), "each": [object()]}
 
 
 RATES = itertools.count()
@@ -285,7 +289,7 @@ def test_rates_need_no_config_and_may_change(kind):
         assert trainer.train(num_steps=1)["batch_count"] == 1
 
 
-@pytest.mark.parametrize("change", [compile_again, decay, schedule])
+@pytest.mark.parametrize("change", [compile_again, decay, schedule, replace_criterion])
 def test_another_phase_of_training_is_an_error_that_names_the_way(change):
     with TFTrainer(training_operator_cls=Frozen, config={}, use_local=True) as trainer:
         trainer.apply_all_operators(make_trainable(True))
@@ -294,7 +298,7 @@ def test_another_phase_of_training_is_an_error_that_names_the_way(change):
         trainer.apply_all_operators(make_trainable(False))
         assert trainer.train(num_steps=1)["batch_count"] == 1  # nothing had changed
         trainer.apply_all_operators(change)
-        with pytest.raises(RuntimeError, match="was compiled after setup, or an attribute"):
+        with pytest.raises(RuntimeError, match="After setup, a model was compiled, an attribute"):
             trainer.train(num_steps=1)
         weights = trainer.get_model().get_weights()
 
