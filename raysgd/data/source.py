@@ -13,6 +13,9 @@ from typing import Any, Self
 from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLayout, UpdatePlan
 from raysgd.errors import CheckpointError
 
+_KINDS = {"at": "a stream", "order": "a map-style data set", "length": "unpartitioned data"}
+"""Kinds of data, by the first of these keys that their positions have."""
+
 
 def once(iterable: Iterable[Any]) -> Iterator[Any]:
     """Yield the items of an iterable. Call its `__iter__` once, because it may begin again."""
@@ -68,6 +71,7 @@ class BatchSource:
     num_joined: int | None = None  # samples that the loader joined in the newest batch, if known
     digest = 0  # of the samples up to the newest step, if workers compare it in updates
     reads_everything = False  # every worker reads all samples, and uses its part
+    position_key = "length"  # of `_KINDS`
 
     def __init__(
         self,
@@ -167,6 +171,13 @@ class BatchSource:
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         """Raise CheckpointError if the data is not that of a saved `position`."""
+        own_kind = _KINDS[self.position_key]
+        kind = next((kind for key, kind in _KINDS.items() if key in position), own_kind)
+        if kind != own_kind:
+            raise CheckpointError(
+                f"The checkpoint was saved within an epoch of {kind}, but the train loader has "
+                f"{own_kind}. Use the same data, or load a checkpoint of the end of an epoch."
+            )
         saved, own = position.get("length"), self._num_items
         if None not in (saved, own) and saved != own:
             raise CheckpointError(

@@ -113,6 +113,8 @@ class PartitionedLoader(PartitionedSource):
     it without communication.
     """
 
+    position_key = "order"
+
     def __init__(self, loader: DataLoader[Any], *, seed: int, **partition_arguments: Any) -> None:
         total, size = len(sampler_of(loader)), loader.batch_size
         super().__init__(loader, total, size, bool(loader.drop_last), **partition_arguments)

@@ -33,6 +33,7 @@ class StreamSource(PartitionedSource):
     """
 
     reads_everything = True
+    position_key = "at"
     order_sampler = None
     epoch_samples = 0
 
@@ -130,6 +131,7 @@ class StreamSource(PartitionedSource):
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         check_files(self._dataset, position)
+        super().check_position(position)
 
     def move_to(self, position: Mapping[str, Any]) -> None:
         self._saved = position

@@ -726,6 +726,16 @@ def test_position_within_an_epoch_fits_only_data_of_its_length(make):
             wrap(make(size)).check_position(position)
 
 
+def test_position_within_an_epoch_fits_only_its_kind_of_data():
+    sources = [wrap(DataLoader(data, 2)) for data in (Numbers(), Stream())]
+    sources.append(wrap(DataLoader(Numbers(), 2), partitions=False))
+    for source in sources:
+        next(source.batches(0, 0))
+    for saved, other in itertools.permutations(sources, 2):
+        with pytest.raises(CheckpointError, match=r"epoch of .*, but the train loader has"):
+            other.check_position(saved.position(0, 2))
+
+
 class Counting(Reversed):
     """A sampler that counts its epochs."""
 
