@@ -159,6 +159,7 @@ class EqualBitsGradients(GradientExchange):
         self._shard = owned[tx.index % len(owned)]
         self._is_last_of_shard = tx.micro_batch.step_index == tx.plan.num_steps - 1
         self._buffers.begin(self._shard, is_first=tx.index <= 0)
+        self._num_operations = _num_operations()
 
     def _end_shard(self) -> None:
         """End a shard. Check that it has stepped the optimizers that the shard before has."""
@@ -227,6 +228,11 @@ class EqualBitsGradients(GradientExchange):
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a shard, when its optimizer would step."""
+        if not self._stepped and _num_operations() != self._num_operations:
+            self._state.micro_batching.refuse(
+                "train_batch communicates with other workers",
+                "leave out collectives and messages, also in hooks of the backward pass.",
+            )
         parameters = _trainable(optimizer)
         key = id(optimizer), self._shard
         gradients = [p.grad for p in parameters]
@@ -309,6 +315,11 @@ class EqualBitsGradients(GradientExchange):
         if (max_step, max_kind) != (-minus_min_step, -minus_min_kind):
             raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, -minus_min_step))
         return agreed[: len(flags)]
+
+
+def _num_operations() -> int:
+    """Return the number of operations of the default group so far. Only gloo counts them."""
+    return getattr(dist.group.WORLD, "num_operations", 0)
 
 
 def _trainable(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -139,6 +139,13 @@ class Communicating(Plain):
     def functional(self, tensor):
         all_reduce(tensor, "sum", dist.group.WORLD).wait()
 
+    def by_method(self, tensor):
+        dist.group.WORLD.allreduce([tensor]).wait()
+
+    def in_hook(self, tensor):
+        weight = next(self.unwrapped(self.model).parameters())
+        weight.register_hook(lambda gradient: dist.all_reduce(tensor))
+
     def nothing(self, tensor):
         pass
 
@@ -168,10 +175,16 @@ def test_batch_with_a_collective_of_user_code_is_not_divided(process_group, call
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [("reduce", "all_reduce"), ("in_own_group", "broadcast")]
+    ("call", "name"),
+    [
+        ("reduce", "calls all_reduce"),
+        ("in_own_group", "calls broadcast"),
+        ("by_method", "communicates"),
+        ("in_hook", "communicates"),
+    ],
 )
 def test_equal_bits_refuse_a_collective_of_user_code(process_group, call, name):
-    with pytest.raises(RuntimeError, match=f"train_batch calls {name}.*exact"):
+    with pytest.raises(RuntimeError, match=f"train_batch {name}.*exact"):
         communicating(call, exact=EqualBits(2))
 
 
