@@ -34,9 +34,16 @@ class Shadow:
         self.copy = copy.deepcopy(model).requires_grad_(False)
 
 
+class Momentum(torch.optim.SGD):
+    def step(self, closure=None):
+        self.velocities = [group["params"][0].grad.clone() for group in self.param_groups]
+        return super().step(closure)
+
+
 class Teaching(Small):
     def setup(self, config):
-        super().setup({})
+        model = make_model()
+        super().setup({"models": model, "optimizers": Momentum(model.parameters(), lr=0.1)})
         self.teacher = copy.deepcopy(self.model).requires_grad_(False)
         self.fixed = torch.nn.Linear(2, 2)
         self.average = {"bias": torch.zeros(2)}
@@ -66,7 +73,8 @@ def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, 
             trainer.train()
     warnings = [r.message for r in caplog.records if "train_batch changed" in r.message]
     expected = (
-        "changed self.teacher.0.weight, self.average['bias'], self.shadow.copy.0.bias. Checkpoints"
+        "changed self.teacher.0.weight, self.average['bias'], self.shadow.copy.0.bias, "
+        "Momentum.velocities[0]. Checkpoints"
     )
     assert len(warnings) == (not keeps)
     assert keeps or expected in warnings[0]
