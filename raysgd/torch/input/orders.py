@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import itertools
 import random
@@ -169,6 +170,9 @@ class EpochOrder:
         sampler = self.sampler
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
+        data = self._loader.dataset
+        with contextlib.suppress(Exception):  # the user's object may count its epochs
+            sampler = copy.deepcopy(sampler, {id(data): data})
         return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
 
     def reseed(self, seed: int, own_seed: int | None) -> None:

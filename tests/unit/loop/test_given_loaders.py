@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -58,8 +59,18 @@ def test_a_prediction_is_the_output_for_each_sample_in_order(make_trainer):
     assert trainer.global_step == 2
 
 
+class Counted(SequentialSampler):
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return super().__iter__()
+
+
 def test_nested_predictions_are_joined_entry_by_entry(make_trainer):
-    found = make_trainer(Echo).predict(numbers(0, 40, batch_size=7))
+    sampler = Counted(range(40))
+    found = make_trainer(Echo).predict(numbers(0, 40, batch_size=7, sampler=sampler))
+    assert sampler.passes == 1
     assert found["sample"].flatten().tolist() == list(range(40))
     assert found["name"] == [str(n) for n in range(40)]
     assert found["both"][0].shape == (40, 1)
