@@ -70,6 +70,7 @@ class Records(ABC):
 
     Raises:
         FileNotFoundError: If no file matches one of `paths`, or `paths` is empty.
+        IsADirectoryError: If one of `paths` is a local folder.
         TypeError: If local files get `storage_options`.
     """
 
@@ -105,6 +106,11 @@ class Records(ABC):
             if not names:
                 raise FileNotFoundError(f"No file matches {path!r}.")
             for name in names:
+                if os.path.isdir(name) and not is_remote(fs):
+                    raise IsADirectoryError(
+                        f"{type(self).__name__}({path!r}): {name} is a folder. Pass its files, or "
+                        "a pattern such as 'folder/*.txt'."
+                    )
                 self.paths.append(fs.unstrip_protocol(name) if is_remote(fs) else name)
                 self._stamps.append(_retry(functools.partial(_stamp, fs, name)))
         self._storage_options = storage_options

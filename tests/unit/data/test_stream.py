@@ -212,6 +212,8 @@ def test_missing_files_are_named(tmp_path):
         text(str(tmp_path / "none-*.txt"))
     with pytest.raises(FileNotFoundError, match=r"text\(\[\]\): needs at least one path"):
         text([])
+    with pytest.raises(IsADirectoryError, match=r"text\('.*'\): .* is a folder. Pass its files"):
+        text(tmp_path)
 
 
 def test_unknown_arguments_of_local_files_are_refused(tmp_path):
