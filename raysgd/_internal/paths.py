@@ -20,7 +20,8 @@ _QUERY_IN_TEXT = re.compile(r"""\?[^\s'"=]{0,200}=[^\s'"]*""")
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
 # Values of these names are secrets unless they are numbers, such as num_tokens.
 _MAYBE_SECRET = re.compile(
-    r"(?i:key|token)s?(?![a-z])|(?<![a-zA-Z])(?i:pass|pwd|pw|auth)(?![a-z])|(?i:authorization)"
+    r"(?i:key|token|bearer|cookie)s?(?![a-z])|(?i:authorization)"
+    r"|(?<![a-zA-Z])(?i:pass|pwd|pw|auth|pat)(?![a-z])"
 )
 
 

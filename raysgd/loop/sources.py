@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import GeneratorType
 from typing import Any
 
+from raysgd._internal.paths import without_secrets
 from raysgd._internal.provenance import without_homes
 from raysgd.data import Dataset
 from raysgd.data.source import BatchSource, length_of, own_ranks
@@ -164,7 +165,8 @@ class DataSources(ABC):
             known = source.epoch_samples if source.knows_sizes else 0  # 0 also counts as unknown
             total = length_of(getattr(source.loader, "dataset", None)) or known
             facts[name] = {"samples": total} if total else {}
-            facts[name]["fingerprint"] = without_homes(source.fingerprint() or source.describe())
+            shown = without_secrets(source.fingerprint() or source.describe())
+            facts[name]["fingerprint"] = without_homes(shown)
         return facts
 
     def batching(self) -> dict[str, tuple[int, bool]]:

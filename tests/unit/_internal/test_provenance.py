@@ -35,6 +35,9 @@ PRINT += "print(json.dumps(dict(of_process())))\n"
         "--mail HIDE@example.com",
         "--client.secret HIDE",
         "--auth HIDE",
+        "--bearer HIDE",
+        "--session-cookie 'a=HIDE; b=HIDE'",
+        "--github_pat=HIDE",
         """--json '{"lr": 1, "api_key": "HIDE", "b": 1}'""",
         "--header 'Authorization: Bearer HIDE'",
         "--run 'train.py --password HIDE'",
@@ -54,7 +57,7 @@ def test_a_shown_command_has_no_secrets(arguments):
 
 
 def test_a_shown_command_keeps_what_is_no_secret():
-    plain = "a.py --tokenizer gpt2 --keyboard x src/home/page.py p=0.5"
+    plain = "a.py --tokenizer gpt2 --keyboard x --patience 3 --path x src/home/page.py p=0.5"
     assert redact_command(shlex.split(plain)) == plain
     assert redact_command(["--secret", "--lr", "1"]) == "--secret --lr 1"
     assert redact_command(["data", "--token", "12345", "--lr"]) == "data --token '***' --lr"
