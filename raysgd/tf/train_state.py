@@ -59,7 +59,7 @@ class KerasTrainState(TrainState):
     def compile_arguments(self) -> list[Any]:
         names = ("optimizer", "_compile_loss", "_compile_metrics")
         arguments = [getattr(model, name, None) for model in self.models for name in names]
-        arguments += map(self.attributes.get, ("model", "optimizer", "criterion"))
+        arguments += map(self.attributes.get, ("model", "optimizer", "criterion", "metrics"))
         for options, rate, _ in map(_options_of, self.optimizers):
             arguments += [options, None if isinstance(rate, float) else rate]
         return arguments
@@ -69,8 +69,8 @@ class KerasTrainState(TrainState):
         if self.compile_arguments() != self.compiled:
             raise RuntimeError(
                 "After setup, a model was compiled, an attribute of an optimizer was changed, or "
-                "the model, optimizer, or criterion of the operator was replaced. But TFTrainer "
-                "trains with those of setup. Only a rate that is a number can change, by "
+                "the model, optimizer, criterion, or metrics of the operator were replaced. But "
+                "TFTrainer trains with those of setup. Only a rate that is a number can change, by "
                 f"optimizer.learning_rate. Freeze layers by layer.trainable. {NEXT_PHASE}"
             )
 
