@@ -264,31 +264,31 @@ class AverageMeterCollection:
         self.num_samples: float = 0
         self._meters: dict[str, AverageMeter] = {}
         self._mergeable: dict[str, tuple[MergeableMetric, MergeableMetric]] = {}
-        self._others: dict[str, Any] = {}
-        self._held: list[tuple[Mapping[str, Any], float, bool]] = []
+        self._not_averaged: dict[str, Any] = {}
+        self._held_updates: list[tuple[Mapping[str, Any], float, bool]] = []
 
     @property
     def num_batches(self) -> int:
         """Number of batches, including held ones."""
-        return self.batch_count + sum(is_batch for *_, is_batch in self._held)
+        return self.batch_count + sum(is_batch for *_, is_batch in self._held_updates)
 
     def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
         """Store the arguments of `update` until `count_held` applies them."""
-        self._held.append((metrics, n, is_batch))
+        self._held_updates.append((metrics, n, is_batch))
 
     def exchange_held(self, exchange: Callable[[list[Any]], list[Any]]) -> None:
         """Replace the stored updates with those of all workers, which `exchange` returns."""
-        self._held = exchange(map_leaves(self._held, _on_cpu))
+        self._held_updates = exchange(map_leaves(self._held_updates, _on_cpu))
 
     def count_held(self) -> None:
         """Apply the stored updates."""
-        held, self._held = self._held, []
+        held, self._held_updates = self._held_updates, []
         for each in held:
             self.update(*each)
 
     def discard_held(self) -> None:
         """Discard the metrics of the stored updates. Their batches count."""
-        self._held = [({}, 0, is_batch) for *_, is_batch in self._held]
+        self._held_updates = [({}, 0, is_batch) for *_, is_batch in self._held_updates]
 
     @property
     def n(self) -> float:
@@ -343,7 +343,7 @@ class AverageMeterCollection:
                     "for a mean of each element, or a raysgd.metrics.MergeableMetric."
                 )
             else:
-                self._others[name] = value
+                self._not_averaged[name] = value
 
     def has_bad_loss(self) -> bool:
         """Return whether a metric with ``loss`` in its name has a value that is not finite."""
@@ -383,7 +383,7 @@ class AverageMeterCollection:
         for name, (merged, _) in self._mergeable.items():
             values.update(values_of(name, merged))
             values.update(self._last(name))
-        for name, value in self._others.items():
+        for name, value in self._not_averaged.items():
             values[name] = values[f"last_{name}"] = value
         return values
 

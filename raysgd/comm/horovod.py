@@ -58,7 +58,7 @@ class HorovodBackend(CollectiveBackend):
         self._framework = framework
         self._server: Any = None
         self._own_connections: set[_Connection] = set()
-        self._own: dict[str, str] = {}
+        self._own_variables: dict[str, str] = {}
 
     def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
         from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
@@ -80,8 +80,9 @@ class HorovodBackend(CollectiveBackend):
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         check_horovod()
-        self._own = horovod_environment(context, rendezvous, self._timeout_s) | self._variables
-        os.environ.update(self._own)
+        own = horovod_environment(context, rendezvous, self._timeout_s) | self._variables
+        self._own_variables = own
+        os.environ.update(own)
         if rendezvous is None:
             for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
                 os.environ.pop(name, None)
@@ -112,12 +113,12 @@ class HorovodBackend(CollectiveBackend):
 
     def teardown(self) -> None:
         self._own_connections = set()
-        if self._own and self._framework is not None:
+        if self._own_variables and self._framework is not None:
             self._horovod().shutdown()
-        for name, value in self._own.items():
+        for name, value in self._own_variables.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
-        self._own = {}
+        self._own_variables = {}
 
     def is_communication_error(self, error: BaseException) -> bool:
         from horovod.common.exceptions import HorovodInternalError

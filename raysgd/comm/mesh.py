@@ -50,7 +50,7 @@ class Mesh:
         self._sockets: list[socket.socket] = []
         self._peers: dict[int, socket.socket] = {}
         self._num_started = 0
-        self._last: Future[None] | None = None  # the newest reduction
+        self._newest_reduction: Future[None] | None = None
         self._order_lock = threading.Lock()
         self._broken = ""
         self._listener = Listener(host, "raysgd-mesh-listener")
@@ -112,8 +112,8 @@ class Mesh:
         """
         ended: Future[None] = Future()
         with self._order_lock:
-            number, before = self._num_started, self._last
-            self._num_started, self._last = number + 1, ended
+            number, before = self._num_started, self._newest_reduction
+            self._num_started, self._newest_reduction = number + 1, ended
 
         def run() -> None:
             try:
@@ -201,8 +201,8 @@ class Mesh:
 
     def close(self) -> None:
         self.interrupt()
-        if self._last is not None:
-            concurrent.futures.wait([self._last], _CLOSE_S)
+        if self._newest_reduction is not None:
+            concurrent.futures.wait([self._newest_reduction], _CLOSE_S)
         self._listener.close()
         for connection in self._sockets:
             connection.close()

@@ -84,7 +84,7 @@ class BatchSource:
         self.by_user = by_user or own_ranks(loader) is not None  # user code selects the part
         self.why_not_partitioned = why_not_partitioned
         self._has_length = has_length and length_of(loader) is not None
-        self._rest: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
+        self._unfinished: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
         self._iteration: Any = None  # the newest iterator over the loader
 
     def __len__(self) -> int:
@@ -93,9 +93,9 @@ class BatchSource:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the current epoch, for loops in user code."""
-        return iter(self._part(self.current_epoch))
+        return iter(self._ordered_loader(self.current_epoch))
 
-    def _part(self, epoch: int | None) -> Any:
+    def _ordered_loader(self, epoch: int | None) -> Any:
         """Return the iterable of this worker, in the order of `epoch` if given."""
         set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None and epoch is not None:
@@ -115,9 +115,9 @@ class BatchSource:
 
         An unpartitioned loader reads and skips the batches before `offset`.
         """
-        iterator, self._rest = self._rest.get((epoch, offset)), {}
+        iterator, self._unfinished = self._unfinished.get((epoch, offset)), {}
         if iterator is None or offset == 0:
-            iterator = self._iteration = once(self._part(epoch))
+            iterator = self._iteration = once(self._ordered_loader(epoch))
             for _ in itertools.islice(iterator, offset):
                 pass
         yield from itertools.islice(iterator, num_steps)
@@ -125,7 +125,7 @@ class BatchSource:
             return
         if self.steps_left(offset + num_steps) == 0:
             next(iterator, None)  # code of the loader after its last batch may matter
-        self._rest = {(epoch, offset + num_steps): iterator}
+        self._unfinished = {(epoch, offset + num_steps): iterator}
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         """Return this worker's micro-batches in an update of `num_steps` steps.
@@ -151,7 +151,7 @@ class BatchSource:
 
     def close_workers(self) -> None:
         """Stop the worker processes of the loader. The next iteration starts new processes."""
-        self._rest = {}
+        self._unfinished = {}
         # PyTorch has no public way: it stops them with the iterator, which a traceback can keep.
         iteration, self._iteration = self._iteration, None
         stop = getattr(iteration, "_shutdown_workers", getattr(iteration, "close", None))

@@ -50,7 +50,7 @@ class Attempt:
         self._clock = clock
         self.members: list[WorkerHandle] = []
         self.pending: dict[WorkerHandle, Future[Outcome]] = {}
-        self._done = clock.queue()
+        self._finished = clock.queue()
         for member, future in futures.items():
             self.add(member, future)
         self.outcomes: dict[WorkerHandle, Outcome] = {}
@@ -64,7 +64,7 @@ class Attempt:
     def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
         self.members.append(member)
         self.pending[member] = future
-        future.add_done_callback(self._done.put)
+        future.add_done_callback(self._finished.put)
 
     @property
     def under_way(self) -> bool:
@@ -82,13 +82,13 @@ class Attempt:
 
     def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
-        done = []
+        finished = []
         with contextlib.suppress(Empty):
-            done.append(self._done.get(timeout=max(0.0, timeout_s)))
+            finished.append(self._finished.get(timeout=max(0.0, timeout_s)))
             while True:
-                done.append(self._done.get_nowait())
+                finished.append(self._finished.get_nowait())
         for member, future in list(self.pending.items()):
-            if future not in done:
+            if future not in finished:
                 continue
             del self.pending[member]
             error = future.exception()
@@ -104,7 +104,7 @@ class Attempt:
                 self.lost[member] = error
             else:
                 raise error
-        return bool(done)
+        return bool(finished)
 
     def collect_until(
         self, timeout_s: float, is_reached: Callable[[], bool] = lambda: False

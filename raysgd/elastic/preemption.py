@@ -27,7 +27,7 @@ class PreemptionWatch:
         self._journal = journal
         self._can_join = supports_live_join
         self._step_s = 0.0
-        self._known: set[WorkerHandle] = set()
+        self._known_leaving: set[WorkerHandle] = set()
         self.must_save = False
         """Whether to save soon: workers leave before any worker can replace them."""
 
@@ -58,8 +58,8 @@ class PreemptionWatch:
             if each.terminated_s is not None:
                 self._group.notices.note_sigterm(member, each.terminated_s)
         leaving = self._group.leaving()
-        news = {member: leaving[member] for member in leaving if member not in self._known}
-        self._known = set(leaving)
+        news = {member: leaving[member] for member in leaving if member not in self._known_leaving}
+        self._known_leaving = set(leaving)
         if news:
             self._record(news)
             soon = self._clock.time() + self._leave_s

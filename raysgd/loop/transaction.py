@@ -110,7 +110,7 @@ class OptimizerSteps:
     def __init__(self, tx: UpdateTransaction) -> None:
         self._tx = tx
         self.optimizers: Sequence[Any] = ()
-        self._most: dict[int, int] = {}  # steps of an update that counts, by ID of the optimizer
+        self._max_steps: dict[int, int] = {}  # of an update that counts, by ID of the optimizer
         self.reset()
 
     def reset(self) -> None:
@@ -133,15 +133,15 @@ class OptimizerSteps:
 
     def commit(self) -> None:
         for key, count in self.done.items():
-            if count > self._most.get(key, 0):
-                self._most[key] = count
+            if count > self._max_steps.get(key, 0):
+                self._max_steps[key] = count
 
     @property
     def are_several(self) -> bool:
         """Whether optimizers make several steps in all, so that a failure can come between."""
         if self._tx.has_fixed_parts:
             return True  # a worker can be lost between its step and the commit
-        return len(self.optimizers) > 1 or max(self._most.values(), default=0) > 1
+        return len(self.optimizers) > 1 or max(self._max_steps.values(), default=0) > 1
 
     @property
     def are_complete(self) -> bool:
@@ -151,10 +151,10 @@ class OptimizerSteps:
         """
         if self._tx.has_fixed_parts or self.running is not None or not self.optimizers:
             return False
-        usual = {id(each): self._most.get(id(each), 1) for each in self.optimizers}
+        usual = {id(each): self._max_steps.get(id(each), 1) for each in self.optimizers}
         return all(self.done.get(key, 0) >= count for key, count in usual.items())
 
     @property
     def have_ever_counted(self) -> bool:
         """Whether some update that counts had a step of an optimizer."""
-        return bool(self._most)
+        return bool(self._max_steps)

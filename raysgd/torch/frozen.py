@@ -24,22 +24,23 @@ class FrozenParameters(StepFeature):
     """
 
     def __init__(self, models: Sequence[torch.nn.Module] = ()) -> None:
-        self._known: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self._digest_cache: dict[torch.nn.Parameter, tuple[int, int]] = {}
         """The newest version of each parameter whose digest is known, and this digest."""
-        self._made = [self._digests_of(model) for model in models]
+        self._digests_at_setup = [self._digests_of(model) for model in models]
         self.are_reproducible = False
         """Whether ``setup`` of all workers has made the same."""
 
     def digests_of_unchanged(self, models: Sequence[torch.nn.Module]) -> list[dict[str, int]]:
         """Return the digests of the parameters that have the bytes of ``setup``, by model."""
-        pairs = zip(self._made, map(self._digests_of, models), strict=False)
+        pairs = zip(self._digests_at_setup, map(self._digests_of, models), strict=False)
         return [
-            {n: digest for n, digest in now.items() if made.get(n) == digest} for made, now in pairs
+            {name: digest for name, digest in digests.items() if at_setup.get(name) == digest}
+            for at_setup, digests in pairs
         ]
 
     def forget(self) -> None:
         """Compute digests again, because writes to ``parameter.data`` do not count as versions."""
-        self._known.clear()
+        self._digest_cache.clear()
 
     after_apply = forget
 
@@ -55,10 +56,10 @@ class FrozenParameters(StepFeature):
 
     def _digest_of(self, parameter: torch.nn.Parameter) -> int:
         """Return the digest of a parameter. Compute it only if it may have changed."""
-        version, digest = self._known.get(parameter, (None, 0))
+        version, digest = self._digest_cache.get(parameter, (None, 0))
         if version != version_of(parameter):
             digest = int(digest_of([parameter.detach()], parameter.device)) >> 1  # fits 64 bits
-            self._known[parameter] = version_of(parameter), digest
+            self._digest_cache[parameter] = version_of(parameter), digest
         return digest
 
 
@@ -74,9 +75,9 @@ def without(state: Mapping[str, Any], digests: Sequence[Mapping[str, int]]) -> d
 
 
 def complete(
-    state: dict[str, Any], own: Sequence[Mapping[str, int]], models: Sequence[torch.nn.Module]
+    state: dict[str, Any], known: Sequence[Mapping[str, int]], models: Sequence[torch.nn.Module]
 ) -> dict[str, Any]:
-    """Return a state with this worker's parameters for those that it lacks.
+    """Return a state with this worker's parameters, of `known` digests, for those that it lacks.
 
     Raises:
         CheckpointError: if ``setup`` has made another parameter.
@@ -89,12 +90,12 @@ def complete(
     full = []
     for index, digests in enumerate(lacking):
         for name, digest in digests.items():
-            if own[index].get(name) != digest:
+            if known[index].get(name) != digest:
                 raise CheckpointError(
                     f"The state was saved without frozen parameters, and {name!r} of model {index} "
                     "is not the one that setup() made then. Load the same pretrained weights in "
                     "setup, and freeze the same parameters, or save with frozen=True."
                 )
-        made = models[index].state_dict()
-        full.append({name: made[name] for name in digests} | state["models"][index])
+        own_model = models[index].state_dict()
+        full.append({name: own_model[name] for name in digests} | state["models"][index])
     return {**state, "models": full}

@@ -392,9 +392,9 @@ class Versions:
 
     def __init__(self, read: Callable[[], Iterable[torch.Tensor | None]]) -> None:
         self._read = read
-        self._seen = self._now()
+        self._seen = self._read_versions()
 
-    def _now(self) -> list[tuple[int, int]]:
+    def _read_versions(self) -> list[tuple[int, int]]:
         tensors = [tensor for tensor in self._read() if tensor is not None]
         return list(zip(map(id, tensors), map(version_of, tensors), strict=True))
 
@@ -403,7 +403,7 @@ class Versions:
 
         If only their order has changed, return those of the tensors at another place.
         """
-        seen, now = self._seen, self._now()
+        seen, now = self._seen, self._read_versions()
         if seen == now:
             return set()
         pairs = {*seen} ^ {*now} or {b for a, b in zip(seen, now, strict=False) if a != b}

@@ -49,7 +49,7 @@ class BadStepFilter(StepFeature):
         self._num_workers = self._state.exchange.num_workers
 
     def begin(self, tx: UpdateTransaction) -> None:
-        self._part: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
+        self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
 
     def filter_loss(
@@ -57,10 +57,10 @@ class BadStepFilter(StepFeature):
     ) -> torch.Tensor:
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
         value = loss.detach()
-        poison, part = value * 0, value.double() * factors.loss
+        poison, term = value * 0, value.double() * factors.loss
         if tx.has_fixed_parts:  # the sum must not depend on the workers
-            part = (part.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
-        self._part = self._part * factors.earlier + part + poison
+            term = (term.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
+        self._loss_term = self._loss_term * factors.earlier + term + poison
         return loss * (poison + 1)
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
@@ -70,7 +70,7 @@ class BadStepFilter(StepFeature):
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and state.replication.replicates:
             return
-        loss = state.exchange.total(float(self._part)) / self._num_workers
+        loss = state.exchange.total(float(self._loss_term)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and loss > spike * usual
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]

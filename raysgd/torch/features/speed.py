@@ -56,7 +56,7 @@ class Speed(StepFeature):
         self._end_batch()
         if tx.index == 0:
             self._step = []
-        self._began, self._ended, self._size = self._now(), None, tx.micro_batch.samples
+        self._began, self._ended, self._size = self._read_clock(), None, tx.micro_batch.samples
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._end_batch()
@@ -74,9 +74,9 @@ class Speed(StepFeature):
         self._ended = None
 
     def _note_gradient(self, parameter: torch.nn.Parameter) -> None:
-        self._ended = self._now(self._ended)
+        self._ended = self._read_clock(self._ended)
 
-    def _now(self, event: Any = None) -> Any:
+    def _read_clock(self, event: Any = None) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
         event = event or torch.cuda.Event(enable_timing=True)

@@ -26,18 +26,18 @@ class _Unit(torch.nn.Module):
 
     ``fully_shard`` changes the class, hooks, and attributes of this module instead of the block. It
     assigns complete parameters before a pass, and shards after the pass. `__setattr__` assigns the
-    same values in all `places`: the user's modules, and the names of the parameter in each module.
+    same values in all `owners`: the user's modules, and the names of the parameter in each module.
     A call of the block becomes a call of the unit.
     """
 
     def __init__(
         self,
         block: torch.nn.Module,
-        places: Mapping[str, Sequence[tuple[torch.nn.Module, str]]],
+        owners: Mapping[str, Sequence[tuple[torch.nn.Module, str]]],
         inner: Sequence[_Unit],
     ) -> None:
         super().__init__()
-        self._places = places
+        self._owners = owners
         self.inner = torch.nn.ModuleList(inner)  # fully_shard finds the units of inner blocks here
         self.was_called = False
         kind = type(block)
@@ -57,7 +57,7 @@ class _Unit(torch.nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, torch.nn.Parameter):
-            for module, name_there in self._places[name]:
+            for module, name_there in self._owners[name]:
                 setattr(module, name_there, value)
 
 
@@ -98,13 +98,13 @@ class ShardedModels:
             if dtype is None
             else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         )
-        places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
+        owners: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                places.setdefault(parameter, []).append((module, name))
-        self.parameters: list[torch.nn.Parameter] = list(places)
-        self._places = list(places.values())
-        self._index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+                owners.setdefault(parameter, []).append((module, name))
+        self.parameters: list[torch.nn.Parameter] = list(owners)
+        self._owners = list(owners.values())
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.trained = [parameter.requires_grad for parameter in self.parameters]
         self.names: list[dict[str, int]] = [
             {
@@ -119,7 +119,7 @@ class ShardedModels:
         seen: set[int] = set()
         for block in self._chosen_blocks(wrap):
             inside = [self._index[id(parameter)] for parameter in block.parameters()]
-            self._blocks[block] = [number for number in inside if number not in seen]
+            self._blocks[block] = [index for index in inside if index not in seen]
             seen.update(inside)
 
     def _chosen_blocks(self, wrap: Any) -> Iterator[torch.nn.Module]:
@@ -142,8 +142,8 @@ class ShardedModels:
     def _shares(self, block: torch.nn.Module) -> bool:
         """Return whether a block shares a parameter with modules outside of it."""
         within = set(block.modules())
-        places = (self._places[self._index[id(parameter)]] for parameter in block.parameters())
-        return any(module not in within for owners in places for module, _ in owners)
+        indices = [self._index[id(parameter)] for parameter in block.parameters()]
+        return any(module not in within for i in indices for module, _ in self._owners[i])
 
     def shard(self) -> None:
         """Shard the models over the current group. The rows are uninitialized."""
@@ -153,26 +153,26 @@ class ShardedModels:
         name = f"workers_{next(_generations)}"
         mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
         self.release()
-        for block, numbers in self._blocks.items():
-            names = {number: f"parameter_{number}" for number in numbers}
-            places = {name: self._places[number] for number, name in names.items()}
+        for block, indices in self._blocks.items():
+            names = {index: f"parameter_{index}" for index in indices}
+            owners = {name: self._owners[index] for index, name in names.items()}
             inner = [self._units[module] for module in block.modules() if module in self._units]
-            unit = self._units[block] = _Unit(block, places, inner)
-            for number, name in names.items():
-                old = self.parameters[number]
+            unit = self._units[block] = _Unit(block, owners, inner)
+            for index, name in names.items():
+                old = self.parameters[index]
                 new = torch.empty(old.shape, dtype=old.dtype, device=self.device)
-                setattr(unit, name, torch.nn.Parameter(new, self.trained[number]))
+                setattr(unit, name, torch.nn.Parameter(new, self.trained[index]))
             fully_shard(unit, mesh=mesh, mp_policy=self._policy)
-            for number, name in names.items():
-                self.parameters[number] = getattr(unit, name)
+            for index, name in names.items():
+                self.parameters[index] = getattr(unit, name)
 
     def unshard_with(self, values: Sequence[torch.Tensor]) -> None:
         """Give the models complete parameters until `shard`."""
         self.release()
-        for number, value in enumerate(values):
-            parameter = torch.nn.Parameter(value, self.trained[number])
-            self.parameters[number] = parameter
-            for module, name in self._places[number]:
+        for index, value in enumerate(values):
+            parameter = torch.nn.Parameter(value, self.trained[index])
+            self.parameters[index] = parameter
+            for module, name in self._owners[index]:
                 setattr(module, name, parameter)
 
     def release(self) -> None:
@@ -181,15 +181,15 @@ class ShardedModels:
             unit.release()
         self._units = {}
 
-    def local(self, number: int) -> torch.Tensor:
+    def local(self, index: int) -> torch.Tensor:
         """Return this rank's rows of a parameter as a flat tensor."""
-        parameter: Any = self.parameters[number]
+        parameter: Any = self.parameters[index]
         rows: torch.Tensor = parameter.detach().to_local()
         return rows.view(-1)
 
-    def gradient(self, number: int) -> torch.Tensor | None:
+    def gradient(self, index: int) -> torch.Tensor | None:
         """Return the gradient of the tensor from `local`."""
-        gradient: Any = self.parameters[number].grad
+        gradient: Any = self.parameters[index].grad
         return None if gradient is None else gradient.detach().to_local().view(-1)
 
     def reset(self) -> None:

@@ -164,12 +164,12 @@ class FullyShardedModel(ShardedOptimizer):
         self._values = {}
         is_alone = self._train_state.context.alone  # a replacement places its rows when it joins
         if dist.is_initialized() and not is_alone:
-            self._place()
+            self._shard_models()
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
         load = super().receive(leader_rank)
         if self.holdings.condition != "lost":
-            self._place()
+            self._shard_models()
         return load
 
     def own_state(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class FullyShardedModel(ShardedOptimizer):
         return super()._message(piece, start, stop, version)
 
     @torch.no_grad()
-    def _place(self) -> None:
+    def _shard_models(self) -> None:
         """Shard the models over the current group, and copy this worker's rows into them."""
         before = self._parameters
         self.models.shard()
@@ -240,7 +240,7 @@ class FullyShardedModel(ShardedOptimizer):
             self.models.unshard_with(values)
             return [copy_to_cpu(model) for model in self.models.models[:count]]
         finally:
-            self._place()
+            self._shard_models()
 
     def check_trained(self) -> None:
         check_same_parameters(self.models.models, {p: p.dtype for p in self._parameters})

@@ -249,7 +249,7 @@ class _WorkerSampler(DistributedSampler[Any]):
         self.source = source
         self.dataset = source.loader.dataset
         self._num_collectives = num_collectives
-        self._last: tuple[int, int | None] = -1, None
+        self._last_pass: tuple[int, int | None] = -1, None
         """Arguments of `_count` for the last complete pass."""
 
     @property
@@ -263,7 +263,7 @@ class _WorkerSampler(DistributedSampler[Any]):
         self._epoch = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch, self._last = epoch, (-1, None)
+        self._epoch, self._last_pass = epoch, (-1, None)
         if hasattr(self._order, "set_epoch"):
             self._order.set_epoch(epoch)
 
@@ -276,7 +276,7 @@ class _WorkerSampler(DistributedSampler[Any]):
 
     def begin(self) -> int:
         """Return the epoch of a new pass."""
-        self._count(*self._last)
+        self._count(*self._last_pass)
         return self.epoch
 
     def count(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
@@ -297,7 +297,7 @@ class _WorkerSampler(DistributedSampler[Any]):
             if is_over or begun or self.source.partition.world_size == 1:
                 self._count(epoch, begun)
             if is_over and begun and self.epoch == epoch:
-                self._last = epoch, begun
+                self._last_pass = epoch, begun
 
     def _count(self, epoch: int, begun: int | None) -> None:
         has_trained = begun is None or begun < (self._num_collectives() or 0)

@@ -54,7 +54,7 @@ class Steps:
         self.step, self.optimizers = UpdateTransaction(), optimizers
         self.step.steps.optimizers = optimizers
         self.rollback = Rollback(optimizers, models)
-        self.step.steps._most.update({id(optimizer): 2 for optimizer in optimizers})
+        self.step.steps._max_steps.update({id(optimizer): 2 for optimizer in optimizers})
 
     def begin(self):
         self.step.draw(None)
@@ -149,7 +149,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
     model = torch.nn.Embedding(2, 2, max_norm=0.1)  # each forward pass normalizes it
     frozen = torch.nn.Linear(2, 1).requires_grad_(False)
     steps = Steps(torch.optim.SGD(model.parameters(), lr=0.1), models=[model, frozen])
-    steps.step.steps._most.clear()
+    steps.step.steps._max_steps.clear()
     steps.begin()
     frozen(model(torch.tensor([0, 1]))).sum().backward()
     if changes:
@@ -161,7 +161,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
 def test_parameters_that_steps_move_before_the_update_are_restored():
     parameter = torch.nn.Parameter(torch.ones(2))
     steps = Steps(torch.optim.SGD([parameter], lr=0.5))
-    steps.step.steps._most.clear()
+    steps.step.steps._max_steps.clear()
 
     def move():
         steps.begin()
