@@ -136,32 +136,32 @@ def try_copy(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def preserving(owner: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
+def preserving(owner: Any, deep_except: Iterable[Any] | None = None) -> Iterator[None]:
     """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
 
-    With `known`, also restore what these contain, such as tensors and metrics, except the `known`
+    With `deep_except`, also restore what these contain, such as tensors and metrics, except these
     objects, models, and data of more than 64 MiB or 10 000 items.
     """
     attributes = dict(vars(owner))
-    seen, parts, restore = {*map(id, known or ())}, [*attributes.values()], []
-    for part in parts:
-        if id(part) in seen:
+    seen, items, restore = {*map(id, deep_except or ())}, [*attributes.values()], []
+    for item in items:
+        if id(item) in seen:
             continue
-        seen.add(id(part))
-        if function := _restoring(part):
+        seen.add(id(item))
+        if function := _restoring(item):
             restore.append(function)
-        if known is None:
+        if deep_except is None:
             continue
-        if isinstance(part, list | tuple | set | deque | dict):
-            if len(part) <= _MANY:
-                parts += part.values() if isinstance(part, dict) else part
-        elif _may_hold_totals(part):
+        if isinstance(item, list | tuple | set | deque | dict):
+            if len(item) <= _MANY:
+                items += item.values() if isinstance(item, dict) else item
+        elif _may_hold_totals(item):
             with contextlib.suppress(Exception):  # __getattr__ of user code may raise any error
-                parts.append(getattr(part, "__dict__", ()))
-                names = [name for name in _slots_of(part) if hasattr(part, name)]
-                slots = {name: getattr(part, name) for name in names}
-                parts += slots.values()
-                restore.append(partial(_set_attributes, part, slots))
+                items.append(getattr(item, "__dict__", ()))
+                names = [name for name in _slots_of(item) if hasattr(item, name)]
+                slots = {name: getattr(item, name) for name in names}
+                items += slots.values()
+                restore.append(partial(_set_attributes, item, slots))
     try:
         yield
     finally:
@@ -174,21 +174,21 @@ def preserving(owner: Any, known: Iterable[Any] | None = None) -> Iterator[None]
 _LARGE_BYTES, _MANY = 2**26, 10_000
 
 
-def _restoring(part: Any) -> Callable[[], Any] | None:
+def _restoring(item: Any) -> Callable[[], Any] | None:
     """Return a function that restores the content of an object, or None."""
-    if type(part) in (list, dict, set, deque, Counter, OrderedDict, defaultdict):
-        content = part.copy()
-        fill = "extend" if isinstance(part, list | deque) else "update"
-        return lambda: (part.clear(), getattr(part, fill)(content))
-    if type(part).__name__ in ("Random", "Generator", "RandomState"):  # of random, NumPy, PyTorch
+    if type(item) in (list, dict, set, deque, Counter, OrderedDict, defaultdict):
+        content = item.copy()
+        fill = "extend" if isinstance(item, list | deque) else "update"
+        return lambda: (item.clear(), getattr(item, fill)(content))
+    if type(item).__name__ in ("Random", "Generator", "RandomState"):  # of random, NumPy, PyTorch
         for read, write in (("getstate", "setstate"), ("get_state", "set_state")):
-            if hasattr(part, read):
-                return partial(getattr(part, write), getattr(part, read)())
-        source = getattr(part, "bit_generator", None)
+            if hasattr(item, read):
+                return partial(getattr(item, write), getattr(item, read)())
+        source = getattr(item, "bit_generator", None)
         return source and partial(setattr, source, "state", source.state)
     with contextlib.suppress(Exception):  # objects of other types, and sparse tensors
-        if part.nbytes <= _LARGE_BYTES:
-            array = part.detach() if hasattr(part, "detach") else part
+        if item.nbytes <= _LARGE_BYTES:
+            array = item.detach() if hasattr(item, "detach") else item
             return partial(_fill, array, copy.deepcopy(array))
     return None
 
@@ -205,38 +205,38 @@ _FOREIGN = {"torch", "tensorflow", "keras", "ray", *sys.stdlib_module_names} - {
 }
 
 
-def _slots_of(part: Any) -> Iterable[str]:
-    own = [vars(kind).get("__slots__", ()) for kind in type(part).__mro__]
+def _slots_of(item: Any) -> Iterable[str]:
+    own = [vars(kind).get("__slots__", ()) for kind in type(item).__mro__]
     return itertools.chain.from_iterable([each] if isinstance(each, str) else each for each in own)
 
 
-def _set_attributes(part: Any, values: Mapping[str, Any]) -> None:
+def _set_attributes(item: Any, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         with contextlib.suppress(AttributeError):  # frozen
-            setattr(part, name, value)
+            setattr(item, name, value)
 
 
-def _may_hold_totals(part: Any) -> bool:
+def _may_hold_totals(item: Any) -> bool:
     """Return whether an object is a metric, or an object of user code."""
-    if hasattr(type(part), "named_parameters"):
-        return not any(True for _ in part.named_parameters())
-    return is_of_user(part)
+    if hasattr(type(item), "named_parameters"):
+        return not any(True for _ in item.named_parameters())
+    return is_of_user(item)
 
 
-def is_of_user(part: Any) -> bool:
+def is_of_user(item: Any) -> bool:
     """Return whether the class of an object is of user code, and derives from no other library."""
-    if isinstance(part, type):
+    if isinstance(item, type):
         return False
-    return _FOREIGN.isdisjoint(each.__module__.split(".")[0] for each in type(part).__mro__[:-1])
+    return _FOREIGN.isdisjoint(each.__module__.split(".")[0] for each in type(item).__mro__[:-1])
 
 
 @contextlib.contextmanager
 def load_or_restore(
-    owner: Any, own: Any, state: Any, place: str, load: Callable[[Any], Any] | None = None
+    owner: Any, own_state: Any, state: Any, path: str, load: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
-    """Make an object load a state. If loading or the block fails, reload its `own` state.
+    """Make an object load a state. If loading or the block fails, reload its `own_state`.
 
-    `place` is the path of `state` in the state of the trainer. `load` replaces
+    `path` is the path of `state` in the state of the trainer. `load` replaces
     ``owner.load_state_dict``.
     """
     load = load or owner.load_state_dict
@@ -245,11 +245,11 @@ def load_or_restore(
             load(state)
         except Exception as error:
             raise CheckpointError(
-                f"The state's {place} cannot be loaded: {type(owner).__name__}.load_state_dict "
+                f"The state's {path} cannot be loaded: {type(owner).__name__}.load_state_dict "
                 f"raised {without_secrets(repr(error))}."
             ) from error
         yield
     except BaseException:
         with contextlib.suppress(Exception):
-            load(own)
+            load(own_state)
         raise

@@ -296,9 +296,9 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
 
 
 def check_callbacks(
-    where: str, callbacks: Any, logdir: Path | None, others: Iterable[Callback] = ()
+    where: str, callbacks: Any, logdir: Path | None, attached: Iterable[Callback] = ()
 ) -> list[Callback]:
-    """Return a list of callbacks, after checking them and the `others` of the trainer.
+    """Return a list of callbacks, after checking them and those that are `attached`.
 
     Raises:
         TypeError: if one is not an instance of Callback.
@@ -318,7 +318,7 @@ def check_callbacks(
                 f"{type(callback).__name__} needs a folder. Pass a folder for the run to the "
                 "trainer: logdir='runs/1'."
             )
-    saving = [each for each in (*others, *checked) if isinstance(each, CheckpointCallback)]
+    saving = [each for each in (*attached, *checked) if isinstance(each, CheckpointCallback)]
     folders = [each.folder_in(logdir) for each in saving]
     if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
         raise ValueError(_SHARED.format(f"{where}: two CheckpointCallbacks", folders[-1].shown))

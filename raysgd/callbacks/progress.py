@@ -102,21 +102,21 @@ class ProgressBar(EpochLines):
         names = dict.fromkeys(name for each in progress for name in each.latest)
         latest = {n: fmean(p.latest[n] for p in progress if n in p.latest) for n in names}
         # The workers restart their count after a pause or a failure within the call.
-        done, total = num_batches, progress[0].total_batches
+        num_done, total = num_batches, progress[0].total_batches
         if kind == "train":
-            done = max(done, progress[0].global_step - self._first_step)
+            num_done = max(num_done, progress[0].global_step - self._first_step)
         if total is not None:
-            total += done - num_batches
-        num_samples = sum(each.num_samples for each in progress) * done / num_batches
+            total += num_done - num_batches
+        num_samples = sum(each.num_samples for each in progress) * num_done / num_batches
         self._slow = self._find_slow_phase(progress) if kind == "train" else {}
-        self._show(trainer, label, done, total, num_samples, latest)
+        self._show(trainer, label, num_done, total, num_samples, latest)
 
     def _find_slow_phase(self, progress: Sequence[Progress]) -> Mapping[str, str]:
-        now = [each.timing for each in progress if each.timing is not None]
-        if len(now) != len(self._before):
-            self._before = now
-        pairs, phases = list(zip(now, self._before, strict=True)), range(len(PHASES))
-        seconds = [sum(new.seconds[i] - old.seconds[i] for new, old in pairs) for i in phases]
+        timings = [each.timing for each in progress if each.timing is not None]
+        if len(timings) != len(self._before):
+            self._before = timings
+        changes, phases = list(zip(timings, self._before, strict=True)), range(len(PHASES))
+        seconds = [sum(new.seconds[i] - old.seconds[i] for new, old in changes) for i in phases]
         longest = max(phases, key=lambda phase: seconds[phase])
         computing_s = sum(seconds[phase] for phase in (COPY, FORWARD, BACKWARD, OPTIMIZER))
         if seconds[longest] <= max(computing_s, 1.0):
@@ -163,7 +163,7 @@ class ProgressBar(EpochLines):
         self,
         trainer: Trainer,
         label: str,
-        done: int,
+        num_done: int,
         total: int | None,
         num_samples: float | None,
         means: Mapping[str, float],
@@ -181,7 +181,7 @@ class ProgressBar(EpochLines):
         if shares and len(set(shares[0])) > 1:
             shown["shares"] = "/".join(f"{share:.2g}" for share in shares[0])
         if self._bar is None:
-            parts = [f"{done}/{total or '?'} batches"] if done else []
+            parts = [f"{num_done}/{total or '?'} batches"] if num_done else []
             parts += [f"{name}={value}" for name, value in shown.items()]
             _print(f"{label}: {', '.join(parts)}")
             return
@@ -191,7 +191,7 @@ class ProgressBar(EpochLines):
             self._bar.start_t = began
         self._bar.set_description(label, refresh=False)
         self._bar.set_postfix(shown, refresh=False)
-        self._bar.n = done
+        self._bar.n = num_done
         self._bar.refresh()
 
     def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:

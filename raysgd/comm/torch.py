@@ -143,8 +143,8 @@ class TorchProcessGroup(CollectiveBackend):
         connector = self._connector = Connector()
         driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
-            own = worker_address(driver_host, context.node_ip)
-            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own)
+            own_address = worker_address(driver_host, context.node_ip)
+            os.environ["GLOO_SOCKET_IFNAME"] = interface_of(own_address)
             self._has_set_interface = True
         store: Any = HashStore()
         if rendezvous is not None:
@@ -180,7 +180,7 @@ class TorchProcessGroup(CollectiveBackend):
         dist.group.WORLD.set_timeout(self._timeout)
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
         opened = _exchange(store, "listening", context, sorted(listeners() - before))
-        self._listening = {tuple(own) for each in opened for own in each}
+        self._listening = {tuple(address) for of_rank in opened for address in of_rank}
         if driver_host != LOOPBACK:
             self._links_at = 0.0
 

@@ -146,14 +146,14 @@ class GroupForming:
             member: member.work(Worker.join_group, context, rendezvous, leader)
             for member, context in entries.items()
         }
-        what = "set up" if leader is None else "join a new generation"
-        attempt = self.await_phase(calls, what, listening=leader is not None)
+        task = "set up" if leader is None else "join a new generation"
+        attempt = self.await_phase(calls, task, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
     def await_phase(
-        self, calls: Mapping[WorkerHandle, Future[Outcome]], what: str, listening: bool = False
+        self, calls: Mapping[WorkerHandle, Future[Outcome]], task: str, listening: bool = False
     ) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`.
 
@@ -168,7 +168,7 @@ class GroupForming:
             if self._clock.monotonic() > mention_at:
                 mention_at += _MENTION_S
                 waiting = list_ranks(self._journal.ranks, attempt.pending)
-                logger.warning("Still waiting for workers %s to %s.", waiting, what)
+                logger.warning("Still waiting for workers %s to %s.", waiting, task)
             if listening and not has_collected:
                 _, lost = self._commands.probe_or_kill(
                     attempt.pending,
@@ -180,7 +180,7 @@ class GroupForming:
                 waiting = list_ranks(self._journal.ranks, attempt.pending)
                 self._end(attempt)
                 raise WorkerTimeoutError(
-                    f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {what}."
+                    f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."
                 )
         if attempt.failed:
             self._end(attempt)

@@ -35,7 +35,7 @@ class GroupStart:
     def restart(self, min_workers: int) -> machine.GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self._clock.monotonic(), self._scale_up.is_first
-        left = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
+        why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
         num_before, progress = len(self._group.members), None
         self._context.discard_members()
         self._scale_up.begin()
@@ -48,11 +48,11 @@ class GroupStart:
             return machine.GroupFormed(progress=progress)
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
-        if left and len(members) >= num_before:
+        if why and len(members) >= num_before:
             kind = "moved"
         joining, seconds = members[num_before:], self._clock.monotonic() - began
         concerned = joining if has_grown else members
-        self._journal.record(kind, concerned, cause=left, step=step, seconds=seconds)
+        self._journal.record(kind, concerned, cause=why, step=step, seconds=seconds)
         return machine.GroupFormed(progress=progress)
 
     def await_workers(self, min_workers: int) -> None:
@@ -60,7 +60,7 @@ class GroupStart:
         config, call = self._context.elastic, self._context.call
         num_members, starting = len(self._group.members), not self._group.members
         missing = machine.too_few(num_members, min_workers)
-        deadline, number = 0.0, 0
+        deadline, num_waits = 0.0, 0
         while True:
             self._context.check_open()
             self._scale_up.tick(starting)
@@ -74,13 +74,13 @@ class GroupStart:
             is_short = num_members + self._scale_up.num_started() < min_workers
             if is_short and now >= deadline and not self._group.notices.is_ray_silent:
                 room = self._group.room()
-                if number == config.max_attempts:
+                if num_waits == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._journal.failure(call, why)
-                wait_s = backoff_s(number, config)
+                wait_s = backoff_s(num_waits, config)
                 cause = f"{missing}, and {room}"
                 self._journal.record("waiting", [], cause=cause, seconds=wait_s)
-                deadline, number = now + wait_s, number + 1
+                deadline, num_waits = now + wait_s, num_waits + 1
             self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
 
     def _start_group(self) -> Progress | None:

@@ -321,11 +321,11 @@ def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
     if not policy.survivors_stay:
         actions += [Do.RESCUE_STATE] if policy.rescues_state else []
         actions += [DiscardWorkers()]
-    last: Action = Do.SURVEY
+    last_action: Action = Do.SURVEY
     if budget.has_begun:
         budget = replace(budget, num_losses=budget.num_losses + 1)
         if budget.num_losses > budget.max_losses:
-            last = Fail(
+            last_action = Fail(
                 f"workers were lost in one call more often than max_retries={budget.max_losses}",
                 lost,
             )
@@ -333,5 +333,5 @@ def _after_loss(state: Broken, lost: Losses, policy: Policy) -> Next:
         budget = replace(budget, num_early_losses=budget.num_early_losses + 1)
         if budget.num_early_losses > policy.max_attempts:
             why = f"workers were lost {budget.num_early_losses} times before the call began"
-            last = Fail(why, lost)
-    return replace(state, budget=budget), (*actions, last)
+            last_action = Fail(why, lost)
+    return replace(state, budget=budget), (*actions, last_action)

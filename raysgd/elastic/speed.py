@@ -147,19 +147,19 @@ def _straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     least_s = max(_STRAGGLER_SHARE * slowest.step_s, _LEAST_STEP_S)
     if extra_s < least_s or slowest.busy_s < _FACTOR * (slowest.busy_s - extra_s):
         return None
-    now = {**slowest.seconds, "computing": slowest.computing_s}
+    slow = {**slowest.seconds, "computing": slowest.computing_s}
     usual = {name: statistics.median(each.seconds[name] for each in others) for name in PHASES}
     usual["computing"] = statistics.median(each.computing_s for each in others)
-    extra = {name: now[name] - usual[name] for name in _ADVICE_FOR_ONE}
+    extra = {name: slow[name] - usual[name] for name in _ADVICE_FOR_ONE}
     phase = max(extra, key=lambda name: extra[name])
     # A busy processor slows down everything, also a loader in the same process.
-    if now["computing"] > _FACTOR * usual["computing"] and extra["computing"] > 0.25 * extra_s:
+    if slow["computing"] > _FACTOR * usual["computing"] and extra["computing"] > 0.25 * extra_s:
         phase = "computing"
-    is_known = 20 * usual[phase] > now[phase]
-    times = f"{now[phase] / usual[phase]:.1f} times" if is_known else "much"
+    is_known = 20 * usual[phase] > slow[phase]
+    times = f"{slow[phase] / usual[phase]:.1f} times" if is_known else "much"
     text = _ADVICE_FOR_ONE[phase].format(
         longer=f"{times} longer than the others{since}",
-        share=_share(now[phase], slowest.step_s),
+        share=_share(slow[phase], slowest.step_s),
         loader=_advice_for_loader(slowest),
     )
     return Cause(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {text}")

@@ -242,20 +242,20 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
 
 def _has_loader(value: Any, seen: set[int]) -> bool:
     """Return whether an object is, or refers to, a DataLoader or its iterator."""
-    parts = [value]
-    while parts and len(seen) < _MOST_REFERENCES:
-        part = parts.pop()
-        is_large = isinstance(part, list | tuple | set | dict) and len(part) > _MOST_ITEMS
-        if id(part) in seen or is_large or isinstance(part, type | ModuleType):
+    objects = [value]
+    while objects and len(seen) < _MOST_REFERENCES:
+        item = objects.pop()
+        is_large = isinstance(item, list | tuple | set | dict) and len(item) > _MOST_ITEMS
+        if id(item) in seen or is_large or isinstance(item, type | ModuleType):
             continue
-        seen.add(id(part))
-        if isinstance(part, DataLoader | _BaseDataLoaderIter):
-            if own_ranks(part) is None and own_ranks(part._index_sampler) is None:
+        seen.add(id(item))
+        if isinstance(item, DataLoader | _BaseDataLoaderIter):
+            if own_ranks(item) is None and own_ranks(item._index_sampler) is None:
                 return True
-        elif isinstance(part, FunctionType):  # which refers to its whole module
-            parts.append(part.__closure__)
+        elif isinstance(item, FunctionType):  # which refers to its whole module
+            objects.append(item.__closure__)
         else:
-            parts += gc.get_referents(part)
+            objects += gc.get_referents(item)
     return False
 
 

@@ -446,10 +446,10 @@ def executor_for(
     config: BackendConfig, scaling: ScalingConfig, failure: FailureConfig
 ) -> BackendExecutor:
     use_gpu = scaling.use_gpu
-    others = check_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
+    resources = check_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
     if use_gpu not in (True, False):  # 1 and 0 as well
         raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
-    num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
+    num_cpus, num_gpus = resources.pop("CPU", 1), resources.pop("GPU", int(use_gpu))
     if bool(use_gpu) != (num_gpus > 0):
         raise ValueError(
             f"resources_per_worker={{'GPU': {num_gpus!r}}} contradicts use_gpu={use_gpu}. Change "
@@ -460,7 +460,7 @@ def executor_for(
         scaling.num_workers,
         num_cpus,
         num_gpus,
-        others,
+        resources,
         failure.max_failures,
         elastic=failure.elastic,
         placement_strategy=scaling.placement_strategy,

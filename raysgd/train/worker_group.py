@@ -143,11 +143,11 @@ def group_options(
     resources: Mapping[str, float] | None = None,
     strategy: str | None = None,
 ) -> GroupOptions:
-    pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
+    bounds = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
     if (
-        len(pair) != 2
-        or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
-        or not 1 <= pair[0] <= pair[1] <= MOST_WORKERS
+        len(bounds) != 2
+        or any(isinstance(n, bool) or not isinstance(n, int) for n in bounds)
+        or not 1 <= bounds[0] <= bounds[1] <= MOST_WORKERS
     ):
         raise ValueError(
             f"num_workers={num_workers!r}: must be an int from 1 to {MOST_WORKERS}, or a pair "
@@ -156,8 +156,8 @@ def group_options(
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
         check_number("resources_per_worker", name, amount)
     options = GroupOptions(
-        num_workers=pair[1],
-        min_workers=pair[0],
+        num_workers=bounds[1],
+        min_workers=bounds[0],
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         resources=dict(resources or {}),

@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     """Consecutive samples of one loader process."""
 
     process: int
-    number: int  # chunks of the process so far, with this one
+    num_chunks: int  # chunks of the process so far, with this one
     samples: list[Any]
     digests: list[int]
     state: Any  # of the data set after this chunk; None if it has none
@@ -57,28 +57,28 @@ class Chunks(IterableDataset[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         info = get_worker_info()
         process = 0 if info is None else info.id
-        number, state = self._starts[process]
+        num_chunks, state = self._starts[process]
         if isinstance(state, str) and state == _END:
             return
         if process < self._turn:
-            yield Chunk(process, number, [], [], state)  # loader processes take turns
+            yield Chunk(process, num_chunks, [], [], state)  # loader processes take turns
         if can_jump(self.dataset):
             self.dataset.load_state_dict(state)  # None discards an earlier state
         iterator, samples = None, [None] * self._size
         generator = getattr(self.dataset, "generator", None)  # of a user's DataLoader
         while len(samples) == self._size:
-            own_seed = hash((self._seed, process, number)) % 2**62
+            own_seed = hash((self._seed, process, num_chunks)) % 2**62
             with seeding(own_seed, generator), in_group_of_one():
                 iterator = self._begin(state) if iterator is None else iterator
                 samples = list(itertools.islice(iterator, self._size))
-            number += 1
+            num_chunks += 1
             state = None
             if can_jump(self.dataset):
                 ended = len(samples) < self._size
                 state = _END if ended else copy.deepcopy(self.dataset.state_dict())
             digests = [digest(sample) for sample in samples]
             content = samples if info is None else _pack(samples)
-            yield Chunk(process, number, content, digests, state)
+            yield Chunk(process, num_chunks, content, digests, state)
 
     def _begin(self, state: Any) -> Iterator[Any]:
         try:
@@ -148,7 +148,7 @@ class StreamBuffer:
         for sample, of_sample in zip(chunk.samples, chunk.digests, strict=True):
             value = zlib.crc32(of_sample.to_bytes(4, "little"), value)
             self._items.append((sample, value))
-        self._states[chunk.process] = (chunk.number, chunk.state)
+        self._states[chunk.process] = (chunk.num_chunks, chunk.state)
         if chunk.state is not None:
             self._marks.append(
                 {
