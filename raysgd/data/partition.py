@@ -69,10 +69,10 @@ class EpochPartition:
         return self.requested_batch or self.batch_size * self.layout.num_full_parts(self.world_size)
 
     @functools.cached_property
-    def owned(self) -> range:
+    def owned_parts(self) -> range:
         """The parts of each step that this worker trains one after the other."""
-        number = self.layout.num_current_parts(self.world_size)
-        return range(*part_of(number, self.world_size, self.rank, self.shares))
+        num_parts = self.layout.num_current_parts(self.world_size)
+        return range(*part_of(num_parts, self.world_size, self.rank, self.shares))
 
     @functools.cached_property
     def max_micro_batch_size(self) -> int:
@@ -93,7 +93,7 @@ class EpochPartition:
         after = offset + num_steps * self.step_size
         return self.total if num_steps and after >= self.end(offset) else after
 
-    def sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
+    def step_sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
         """Iterate over the sample counts of the group's steps from `offset`."""
         num_samples = max(0, self._end(offset, num_steps) - offset)
         num_full, rest = divmod(num_samples, self.step_size)
@@ -110,7 +110,7 @@ class EpochPartition:
                 yield start, min(start + self.batch_size, end)
             return
         start, parts, of_size = offset, [], None
-        for size in self.sizes(offset, num_steps):
+        for size in self.step_sizes(offset, num_steps):
             if size != of_size:  # usually only the last one has another size
                 parts, of_size = self._micro_batches(size), size
             for low, high, _ in parts:
@@ -133,14 +133,14 @@ class EpochPartition:
     def _micro_batches(self, size: int) -> list[tuple[int, int, bool]]:
         """Return this worker's micro-batches of a step as (start, stop, whether they count)."""
         if self.layout.has_fixed_parts:
-            number = self.layout.num_current_parts(self.world_size)
-            return [(*part_of(size, number, each), each < size) for each in self.owned]
+            num_parts = self.layout.num_current_parts(self.world_size)
+            return [(*part_of(size, num_parts, i), i < size) for i in self.owned_parts]
         first, stop = part_of(size, self.world_size, self.rank, self.shares)
         number, rows = self._num_micro_batches(size) if self.may_split else 1, stop - first
-        spans = [part_of(rows, number, part) for part in range(number)]
+        spans = [part_of(rows, number, index) for index in range(number)]
         return [
-            (first + low, first + high, self.rank < size and part < rows)
-            for part, (low, high) in enumerate(spans)
+            (first + low, first + high, self.rank < size and index < rows)
+            for index, (low, high) in enumerate(spans)
         ]
 
     def _num_micro_batches(self, size: int) -> int:
@@ -175,7 +175,7 @@ class EpochPartition:
 class MicroBatch:
     """What a worker trains at a time: a batch of its loader, or a part of a batch."""
 
-    samples: float | None = None  # without repeated samples; None: unknown
+    num_samples: float | None = None  # without repeated samples; None: unknown
     weight: float = 1
     """Of its metrics, and of a loss of unknown samples: a fraction of the worker's batch, or the
     number of samples with equal bits. 0 for repeated samples."""
@@ -193,7 +193,7 @@ class MicroBatch:
         return [
             replace(
                 self,
-                samples=None if self.samples is None else self.samples * size / total,
+                num_samples=None if self.num_samples is None else self.num_samples * size / total,
                 weight=self.weight * size / total,
                 ends_step=self.ends_step and index == len(sizes) - 1,
             )
@@ -206,7 +206,7 @@ class UpdatePlan:
     """A worker's batches until the next update."""
 
     batches: tuple[MicroBatch, ...] = (MicroBatch(),)  # of the source; each may be split again
-    total: int | None = None  # samples of all workers; None: unknown
+    total_samples: int | None = None  # of all workers; None: unknown
     is_large: bool = False  # has an unsplit batch above `max_micro_batch_size`
 
     @functools.cached_property
@@ -214,15 +214,15 @@ class UpdatePlan:
         return self.batches[-1].step_index + 1
 
     @functools.cached_property
-    def samples(self) -> float:
+    def num_samples(self) -> float:
         """Samples of this worker, without repeated ones."""
-        return sum(each.samples or 0 for each in self.batches)
+        return sum(each.num_samples or 0 for each in self.batches)
 
 
 def part_of(
-    total: int, number: int, index: int, shares: tuple[float, ...] | None = None
+    total: int, num_parts: int, index: int, shares: tuple[float, ...] | None = None
 ) -> tuple[int, int]:
-    """Return one of `number` parts of `total` samples as (start, stop), in proportion to its share.
+    """Return one of `num_parts` parts of `total` samples as (start, stop), sized by its share.
 
     If there are fewer samples than parts, parts have samples in common.
 
@@ -233,13 +233,13 @@ def part_of(
     >>> [part_of(8, 2, i, shares=(3.0, 1.0)) for i in range(2)]
     [(0, 6), (6, 8)]
     """
-    if total < number:
+    if total < num_parts:
         first = index % total
         return first, first + 1
     if shares is not None:
         bounds = _bounds(total, shares)
         return bounds[index], bounds[index + 1]
-    size, extra = divmod(total, number)
+    size, extra = divmod(total, num_parts)
     first = index * size + min(index, extra)
     return first, first + size + (index < extra)
 

@@ -336,7 +336,7 @@ class PartitionedSource(BatchSource):
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         partition = self._partition  # of the iteration in progress
-        return partition.plan(tuple(partition.sizes(offset, num_steps)))
+        return partition.plan(tuple(partition.step_sizes(offset, num_steps)))
 
     def batch_positions(self) -> Iterator[int]:
         return itertools.count(self._partition.rank, self._partition.world_size)

@@ -253,7 +253,7 @@ class Loop:
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         after_commit: list[Callable[[], None]] = []
-        if self.snapshots.each_step:
+        if self.snapshots.takes_between_steps:
             after_commit.append(self.snapshots.maybe_take)
         if request.until_nan:
             after_commit.append(self._end_at_bad_loss)

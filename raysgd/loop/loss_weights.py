@@ -133,7 +133,7 @@ class LossWeights:
             )
         self._count, items = count, count.items
         if items is None:
-            items = self._tx.micro_batch.samples
+            items = self._tx.micro_batch.num_samples
         if items is None:
             items = self._tx.micro_batch.weight
         self._items = 0.0 if is_repeated else float(items)
@@ -142,15 +142,15 @@ class LossWeights:
 
     def _plan_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._tx.has_fixed_parts:
-            return float(self._tx.plan.total or 1)
+            return float(self._tx.plan.total_samples or 1)
         if self._count.items is not None:
             if self.expected_total is None:  # the first update of a generation
                 self.expected_total = _power_of_two(self._tx.num_planned * add_up(self._items))
             return self.expected_total
         plan: UpdatePlan = self._tx.plan
-        if plan.total is None:
+        if plan.total_samples is None:
             return float(plan.num_steps * num_workers)
-        return plan.total if num_workers > 1 else plan.samples
+        return plan.total_samples if num_workers > 1 else plan.num_samples
 
     def _exact_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
         if self._count.items is not None:
@@ -158,8 +158,8 @@ class LossWeights:
             self.expected_total = _power_of_two(total)
             return total
         plan: UpdatePlan = self._tx.plan
-        if num_workers > 1 and plan.total is not None:
-            return plan.total
+        if num_workers > 1 and plan.total_samples is not None:
+            return plan.total_samples
         return self._items_so_far * num_workers  # the mean of each worker weighs the same
 
 

@@ -64,8 +64,8 @@ class MicroBatching(StepFeature):
         """Return the number of parts to use after an error in a step, or 0 to raise the error."""
         return 0
 
-    def increase_split(self, factor: int) -> None:
-        """Use at least `factor` parts. All ranks must call this at the same step."""
+    def increase_split(self, split: int) -> None:
+        """Use at least `split` parts. All ranks must call this at the same step."""
 
     def explain(self, error: BaseException) -> None:
         """Add advice to an error of a step."""

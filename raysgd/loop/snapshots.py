@@ -46,7 +46,7 @@ class Snapshots:
         self._wait_s = 0.0  # training time that pays for the next snapshot
 
     @property
-    def each_step(self) -> bool:
+    def takes_between_steps(self) -> bool:
         """Whether this worker may take a copy after a step, and not only before a segment."""
         return self._holds and (self._every == "auto" or isinstance(self._every, int))
 

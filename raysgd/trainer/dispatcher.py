@@ -216,18 +216,18 @@ class Dispatcher:
     def _note_bad_steps(self, trainer: Trainer) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
-        new = [each for each in self.controller.progress.bad_steps if each["step"] > newest]
-        if not new:
+        new_steps = [each for each in self.controller.progress.bad_steps if each["step"] > newest]
+        if not new_steps:
             return
-        self.bad_steps += new
+        self.bad_steps += new_steps
         if trainer.logdir is not None:
-            append_lines(logdir_of(trainer) / "bad_steps.jsonl", new)
+            append_lines(logdir_of(trainer) / "bad_steps.jsonl", new_steps)
         logger.warning(
             "Bad steps that were not applied: %d. The newest is step %d, because %s. "
             "trainer.bad_steps has their samples.",
-            len(new),
-            new[-1]["step"],
-            new[-1]["reason"],
+            len(new_steps),
+            new_steps[-1]["step"],
+            new_steps[-1]["reason"],
         )
 
     def _merge(self, results: list[Any]) -> dict[str, Any]:

@@ -60,9 +60,9 @@ class FitLoop:
             options = replace(options, num_epochs=sys.maxsize)
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
-        own = check_callbacks(where, callbacks, trainer.logdir, callback_list)
-        if verbose and not any(isinstance(c, EpochLines) for c in (*own, *callback_list)):
-            own.insert(0, ProgressBar() if is_interactive() else EpochLines())
+        added = check_callbacks(where, callbacks, trainer.logdir, callback_list)
+        if verbose and not any(isinstance(c, EpochLines) for c in (*added, *callback_list)):
+            added.insert(0, ProgressBar() if is_interactive() else EpochLines())
         dispatcher.check_open(changes_state=True)
         if callback_list.inside:
             raise RuntimeError(
@@ -70,7 +70,7 @@ class FitLoop:
                 "Call it outside of hooks."
             )
         self.stop_reason = None
-        with callback_list.attach(trainer, own):
+        with callback_list.attach(trainer, added):
             why = "fit() does not validate."
             if options.validate_every and not self._can_validate():
                 why = f"{why} {missing_loader('validation')}"
@@ -137,11 +137,11 @@ class FitLoop:
         try:
             # A worker without a batch has no metrics.
             answers = self.dispatcher.run(request, method="fit", has_batches=True)
-            parts = [each for each in answers if each]
+            results = [each for each in answers if each]
             # A few batches may not suffice for a metric.
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
-                parts.append(merge_workers(parts))
-            names = dict.fromkeys(itertools.chain.from_iterable(parts))
+                results.append(merge_workers(results))
+            names = dict.fromkeys(itertools.chain.from_iterable(results))
             reporter.validation_names.update(names)
             if names:
                 why = f"a validation has: {', '.join(names)}."

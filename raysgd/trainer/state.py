@@ -83,23 +83,23 @@ class StateTransfer:
 
     def _of_driver(self, provenance: bool) -> dict[str, Any]:
         callbacks = self.dispatcher.callback_list.state_dict()
-        parts = {"callbacks": callbacks} if callbacks else {}
-        parts["config"] = scalars(redact_config(self.options.config))
+        entries = {"callbacks": callbacks} if callbacks else {}
+        entries["config"] = scalars(redact_config(self.options.config))
         if provenance:
-            parts["provenance"] = self.provenance()
+            entries["provenance"] = self.provenance()
         if self.reporter.lacks_validation:
             # Callbacks need these metrics in the next validation.
-            parts["validation_due"] = scalars(self.dispatcher.metrics)
-        return parts
+            entries["validation_due"] = scalars(self.dispatcher.metrics)
+        return entries
 
     def _collect_from_workers(self, method: str, frozen: bool) -> dict[str, Any]:
         controller, snapshot = self.dispatcher.controller, None
         with controller.alone():  # no other thread restarts the workers now
             if not controller.members and controller.can_restart():
                 snapshot = controller.snapshots.state()
-        reached, kept = controller.progress.global_step, (snapshot or {}).get("global_step", 0)
+        reached, kept_step = controller.progress.global_step, (snapshot or {}).get("global_step", 0)
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
-        if not snapshot or kept < reached or lacks:
+        if not snapshot or kept_step < reached or lacks:
             try:  # new workers repeat the steps after the snapshot
                 generators = self._prepare_export(method)
                 state = self.assemble(with_shards(self._fetch(StateRequest(frozen=frozen), method)))
@@ -109,7 +109,7 @@ class StateTransfer:
                 if not snapshot:
                     raise
                 text = "%s(): no worker starts, so the state is that of step %d, not %d."
-                logger.warning(text, method, kept, reached)
+                logger.warning(text, method, kept_step, reached)
         # Copy the state, because it may be one that the user loaded.
         copied: dict[str, Any] = map_leaves(without_call(self.assemble(snapshot)), try_copy)
         return copied

@@ -96,7 +96,7 @@ class BadStepFilter(StepFeature):
             "epoch": state.epoch + 1,
             "reason": reason,
             "value": value,
-            "samples": source.sample_names(state.epoch, state.offset, tx.plan.total or 0),
+            "samples": source.sample_names(state.epoch, state.offset, tx.plan.total_samples or 0),
         }
         steps = [each for each in self.bad_steps if each["step"] > state.call_began_at]
         steps.append(tx.bad_step)

@@ -124,15 +124,15 @@ class ReplicaContents:
         changed = self._buffers.find_changed()
         trained = [any(p.requires_grad for _, p in named) for named in self._named]
         return {
-            place: buffer
-            for index, place, buffer in self._all_buffers()
+            path: buffer
+            for index, path, buffer in self._all_buffers()
             if not (self.has_run and trained[index]) and id(buffer) not in changed
         }
 
     def note_buffers(self) -> None:
         """Record all buffers, because all workers have the same now."""
         self.has_run = False
-        self._kept = [buffer for *_, buffer in self._all_buffers()]  # so that IDs stay unique
+        self._kept_alive = [buffer for *_, buffer in self._all_buffers()]  # so that IDs stay unique
         self._buffers = Versions(lambda: [buffer for *_, buffer in self._all_buffers()])
 
     # ---- what must be equal
@@ -149,18 +149,18 @@ class ReplicaContents:
             ignored: Any = getattr(model, "parameters_to_ignore", ())
             for name, parameter in self._named[index]:
                 replicated.add(parameter)
-                place = f"models[{index}].{name}"
+                path = f"models[{index}].{name}"
                 flags = str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
-                yield "options", f"dtype, shape, and requires_grad of {place}", flags
+                yield "options", f"dtype, shape, and requires_grad of {path}", flags
                 is_ignored = name in ignored or parameter in self._renormalized
                 if is_unsharded(model) and not is_ignored:
-                    yield "tensors", place, parameter
+                    yield "tensors", path, parameter
             if in_step:
                 modes = [module.training for module in model.modules()]
                 yield "options", f"the train or eval modes of models[{index}]", modes
-        for index, place, _ in self._all_buffers():
+        for index, path, _ in self._all_buffers():
             if compared[index]:
-                yield "buffers", place, equal.get(place)
+                yield "buffers", path, equal.get(path)
         for index, optimizer in enumerate(state.optimizers):
             if self._wraps_all or replicated.issuperset(self._stepped):
                 own = f"optimizers[{index}]", optimizer, replicated, is_unsharded(optimizer)
@@ -180,40 +180,40 @@ def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _of_optimizer(
-    place: str, optimizer: Any, known: set[torch.Tensor], is_unsharded: bool
+    path: str, optimizer: Any, known: set[torch.Tensor], is_unsharded: bool
 ) -> Iterator[Content]:
-    number = itertools.count()
+    counter = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
-        of_group = f"{place}.param_groups[{index}]"
+        of_group = f"{path}.param_groups[{index}]"
         yield "options", f"the parameters of {of_group}", len(group["params"])
         yield from _items(of_group, {key: group[key] for key in group if key != "params"})
         for parameter in group["params"]:
-            which = next(number)
+            number = next(counter)
             if is_unsharded and parameter not in known:
-                yield "tensors", f"parameter {which} of {place}", parameter
+                yield "tensors", f"parameter {number} of {path}", parameter
             if is_unsharded and (state := optimizer.state.get(parameter)):
-                yield from _items(f"{place}.state[{which}]", state)
+                yield from _items(f"{path}.state[{number}]", state)
 
 
-def _items(place: str, value: Any) -> Iterator[Content]:
+def _items(path: str, value: Any) -> Iterator[Content]:
     """Iterate over the tensors and plain values in nested dicts, lists, and tuples."""
     if isinstance(value, torch.Tensor):
-        yield "tensors", place, value
+        yield "tensors", path, value
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from _items(f"{place}[{key!r}]", value[key])
+            yield from _items(f"{path}[{key!r}]", value[key])
     elif isinstance(value, list | tuple):
         for key, each in enumerate(value):
-            yield from _items(f"{place}[{key}]", each)
+            yield from _items(f"{path}[{key}]", each)
     elif isinstance(value, numbers.Real):  # a loaded state may have another type of number
-        yield "options", place, float(value)
+        yield "options", path, float(value)
     elif isinstance(value, str | None):
-        yield "options", place, repr(value)
+        yield "options", path, repr(value)
 
 
-def _hyperparameters(place: str, model: torch.nn.Module) -> Iterator[Content]:
+def _hyperparameters(path: str, model: torch.nn.Module) -> Iterator[Content]:
     """Iterate over options of PyTorch's own modules, such as the rate of a dropout."""
-    for name, module in model.named_modules(prefix=place):
+    for name, module in model.named_modules(prefix=path):
         if type(module).__module__.startswith("torch.nn.modules."):
             for key in _arguments_of(type(module)):
                 if isinstance(value := vars(module).get(key), int | float | str | tuple):

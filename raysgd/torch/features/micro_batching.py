@@ -46,18 +46,17 @@ class TorchMicroBatching(MicroBatching):
 
     def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
-        whole = [(in_own_containers(batch), micro_batch)]
-        self._num_samples = micro_batch.samples or 0
+        unsplit = [(in_own_containers(batch), micro_batch)]
+        self._num_samples = micro_batch.num_samples or 0
         if self.split == 1 or not (self.may_split and self._settings.options.split_on_oom):
-            return whole
-        factor, rows = self.split, num_rows(batch, self._num_samples)
-        smallest = self._smallest_part
-        number = factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
+            return unsplit
+        split, rows, smallest = self.split, num_rows(batch, self._num_samples), self._smallest_part
+        num_parts = split if rows and smallest == 1 else max(1, min(split, rows // smallest))
         # A forward pass may communicate, so all workers make the same number of passes.
-        repeats = factor - number if self._settings.context.world_size > 1 else 0
-        if number + repeats == 1:
-            return whole
-        spans = [part_of(max(rows, 1), number, index) for index in range(number)]
+        repeats = split - num_parts if self._settings.context.world_size > 1 else 0
+        if num_parts + repeats == 1:
+            return unsplit
+        spans = [part_of(max(rows, 1), num_parts, index) for index in range(num_parts)]
         parts = [rows_of(batch, *span) if rows else in_own_containers(batch) for span in spans]
         parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
         # If there are more parts than rows, the others repeat rows.
@@ -98,8 +97,8 @@ class TorchMicroBatching(MicroBatching):
             return 0
         return 2 * self.split
 
-    def increase_split(self, factor: int) -> None:
-        self.split = max(self.split, factor)
+    def increase_split(self, split: int) -> None:
+        self.split = max(self.split, split)
         gc.collect()  # tensors in reference cycles
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -56,7 +56,7 @@ class Speed(StepFeature):
         self._end_batch()
         if tx.index == 0:
             self._step = []
-        self._began, self._ended, self._size = self._read_clock(), None, tx.micro_batch.samples
+        self._began, self._ended, self._size = self._read_clock(), None, tx.micro_batch.num_samples
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._end_batch()

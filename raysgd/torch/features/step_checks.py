@@ -67,8 +67,8 @@ class StepChecks(StepFeature):
                 why = "does not call self.backward(loss)"
         elif self._collective and weights.counted_items is None:
             why = f"calls {self._collective}, and self.backward(loss) without num_samples"
-        num_even = self._state.context.world_size * tx.plan.samples if why else 0
-        if has_stepped and why and tx.plan.total not in (None, num_even):
+        num_even = self._state.context.world_size * tx.plan.num_samples if why else 0
+        if has_stepped and why and tx.plan.total_samples not in (None, num_even):
             self._state.settings.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "

@@ -68,17 +68,18 @@ def seeding(seed: int, generator: Any = None) -> Iterator[None]:
 
     Restore them at the end of the context.
     """
-    own = generator if isinstance(generator, torch.Generator) else torch.Generator()
-    before = own.get_state()
+    generator = generator if isinstance(generator, torch.Generator) else torch.Generator()
+    before = generator.get_state()
     with Generators().preserving(), torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        for each in (torch.default_generator, own):  # torch.manual_seed would reseed GPUs as well
+        # torch.manual_seed would reseed GPUs as well.
+        for each in (torch.default_generator, generator):
             each.manual_seed(seed)
         try:
             yield
         finally:
-            own.set_state(before)
+            generator.set_state(before)
 
 
 def seed_all(seed: int) -> None:
@@ -91,7 +92,7 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def drawn_order(sampler: Any, seed: int) -> Order:
+def draw_order(sampler: Any, seed: int) -> Order:
     """Return the order that a sampler draws if all random numbers follow from `seed`."""
     if type(sampler) is SequentialSampler:
         return None
@@ -173,7 +174,7 @@ class EpochOrder:
         data = self._loader.dataset
         with contextlib.suppress(Exception):  # the user's object may count its epochs
             sampler = copy.deepcopy(sampler, {id(data): data})
-        return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
+        return len({repr(draw_order(sampler, seed)) for seed in range(3)}) > 1
 
     def reseed(self, seed: int, own_seed: int | None) -> None:
         """Set the seed. The loader's generator takes precedence, and `own_seed` over both."""
@@ -193,7 +194,7 @@ class EpochOrder:
         if not self.has(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            self._set(epoch, drawn_order(sampler, self.seed + epoch))
+            self._set(epoch, draw_order(sampler, self.seed + epoch))
         return self._order
 
     def has(self, epoch: int) -> bool:

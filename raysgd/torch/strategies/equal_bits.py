@@ -149,7 +149,7 @@ class EqualBitsGradients(GradientExchange):
         self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        owned = self._partition.owned
+        owned = self._partition.owned_parts
         if tx.index > 0:
             self._end_shard()
             for optimizer in tx.steps.optimizers:  # of losses of other optimizers
@@ -200,7 +200,7 @@ class EqualBitsGradients(GradientExchange):
 
     def _of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
         """Return the metrics of all workers' shards, so that those of a lost worker are kept."""
-        shards = itertools.product(range(len(updates)), self._partition.owned)  # of each step
+        shards = itertools.product(range(len(updates)), self._partition.owned_parts)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
         rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
         rows.sort(key=lambda row: row[0])
@@ -290,7 +290,7 @@ class EqualBitsGradients(GradientExchange):
             num_items = count.item()
             tx.weights.is_empty = not num_items
             if num_items:
-                multiply_all(total, (tx.plan.total or 1) / num_items)
+                multiply_all(total, (tx.plan.total_samples or 1) / num_items)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):
             # Sums of workers have another layout, which may change the order of later sums.
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None

@@ -92,12 +92,12 @@ class EqualBitsBuffers:
         self, places: Sequence[int], partition: EpochPartition
     ) -> Sequence[torch.Tensor]:
         before: list[Any] = self._state.buffers.copies
-        plan, owned, tree = self._state.transaction.plan, partition.owned, TreeSum()
+        plan, owned, tree = self._state.transaction.plan, partition.owned_parts, TreeSum()
         for position, shard in enumerate(owned):
-            samples = sum(m.samples or 0 for m in plan.batches[position :: len(owned)])
+            num_samples = sum(m.num_samples or 0 for m in plan.batches[position :: len(owned)])
             after: list[Any] = self._stored.get(shard, before)
-            share = samples / (plan.total or 1)
-            tree.add(0, shard, [(after[i] - before[i]) * share for i in places])
+            weight = num_samples / (plan.total_samples or 1)
+            tree.add(0, shard, [(after[i] - before[i]) * weight for i in places])
         assert partition.layout.num_parts is not None
         return sum_over_workers(tree, partition.layout.num_parts, partition.shares)
 

@@ -127,7 +127,7 @@ class PreparedLoader(DataLoader[Any]):
                     offset += 1
                 else:
                     plan, size = sampler.source.plan(offset, 1), self._world_size
-                    self._weigh(plan.samples * size / (plan.total or 1))
+                    self._weigh(plan.num_samples * size / (plan.total_samples or 1))
                     offset = sampler.source.offset_after(offset, 1)
                 self._pass = epoch, offset, begun
                 yield batch

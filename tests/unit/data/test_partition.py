@@ -184,12 +184,12 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
                     assert high - low > 1 or max_rows == 1 or stop - first == 1
                 for sample in range(start + low, start + high):
                     # the loss is a mean over the batch
-                    weights[sample] += micro_batch.samples / plan.total / (high - low)
+                    weights[sample] += micro_batch.num_samples / plan.total_samples / (high - low)
             start += size
         assert next(planned, None) is None
     expected = dict.fromkeys(range(sum(sizes)), 1 / sum(sizes))
     assert weights == pytest.approx(expected, rel=1e-12)
-    assert sum(plan.samples for plan in plans) == sum(sizes) == plans[0].total
+    assert sum(plan.num_samples for plan in plans) == sum(sizes) == plans[0].total_samples
     # forward passes can contain collectives, so all workers run the same number
     assert len({tuple(each.step_index for each in plan.batches) for plan in plans}) == 1
     for plan in plans:
@@ -198,7 +198,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         assert is_end == [now != later for now, later in itertools.pairwise([*steps, None])]
         weights_of_steps = Counter()
         for each in plan.batches:
-            assert bool(each.weight) == bool(each.samples)  # metrics ignore repeated samples
+            assert bool(each.weight) == bool(each.num_samples)  # metrics ignore repeated samples
             weights_of_steps[each.step_index] += each.weight
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 

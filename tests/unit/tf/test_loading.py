@@ -69,7 +69,7 @@ def test_parts_of_a_step_follow_the_shares(splits):
         assert total in (size, 8)
         assert (len(left), len(right)) == (total * 3 // 4, total // 4)
     plans = [source.plan(0, 1) for source in pair]
-    assert [plan.samples / plan.total for plan in plans] == [0.75, 0.25]
+    assert [plan.num_samples / plan.total_samples for plan in plans] == [0.75, 0.25]
     assert sorted(x for source in pair for batch in drawn(source) for x in batch) == list(range(40))
 
 

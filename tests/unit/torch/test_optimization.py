@@ -349,8 +349,8 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     elastic = ElasticConfig(shares=shares)
     state.settings.options = dataclasses.replace(state.settings.options, elastic=elastic)
     tx = state.transaction
-    tx.plan = UpdatePlan((MicroBatch(samples=6),), total=8)
-    tx.begin_micro_batch(MicroBatch(samples=6))
+    tx.plan = UpdatePlan((MicroBatch(num_samples=6),), total_samples=8)
+    tx.begin_micro_batch(MicroBatch(num_samples=6))
     operator.train_batch(BATCH, {})
     state.checks.commit(tx)
     assert ("Losses then have wrong weights" in caplog.text) == warns

@@ -27,7 +27,7 @@ def make():
 
 def step(clock, model, speed, size, seconds):
     tx = UpdateTransaction()
-    tx.begin_micro_batch(MicroBatch(samples=size))
+    tx.begin_micro_batch(MicroBatch(num_samples=size))
     speed.begin_micro_batch(tx)
     clock.sleep(seconds)
     model(torch.ones(1, 2)).sum().backward()
@@ -48,7 +48,7 @@ def test_a_warm_up_counts_though_it_is_rolled_back(clock):
     model, speed = make()
     for seconds in (3.0, 0.5):
         tx = UpdateTransaction()
-        tx.begin_micro_batch(MicroBatch(samples=8))
+        tx.begin_micro_batch(MicroBatch(num_samples=8))
         speed.begin_micro_batch(tx)
         clock.sleep(seconds)
         model(torch.ones(1, 2)).sum().backward()

@@ -359,7 +359,7 @@ def test_workers_read_by_their_shares_until_the_group_changes():
             source.change_partition(shares=weights)
             assert not source.change_partition(shares=weights)  # no change
             assert [len(batch) for batch in source.batches(0, 0)] == sizes[weights][rank]
-            assert source.plan(0, 1).samples == sizes[weights][rank][0]
+            assert source.plan(0, 1).num_samples == sizes[weights][rank][0]
     ranks[0].repartition(2, 0, None)
     assert [len(batch) for batch in ranks[0].batches(0, 0)] == sizes[None][0]
 

@@ -233,7 +233,7 @@ class Group:
                 (number, value)
                 for batch, plan in zip(batches, plans, strict=True)
                 for number, value in zip(batch[0].tolist(), batch[-1].tolist(), strict=True)
-                if plan.samples
+                if plan.num_samples
             )
         )
         (self.offset,) = {source.offset_after(self.offset, 1) for source in self.sources}

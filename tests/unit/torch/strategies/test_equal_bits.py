@@ -288,7 +288,7 @@ def test_metrics_of_any_size_are_exchanged(workers):
 class Stops(Trains):
     def train_epoch(self, iterator, info):
         partition = self._train_state.data.source("train").partition
-        two_steps = itertools.islice(iterator, 2 * len(partition.owned))
+        two_steps = itertools.islice(iterator, 2 * len(partition.owned_parts))
         metrics = super().train_epoch(two_steps, info)
         assert metrics["num_samples"] == 2 * partition.step_size, metrics
         return metrics
