@@ -196,7 +196,7 @@ class Mesh:
         self._arrived.put(None)
 
     def endpoints(self) -> set[tuple[str, int]]:
-        """Return the own addresses of the connections."""
+        """Return the local addresses of the connections."""
         return {connection.getsockname()[:2] for connection in self._peers.values()}
 
     def close(self) -> None:

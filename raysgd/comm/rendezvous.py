@@ -30,19 +30,19 @@ class StoreServer:
 
     def __init__(self, host: str) -> None:
         self._values: dict[str, Any] = {}
-        self._there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._set_events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         listener = Listener(host, "raysgd-store")
         self.address, self.close = listener.expect(self._answer), listener.close
 
     async def _answer(self, connection: socket.socket) -> None:
         while True:
             operation, *arguments = pickle.loads(await receive(connection))
-            answer = await self._do[operation](*arguments)
+            answer = await self._operations[operation](*arguments)
             await send(connection, pickle.dumps(answer))
             await asyncio.sleep(0)  # let other tasks run: ready reads and writes do not yield
 
     @property
-    def _do(self) -> dict[str, Callable[..., Awaitable[Any]]]:
+    def _operations(self) -> dict[str, Callable[..., Awaitable[Any]]]:
         return {"get": self._get, "set": self._set, "add": self._add}
 
     async def _get(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
@@ -50,7 +50,7 @@ class StoreServer:
         try:
             async with asyncio.timeout(timeout_s):
                 for key in keys:
-                    await self._there[key].wait()
+                    await self._set_events[key].wait()
         except TimeoutError:
             return None
         return [self._values[key] for key in keys]
@@ -58,7 +58,7 @@ class StoreServer:
     async def _set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         for key, value in zip(keys, values, strict=True):
             self._values[key] = value
-            self._there[key].set()
+            self._set_events[key].set()
 
     async def _add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount

@@ -30,21 +30,22 @@ def decompressor_of(path: str) -> Callable[[Any], Iterator[bytes]] | None:
         return None
     module, make = _FORMATS[ending]
     try:
-        return functools.partial(_parts, functools.partial(make, importlib.import_module(module)))
+        make_decompressor = functools.partial(make, importlib.import_module(module))
     except ImportError:
         package = module.partition(".")[0]
         raise ValueError(f"to read .{ending} files, install {package}") from None
+    return functools.partial(_decompress, make_decompressor)
 
 
-def _parts(make: Callable[[], Any], source: Any) -> Iterator[bytes]:
-    part = make()
+def _decompress(make: Callable[[], Any], source: Any) -> Iterator[bytes]:
+    decompressor = make()
     while data := source.read(2**16):
-        while data := data.lstrip(b"\0") if part.eof else data:  # without padding
-            part = make() if part.eof else part
+        while data := data.lstrip(b"\0") if decompressor.eof else data:  # without padding
+            decompressor = make() if decompressor.eof else decompressor
             try:
-                yield part.decompress(data)
+                yield decompressor.decompress(data)
             except Exception as error:  # of any class
                 raise ValueError(str(error)) from error
-            data = part.unused_data or b""
-    if not part.eof:
+            data = decompressor.unused_data or b""
+    if not decompressor.eof:
         raise EOFError("Compressed file ended before its end marker")

@@ -62,7 +62,7 @@ class BatchSource:
 
     is_partitioned = False
     knows_sizes = False  # the number of samples of each batch is known
-    keeps_step = False  # the samples of a step do not depend on the number of workers
+    keeps_step_size = False  # the global batch size does not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch_size: int | None = None  # samples per step, if raysgd partitions by samples
@@ -308,7 +308,7 @@ class PartitionedSource(BatchSource):
         return self._partition.batch_size
 
     @property
-    def keeps_step(self) -> bool:  # type: ignore[override]
+    def keeps_step_size(self) -> bool:  # type: ignore[override]
         return self._partition.layout.num_parts is not None
 
     @property
@@ -349,7 +349,7 @@ class PartitionedSource(BatchSource):
 
     def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:
         self._partition = replace(self._partition, world_size=world_size, rank=rank, shares=None)
-        if self._follows_config and config_batch is not None and not self.keeps_step:
+        if self._follows_config and config_batch is not None and not self.keeps_step_size:
             self.set_batch_size(config_batch, follows_config=True)
 
     def change_partition(self, **fields: Any) -> bool:

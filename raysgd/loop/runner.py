@@ -157,7 +157,7 @@ class OperatorRunner(Runner, ABC):
         )
 
     def request_stop(self, requested: bool) -> None:
-        self.signal.stop = requested
+        self.signal.must_stop = requested
 
     def pause_at(self, step: int | None) -> int:
         self.signal.driver_pause = step

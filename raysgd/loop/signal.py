@@ -17,7 +17,7 @@ class Signal:
     """Flags that the control thread sets, and the training thread reads before each batch."""
 
     def __init__(self) -> None:
-        self.stop = False  # the call must raise before its next batch
+        self.must_stop = False  # the call must raise before its next batch
         # Numbers of committed steps at which the driver or a callback wants a pause.
         self.driver_pause: int | None = None
         self.callback_pause: int | None = None
@@ -37,7 +37,7 @@ class Signal:
         """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""
         if self._interrupted:
             signal.raise_signal(signal.SIGINT)  # only the first Ctrl-C is deferred
-        if self.stop:
+        if self.must_stop:
             raise StepInterruptedError("The driver asked this worker to stop.")
 
     def read(self, batches: Iterator[Any], *default: Any) -> Any:

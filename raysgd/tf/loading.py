@@ -182,7 +182,7 @@ class DatasetSource(PartitionedSource):
         self._iteration: _Iteration | None = None
 
     @property
-    def keeps_step(self) -> bool:  # type: ignore[override]
+    def keeps_step_size(self) -> bool:  # type: ignore[override]
         return self._layout.num_parts is not None
 
     def __len__(self) -> int:
@@ -257,7 +257,7 @@ class DatasetSource(PartitionedSource):
         if self._splits:
             batch_size = -(-batch_size // self._layout.num_full_parts(partition.world_size))
         size, rank, shares = partition.world_size, partition.rank, partition.shares
-        may_split = partition.may_split and self.keeps_step
+        may_split = partition.may_split and self.keeps_step_size
         step = EpochPartition(0, batch_size, size, rank, shares=shares, may_split=may_split)
         self._plan = step.plan((sum(sizes),))
         own, number = self._own_batch(group), len(self._plan.batches)

@@ -68,7 +68,7 @@ class ReplicaGuard(StepFeature):
         self._is_active = self._in_call = False
         self._pending: Any = None
         self._steps = self._compared_at = self._complete_at = 0
-        self._next = 1
+        self._next_check = 1
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
         self._contents.note_buffers()
@@ -122,7 +122,7 @@ class ReplicaGuard(StepFeature):
         if self._is_active:
             self._contents.has_run = True
             self._contents.check_step()
-            if self._steps >= self._next:
+            if self._steps >= self._next_check:
                 self._compare_in_step()
 
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -157,7 +157,7 @@ class ReplicaGuard(StepFeature):
         self._pending = minima, event, (in_step, is_new), is_complete
         self._compared_at = self._steps
         self._complete_at = self._steps if is_complete else self._complete_at
-        self._next = self._steps + min(_LAG, self._every)
+        self._next_check = self._steps + min(_LAG, self._every)
 
     def _digests(self, in_step: bool, is_new: bool, one_in: int) -> tuple[torch.Tensor, bool]:
         """Return four digests: of options, of names of buffers that count, of tensors, of buffers.
@@ -194,14 +194,14 @@ class ReplicaGuard(StepFeature):
             options, counted, tensors, buffers = (lowest == ~of_inverse).tolist()
             # Forward passes may have changed other buffers on some workers.
             if not (options and tensors and (buffers or not counted)):
-                self._handle(flags)
+                self._report_difference(flags)
             elif is_complete:
                 self._equal_at = self._state.global_step
-        self._next = self._complete_at + (1 if self._is_new else self._every)
+        self._next_check = self._complete_at + (1 if self._is_new else self._every)
 
     # ---- a difference
 
-    def _handle(self, flags: tuple[bool, bool]) -> None:
+    def _report_difference(self, flags: tuple[bool, bool]) -> None:
         state = self._state
         self._equal_at = min(self._equal_at, state.global_step)  # a loaded state may be older
         own: dict[tuple[str, str], Any] = {}

@@ -29,7 +29,7 @@ class StepChecks(StepFeature):
 
     def __init__(self, state: RegisteredState, precision: Precision) -> None:
         self._state, self._precision, self._transaction = state, precision, state.transaction
-        self._seen: dict[int, Versions] = {}
+        self._watched: dict[int, Versions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
         self._collective = ""  # that train_batch calls
@@ -58,7 +58,7 @@ class StepChecks(StepFeature):
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, tx: UpdateTransaction) -> None:
-        self._seen.clear()
+        self._watched.clear()
         has_stepped = bool(tx.steps.done)
         self._keeps_gradients = not has_stepped and any(map(_has_gradients, tx.steps.optimizers))
         why, weights = "", tx.weights
@@ -87,7 +87,7 @@ class StepChecks(StepFeature):
             )
 
     def roll_back(self, tx: UpdateTransaction) -> None:
-        self._seen.clear()
+        self._watched.clear()
         if self._keeps_gradients:
             self._state.settings.warn_once(
                 "kept",
@@ -138,7 +138,7 @@ class StepChecks(StepFeature):
             self._reject(_NO_BACKWARD)
         if tx.steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
-        for optimizer in state.optimizers if self._seen else ():
+        for optimizer in state.optimizers if self._watched else ():
             changed = self._have_changed(optimizer) and self._precision.scales
             gradients = _gradients_of(optimizer)
             if changed and any(each is not None and each.any() for each in gradients):
@@ -163,7 +163,7 @@ class StepChecks(StepFeature):
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
                 "not have. Override train_batch, and call self.optimizer.step(closure) in it."
             )
-        if self._seen and self._have_changed(optimizer):
+        if self._watched and self._have_changed(optimizer):
             why = self.needs_helper or self._precision.name
             raise RuntimeError(
                 "train_batch changes gradients between self.backward(loss) and self.optimizer_step("
@@ -193,18 +193,18 @@ class StepChecks(StepFeature):
 
     def _note_gradients(self, is_watched: bool) -> None:
         watched = self._state.optimizers if is_watched else ()
-        self._seen = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
+        self._watched = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Allow user code to change the gradients of an optimizer."""
-        self._seen.pop(id(optimizer), None)
+        self._watched.pop(id(optimizer), None)
 
     def _have_changed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether user code has changed gradients since a loss, for example by clipping.
 
         Reject parts if it changes the gradients of a part.
         """
-        seen = self._seen.get(id(optimizer))
+        seen = self._watched.get(id(optimizer))
         changed = seen is not None and bool(seen.find_changed())
         if changed:
             self._refuse_split("train_batch changes gradients before it steps an optimizer")

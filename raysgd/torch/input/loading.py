@@ -159,23 +159,23 @@ class PartitionedLoader(PartitionedSource):
         order, partition = self._order_of(epoch, offset), self.partition
         if offset:
             self.epoch_order.check_saved(epoch)
-        first, again = itertools.tee(partition.batches(offset, num_steps))
+        spans, same_spans = itertools.tee(partition.batches(offset, num_steps))
         if self._tensors is not None:
-            rows = (self._rows(order, *span) for span in first)
-            return self._complete(rows, order, again, epoch)
+            rows = (self._rows(order, *span) for span in spans)
+            return self._complete(rows, order, same_spans, epoch)
         data: Any = self.loader.dataset
         if isinstance(data, NumberedSamples) and self._numbered is None:
             data.set_epoch(epoch)  # the keys of a sampler have no epoch
             self._kept_loader = None  # its processes have copies of the data set
         loader, seeds = self._reader(), (self._seed, epoch)
         loader._index_sampler.begin(
-            order, first, seeds if partition.layout.has_fixed_parts else None
+            order, spans, seeds if partition.layout.has_fixed_parts else None
         )
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
         loader.generator = torch.Generator().manual_seed(seed)
         self._iteration = iter(loader)
-        return self._complete(self._iteration, order, again, epoch)
+        return self._complete(self._iteration, order, same_spans, epoch)
 
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
@@ -215,14 +215,14 @@ class PartitionedLoader(PartitionedSource):
 
     def _reader(self) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of raysgd."""
-        if (made := self._kept_loader) is None:
+        if (reader := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-            made = clone(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
+            reader = clone(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
             if self._partition.layout.has_fixed_parts:
-                made = clone(made, dataset=SeededSamples(self.loader.dataset))
+                reader = clone(reader, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
-                self._kept_loader = made
-        return made
+                self._kept_loader = reader
+        return reader
 
     def close_workers(self) -> None:
         super().close_workers()

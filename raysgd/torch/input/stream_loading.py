@@ -214,7 +214,7 @@ class StreamSource(PartitionedSource):
             yield
         except BaseException:
             if self._reading is not None:
-                self._saved = self.position(self._reading[0], self._buffer.first)
+                self._saved = self.position(self._reading[0], self._buffer.start)
             self.close_workers()  # a generator that has raised looks like one that has ended
             raise
 

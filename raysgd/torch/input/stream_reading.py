@@ -112,20 +112,20 @@ class StreamBuffer:
     ) -> None:
         self._chunks, self._states = iter(chunks), list(starts)
         self.has_ended = False
-        self.first: int = 0 if mark is None else mark["offset"]
+        self.start: int = 0 if mark is None else mark["offset"]
         self._items: list[tuple[Any, int]] = []  # with the digest of the stream up to each
         self._digest: int = 0 if mark is None else mark["digest"]
         self._marks = [] if mark is None else [mark]  # where reading can begin again
 
     @property
     def end(self) -> int:
-        return self.first + len(self._items)
+        return self.start + len(self._items)
 
     def holds(self, offset: int) -> bool:
-        return self.first <= offset <= self.end
+        return self.start <= offset <= self.end
 
     def samples(self, start: int, stop: int) -> list[Any]:
-        items = self._items[start - self.first : stop - self.first]
+        items = self._items[start - self.start : stop - self.start]
         return [pickle.loads(each) if isinstance(each, _Packed) else each for each, _ in items]
 
     def ensure(self, start: int, size: int) -> int:
@@ -160,7 +160,7 @@ class StreamBuffer:
             )
 
     def digest_at(self, offset: int) -> int:
-        index = offset - self.first - 1
+        index = offset - self.start - 1
         return self._items[index][1] if index >= 0 else self._digest
 
     def mark_before(self, offset: int) -> Mapping[str, Any] | None:
@@ -169,8 +169,8 @@ class StreamBuffer:
     def trim(self, offset: int) -> None:
         """Release the samples before `offset`."""
         self._digest = self.digest_at(offset)
-        del self._items[: offset - self.first]
-        self.first = offset
+        del self._items[: offset - self.start]
+        self.start = offset
         passed = sum(mark["offset"] <= offset for mark in self._marks)
         del self._marks[: max(0, passed - 1)]
 
@@ -217,11 +217,11 @@ def _has_buffer(examples: Any) -> bool:
 
 def clone(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
     """Return a copy of a loader of the same type with other settings and no worker processes."""
-    made = copy.copy(loader)
+    cloned = copy.copy(loader)
     for name, value in settings.items():
-        object.__setattr__(made, name, value)  # bypass the guards of DataLoader
-    made._iterator = None
-    return made
+        object.__setattr__(cloned, name, value)  # bypass the guards of DataLoader
+    cloned._iterator = None
+    return cloned
 
 
 def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoader[Any]:

@@ -63,8 +63,7 @@ class _Passes:
         self._model = model
         self.reduced = [p for p in model._module_parameters if p.requires_grad]
         """The parameters whose gradients a backward pass averages."""
-        self.others = [p for p in model._module_parameters if not p.requires_grad]
-        """Parameters that were frozen at first."""
+        self.frozen_at_first = [p for p in model._module_parameters if not p.requires_grad]
         self.awaits_pass = False
         """Whether the next backward pass averages gradients, because a forward pass prepared it."""
         self.is_in_backward = False
@@ -125,7 +124,7 @@ class _Passes:
         if self.awaits_pass:
             pairs = zip(self.reduced, before, strict=True)
             self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
-            local = [p for p in self.others if p.requires_grad]
+            local = [p for p in self.frozen_at_first if p.requires_grad]
         else:
             local = self._model._module_parameters
         if local:

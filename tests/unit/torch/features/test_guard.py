@@ -324,7 +324,7 @@ def interrupted():
 def late_report(rank):
     """Let `ODD` get the last report when the others end theirs. It fails if they have raised."""
     store = dist.distributed_c10d._get_default_store()
-    broadcast, handle = collectives.broadcast_object, ReplicaGuard._handle
+    broadcast, handle = collectives.broadcast_object, ReplicaGuard._report_difference
 
     def late_broadcast(thing, source):
         result = broadcast(thing, source)
@@ -347,7 +347,7 @@ def late_report(rank):
         if rank == ODD:
             patch.setattr(collectives, "broadcast_object", late_broadcast)
         else:
-            patch.setattr(ReplicaGuard, "_handle", watched_handle)
+            patch.setattr(ReplicaGuard, "_report_difference", watched_handle)
         yield
 
 
