@@ -2,9 +2,9 @@
 
 A checkpoint is a zip archive, such as ``torch.save`` writes. `HashingFile.seal` adds the manifest
 as a record, ``raysgd-manifest.json``. The comment of the archive, at the end of the file, is its
-seal: ``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in parts of 64 MiB;
-the last part has the rest. The digits are the SHA-256 of the hashes of the parts (32 bytes each).
-The seal of an older file, ``sha256=…``, is the SHA-256 of all bytes before it.
+seal: ``raysgd-checkpoint hashes=…``. It covers all bytes before the comment, in chunks of 64
+MiB. The digits are the SHA-256 of the hashes of the chunks (32 bytes each). The seal of an older
+file, ``sha256=…``, is the SHA-256 of all bytes before it.
 
 After other content, such as a pickle, it appends an archive that holds only the manifest.
 """
@@ -38,8 +38,8 @@ _LIBRARIES = ("raysgd", "ray", "torch", "tensorflow", "keras")
 _RECORD = "raysgd-manifest.json"
 _SEAL = re.compile(rb"raysgd-checkpoint (hashes|sha256)=([0-9a-f]{64})\n")
 _SEAL_SIZE = len("raysgd-checkpoint hashes=\n") + 64
-_PART = 1 << 26
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 26
+_BUFFER_BYTES = 1 << 20
 _NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 
 
@@ -89,38 +89,39 @@ class Manifest:
 
 
 class HashingFile(io.RawIOBase):
-    """A new file that is written from start to end. Threads hash its parts meanwhile."""
+    """A new file that is written from start to end. Threads hash its chunks meanwhile."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._size = file, 0
-        self._parts: list[Future[bytes]] = []
+        self._chunk_hashes: list[Future[bytes]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS)
 
     def restart(self) -> Self:
         """Delete the content, and return this file."""
         self._file.seek(0)
         self._file.truncate()
-        self._size, self._parts = 0, []
+        self._size, self._chunk_hashes = 0, []
         return self
 
     def write(self, content: Any) -> int:
         self._file.write(content)
         self._size += (size := memoryview(content).nbytes)
-        if (end := self._size // _PART) > len(self._parts):
+        if (end := self._size // _CHUNK_BYTES) > len(self._chunk_hashes):
             self._file.flush()
             with contextlib.suppress(RuntimeError):  # no threads as Python ends: see `_digest`
-                for part in range(len(self._parts), end):
-                    self._parts.append(self._threads.submit(_hash_of_part, self._file, part))
+                for number in range(len(self._chunk_hashes), end):
+                    chunk_hash = self._threads.submit(_hash_of_chunk, self._file, number)
+                    self._chunk_hashes.append(chunk_hash)
         return size
 
     def seal(self, manifest: Manifest) -> None:
         """Append a manifest and a hash."""
         with self._threads:
-            hashes = [part.result() for part in self._parts]
+            hashes = [chunk_hash.result() for chunk_hash in self._chunk_hashes]
         is_zip, file = is_archive(self._file), self._file
         file.seek(0, 2)
         with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
-            num_kept = archive.start_dir // _PART  # the manifest replaces the rest
+            num_kept = archive.start_dir // _CHUNK_BYTES  # the manifest replaces the rest
             folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
             archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
             archive.comment = bytes(_SEAL_SIZE)
@@ -130,27 +131,27 @@ class HashingFile(io.RawIOBase):
 
 
 def _digest(file: IO[bytes], hashes: Sequence[bytes] = ()) -> str:
-    """Return the SHA-256 of the hashes of all parts before the seal."""
+    """Return the SHA-256 of the hashes of all chunks before the seal."""
     file.flush()
     size = file.seek(-_SEAL_SIZE, 2)
-    rest = range(len(hashes), -(-size // _PART))
+    rest = range(len(hashes), -(-size // _CHUNK_BYTES))
     try:
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            new_hashes = list(threads.map(lambda part: _hash_of_part(file, part, size), rest))
+            new_hashes = list(threads.map(lambda number: _hash_of_chunk(file, number, size), rest))
     except RuntimeError:  # a callback saves while Python ends
-        new_hashes = [_hash_of_part(file, part, size) for part in rest]
+        new_hashes = [_hash_of_chunk(file, number, size) for number in rest]
     return hashlib.sha256(b"".join([*hashes, *new_hashes])).hexdigest()
 
 
-def _hash_of_part(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
-    start = number * _PART
-    return _hash(file, start, min(start + _PART, size))
+def _hash_of_chunk(file: IO[bytes], number: int, size: int = sys.maxsize) -> bytes:
+    start = number * _CHUNK_BYTES
+    return _hash(file, start, min(start + _CHUNK_BYTES, size))
 
 
 def _hash(file: IO[bytes], start: int, end: int) -> bytes:
-    hasher, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    while read := os.preadv(file.fileno(), [chunk[: end - start]], start):
-        hasher.update(chunk[:read])
+    hasher, buffer = hashlib.sha256(), memoryview(bytearray(_BUFFER_BYTES))
+    while read := os.preadv(file.fileno(), [buffer[: end - start]], start):
+        hasher.update(buffer[:read])
         start += read
     return hasher.digest()
 
@@ -205,5 +206,5 @@ def _digest_in(file: IO[bytes]) -> tuple[Callable[[IO[bytes]], str], str | None]
     file.seek(size)
     if (match := _SEAL.fullmatch(file.read())) is None:
         return _digest, None
-    is_of_parts = match[1] == b"hashes"
-    return _digest if is_of_parts else lambda file: _hash(file, 0, size).hex(), match[2].decode()
+    by_chunk = match[1] == b"hashes"
+    return _digest if by_chunk else lambda file: _hash(file, 0, size).hex(), match[2].decode()

@@ -99,10 +99,10 @@ def connect(
         answer = b""
         while len(answer) < _RANDOM_BYTES + _PROOF_BYTES:
             connection.settimeout(max(ends - time.monotonic(), 1e-3))
-            part = connection.recv(_RANDOM_BYTES + _PROOF_BYTES - len(answer))
-            if not part:
+            chunk = connection.recv(_RANDOM_BYTES + _PROOF_BYTES - len(answer))
+            if not chunk:
                 raise ConnectionAbortedError("the listener has closed the connection")
-            answer += part
+            answer += chunk
         theirs, proof = answer[:_RANDOM_BYTES], answer[_RANDOM_BYTES:]
         if not hmac.compare_digest(proof, _proof(address.key, b"listening", theirs, mine)):
             raise ConnectionAbortedError("the listener does not know the key")
@@ -151,14 +151,14 @@ async def send(connection: socket.socket, content: bytes) -> None:
 
 
 async def exactly(connection: socket.socket, length: int) -> bytes:
-    loop, parts = asyncio.get_running_loop(), []
+    loop, chunks = asyncio.get_running_loop(), []
     while length:
-        part = await loop.sock_recv(connection, min(length, _READ_BYTES))
-        if not part:
+        chunk = await loop.sock_recv(connection, min(length, _READ_BYTES))
+        if not chunk:
             raise EOFError("the connection was closed")
-        parts.append(part)
-        length -= len(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+        length -= len(chunk)
+    return b"".join(chunks)
 
 
 # ---- listening

@@ -329,9 +329,9 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         taken = [0] * len(self._streams)
         left = [len(stream) for stream in self._streams]
         while any(left):
-            share = np.where(np.array(left) > 0, weights, 0.0)
-            ideal = share / share.sum() * _MIX_SIZE
-            counts = np.where(share > 0, np.maximum(1, np.floor(ideal)), 0).astype(int)
+            active = np.where(np.array(left) > 0, weights, 0.0)
+            ideal = active / active.sum() * _MIX_SIZE
+            counts = np.where(active > 0, np.maximum(1, np.floor(ideal)), 0).astype(int)
             pattern = np.repeat(np.arange(len(left)), counts)
             pattern = pattern[np.random.default_rng((self._seed, *taken)).permutation(len(pattern))]
             self._starts.append(sum(taken))
@@ -378,9 +378,9 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
 
     def place_of(self, number: int) -> tuple[int, int]:
         """Return which stream has a sample, and its number in that stream."""
-        part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        taken, pattern = self._parts[part]
-        within = number - self._starts[part]
+        index = int(np.searchsorted(self._starts, number, side="right")) - 1
+        taken, pattern = self._parts[index]
+        within = number - self._starts[index]
         stream = int(pattern[within % len(pattern)])
         return stream, taken[stream] + _count_before(pattern, stream, within)
 

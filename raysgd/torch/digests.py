@@ -38,11 +38,11 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:
-    """Yield the content of tensors as 64-bit words, in pieces of at most `size` bytes.
+    """Yield the content of tensors as 64-bit words, in chunks of at most `size` bytes.
 
     Combine small tensors, because each operation on a GPU takes microseconds.
     """
-    pieces: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     total = 0
     for tensor in filter(has_bits, tensors):
         content = as_bytes(tensor)
@@ -51,14 +51,14 @@ def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor
             whole, num_bytes = num_bytes // 8 * 8, num_bytes % 8
             yield from content[:whole].view(torch.int64).split(size // 8)
             content = content[whole:]
-        for piece in [content] if num_bytes <= size else content.split(size):
-            if total + piece.numel() > size:
-                yield _concatenate(pieces, total)
-                pieces, total = [], 0
-            pieces.append(piece)
-            total += piece.numel()
-    if pieces:
-        yield _concatenate(pieces, total)
+        for part in [content] if num_bytes <= size else content.split(size):
+            if total + part.numel() > size:
+                yield _concatenate(parts, total)
+                parts, total = [], 0
+            parts.append(part)
+            total += part.numel()
+    if parts:
+        yield _concatenate(parts, total)
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
@@ -69,6 +69,6 @@ def has_bits(tensor: torch.Tensor) -> bool:
     return is_plain and not (tensor.is_meta or tensor.is_quantized)
 
 
-def _concatenate(pieces: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
-    padding = pieces[0].new_zeros(-num_bytes % 8)
-    return torch.cat([*pieces, padding]).view(torch.int64)
+def _concatenate(parts: list[torch.Tensor], num_bytes: int) -> torch.Tensor:
+    padding = parts[0].new_zeros(-num_bytes % 8)
+    return torch.cat([*parts, padding]).view(torch.int64)

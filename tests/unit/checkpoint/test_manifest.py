@@ -128,7 +128,7 @@ def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
 
 
 def test_a_flipped_byte_is_found_in_each_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "_PART", 1 << 14)
+    monkeypatch.setattr(manifest, "_CHUNK_BYTES", 1 << 14)
     path = tmp_path / "state.pt"
     write_file({**STATE, "models": [{"w": torch.arange(50_000.0)}]}, path)
     assert manifest_of(path)
@@ -152,15 +152,15 @@ def test_a_file_with_a_single_hash_of_an_older_version_passes(path):
 
 def test_parts_are_hashed_while_they_are_written(tmp_path, monkeypatch):
     """The end of the archive spans several parts, and the manifest replaces it."""
-    monkeypatch.setattr(manifest, "_PART", 1 << 12)
+    monkeypatch.setattr(manifest, "_CHUNK_BYTES", 1 << 12)
     state, hashed = {str(i): torch.arange(1e4) for i in range(300)}, []
     with open(tmp_path / "state.pt", "xb+") as file:
         writing = HashingFile(file)
         torch.save(state, writing)
-        num_parts, hash_ = len([part.result() for part in writing._parts]), manifest._hash
+        num_chunks, hash_ = len([h.result() for h in writing._chunk_hashes]), manifest._hash
         monkeypatch.setattr(manifest, "_hash", lambda *at: hashed.append(at[1]) or hash_(*at))
         writing.seal(Manifest(operator="Digits"))
-        assert 2 < len(hashed) < num_parts / 20
+        assert 2 < len(hashed) < num_chunks / 20
         assert verify(file, "state.pt").operator == "Digits"
 
 
