@@ -128,7 +128,7 @@ class Options(ABC):
     def backends(self) -> tuple[str, ...]: ...
 
     @abstractmethod
-    def own_gpus(self) -> bool:
+    def has_gpus(self) -> bool:
         """Return whether this process has GPUs."""
 
     def transport(self) -> CollectiveBackend:
@@ -177,7 +177,7 @@ class Options(ABC):
             )
         use_gpu = self.use_gpu
         if use_gpu == "auto":
-            use_gpu = self.own_gpus() if self.inline else asks_for_gpus or _gpus_in_cluster() > 0
+            use_gpu = self.has_gpus() if self.inline else asks_for_gpus or _gpus_in_cluster() > 0
         if use_gpu and self.use_local and not self.inline:
             # Ray would assign the GPU that this process uses to another worker
             if self.use_gpu is True or asks_for_gpus:
@@ -193,7 +193,7 @@ class Options(ABC):
             use_gpu = False
         return dataclasses.replace(self, use_gpu=use_gpu)
 
-    def group(self, start_timeout_s: float) -> GroupOptions:
+    def group_options(self, start_timeout_s: float) -> GroupOptions:
         """Return the resources of the workers. Requires options from `resolve`."""
         resources = dict(self.resources_per_worker)
         return GroupOptions(

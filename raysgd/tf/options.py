@@ -36,7 +36,7 @@ class TFOptions(Options):
     def backends(self) -> tuple[str, ...]:
         return ("gloo", "horovod", "tensorflow")
 
-    def own_gpus(self) -> bool:
+    def has_gpus(self) -> bool:
         import tensorflow as tf
 
         return bool(tf.config.list_physical_devices("GPU"))

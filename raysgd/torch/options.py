@@ -159,7 +159,7 @@ class TorchOptions(Options):
     def backends(self) -> tuple[str, ...]:
         return ("auto", *(name for name in backend_names() if name != "tensorflow"))
 
-    def own_gpus(self) -> bool:
+    def has_gpus(self) -> bool:
         return torch.cuda.is_available()
 
     def resolve(self) -> Self:

@@ -73,7 +73,7 @@ class OperatorTrainer(TrainerInfo):
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         self._options = options = options.resolve()  # may start Ray
         self._controller = controller = Controller(
-            ActorGroup(options.group(start_timeout_s)),
+            ActorGroup(options.group_options(start_timeout_s)),
             runner_cls(options),
             options.transport() if options.num_workers > 1 else None,
             initialization_hook,

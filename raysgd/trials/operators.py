@@ -61,7 +61,7 @@ class BaseTrainable(Trainable):
         names = ("num_workers", "num_cpus_per_worker", "resources_per_worker", "use_gpu")
         given = {name: arguments[name] for name in names if name in arguments}
         options = cls.trainer_cls._options_cls(**given)
-        bundles = [options.resolve().group(0).bundle] * options.num_workers
+        bundles = [options.resolve().group_options(0).bundle] * options.num_workers
         if not arguments.get("use_local", False):
             bundles.insert(0, {})
         return PlacementGroupFactory(bundles, strategy="PACK")

@@ -90,7 +90,7 @@ def test_only_worker_in_this_process_uses_one_gpu():
 def test_group_reserves_the_resources_of_each_worker(given, bundle):
     taken = options(num_workers=4, min_workers=2, use_local=True, **given)
     for _ in range(2):  # the options stay as they are
-        group = taken.group(7.0)
+        group = taken.group_options(7.0)
         assert group.bundle == bundle
         assert (group.num_workers, group.min_workers, group.start_timeout_s) == (4, 2, 7.0)
         assert group.use_local
