@@ -30,16 +30,16 @@ def start(group: ActorGroup, num_workers: int) -> None:
 
 def _locate(members: Sequence[WorkerHandle], group: ActorGroup) -> None:
     timeout_s = max(group.options.start_timeout_s, COME_UP_S)
-    places = [member.control(Worker.info) for member in members]
-    if missing := group.clock.wait(places, timeout_s):
-        ranks = [rank for rank, place in enumerate(places) if place in missing]
+    infos = [member.control(Worker.info) for member in members]
+    if missing := group.clock.wait(infos, timeout_s):
+        ranks = [rank for rank, info in enumerate(infos) if info in missing]
         raise WorkerTimeoutError(
             f"Processes of workers {', '.join(map(str, ranks))} did not start within "
             f"{timeout_s:g} s. {WAIT_LONGER}"
         )
-    for member, place in zip(members, places, strict=True):
+    for member, info in zip(members, infos, strict=True):
         try:
-            member.locate(place.result())
+            member.locate(info.result())
         except Exception as error:
             if is_loss(error):
                 raise WorkerLostError(f"A worker died during its start: {error}") from error
@@ -70,8 +70,8 @@ def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[
     deadline = 0.0
     pending = list(references)
     while pending:
-        left = None if failure is None else max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(pending, timeout=left)
+        left_s = None if failure is None else max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, timeout=left_s)
         if not ready:
             break
         rank = ranks[ready[0]]

@@ -245,8 +245,8 @@ def _request_group(
             if now - mentioned >= (SETTLE_S if mentioned == started else _LOG_EVERY_S):
                 mentioned = now
                 what = demand(bundles[0], len(bundles))
-                left = timeout_s - (now - started)
-                logger.warning("Waiting up to %.0f s for %s %s", left, what, _ADVICE)
+                left_s = timeout_s - (now - started)
+                logger.warning("Waiting up to %.0f s for %s %s", left_s, what, _ADVICE)
             time.sleep(POLL_S)
         return group
     finally:

@@ -112,9 +112,9 @@ class Attempt:
         """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
         deadline = self._clock.monotonic() + timeout_s
         while (
-            self.pending and not is_reached() and (left := deadline - self._clock.monotonic()) > 0
+            self.pending and not is_reached() and (left_s := deadline - self._clock.monotonic()) > 0
         ):
-            self.collect(left)
+            self.collect(left_s)
 
     def declare_lost(self, member: WorkerHandle, error: BaseException) -> None:
         """Wait no longer for a worker, and count it as lost."""

@@ -39,15 +39,15 @@ class LogPoints:
 
     def add(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
         """Store the parts in the progress of workers. Show the points that all `members` have."""
-        for worker, each in progress.items():
-            for part in each.points:
+        for worker, of_worker in progress.items():
+            for part in of_worker.points:
                 if part.call_number == self.call_number:
                     self._reached[worker] = part.global_step
                     if part.global_step > self.acknowledged_step:
                         self._parts[part.global_step, worker] = part
         until = min((self._reached.get(member, 0) for member in members), default=-1)
-        whole = {part.global_step for part in self._parts.values() if part.reaches_log_step}
-        for step in sorted(each for each in whole if each <= until):
+        log_steps = {part.global_step for part in self._parts.values() if part.reaches_log_step}
+        for step in sorted(step for step in log_steps if step <= until):
             # Workers that have left have measured steps before this point.
             keys = sorted((key for key in self._parts if key[0] <= step), key=lambda key: key[0])
             if self.show is not None:
