@@ -79,7 +79,7 @@ class Faulty(TrainingOperator):
             with open(os.path.join(self.folder, "waiting"), "w"):
                 pass
             go = os.path.join(self.folder, "go")
-            while not (os.path.exists(go) if what == "wait" else self.signal.stop):
+            while not (os.path.exists(go) if what == "wait" else self.signal.must_stop):
                 time.sleep(0.01)
 
     def take(self, name):
