@@ -22,6 +22,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import psutil
 import pytest
 
+from tests.forked_worker import forked_workers
+
 with contextlib.suppress(ImportError):  # see `load_triton_first`
     import triton  # noqa: F401
 
@@ -221,15 +223,16 @@ def cluster():
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_DATA_PARQUET_FOOTER_NUM_ACTORS"] = "1"  # enough for small files; default 32
-    ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
-    node = ray._private.worker._global_node
-    processes = [info.process for infos in node.all_processes.values() for info in infos]
-    # the log monitor polls all the time for output of workers that no test reads
-    node.kill_log_monitor(check_alive=False)
-    yield ray
-    ray.shutdown()
-    for process in processes:  # Ray waits for a second only, and a busy machine needs more
-        process.wait(60)
+    with forked_workers():
+        ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
+        node = ray._private.worker._global_node
+        processes = [info.process for infos in node.all_processes.values() for info in infos]
+        # the log monitor polls all the time for output of workers that no test reads
+        node.kill_log_monitor(check_alive=False)
+        yield ray
+        ray.shutdown()
+        for process in processes:  # Ray waits for a second only, and a busy machine needs more
+            process.wait(60)
 
 
 def alive_actors():
