@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
+from raysgd._internal.collectives import Collectives
 from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLayout, UpdatePlan
 from raysgd.errors import CheckpointError
 
@@ -203,7 +204,7 @@ class BatchSource:
 
     # ---- agreement between the workers
 
-    def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
+    def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
 
     def repartition(self, world_size: int, rank: int, config_batch: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
@@ -52,7 +53,7 @@ class Evaluation:
     def _evaluate(self, source: BatchSource, offset: int, left: int | None, info: Any) -> int:
         """Evaluate up to `left` steps of a loader, or all if None. Return the next offset."""
         operator, train_state = self._operator, self._train_state
-        source.agree_on_order(0, offset, train_state)
+        source.agree_on_order(0, offset, train_state.collectives)
         while left is None or left > 0:
             num_left = source.steps_left(offset)
             limit = min((n for n in (left, num_left) if n is not None), default=None)
@@ -106,7 +107,7 @@ class Evaluation:
             )
         if source.steps_left(0) == 0:
             raise no_batch("given", source)
-        source.agree_on_order(0, 0, train_state)
+        source.agree_on_order(0, 0, train_state.collectives)
         positions, predictions = source.batch_positions(), []
         with train_state.evaluating():
             batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._signal)
@@ -126,8 +127,8 @@ class Evaluation:
         """Compare the samples of a stream, if every worker has read all of its batches."""
         train_state = self._train_state
         is_compared = source.step_digest() is not None and train_state.context.world_size > 1
-        if is_compared and train_state.minimum(int(batches.exhausted)):
-            check_samples(source, train_state)
+        if is_compared and train_state.collectives.minimum(int(batches.exhausted)):
+            check_samples(source, train_state.collectives)
 
     def rehearse(self, request: ValidateRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.
@@ -148,9 +149,9 @@ class Evaluation:
         return metrics
 
 
-def check_samples(source: BatchSource, train_state: TrainState, has_batch: int = 1) -> int:
+def check_samples(source: BatchSource, collectives: Collectives, has_batch: int = 1) -> int:
     """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
-    if not train_state.is_equal(source.step_digest() or 0):
+    if not collectives.is_equal(source.step_digest() or 0):
         raise RuntimeError(
             f"The workers read different samples from {source.describe()}. Every worker must "
             "read the same samples in one order, and raysgd selects its part. Seed shuffles "

@@ -60,7 +60,7 @@ def _load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
     """Load the state of the leader, and return it. Return None on the leader."""
     train_state = loop.train_state
     is_leader = train_state.context.world_rank == leader_rank
-    state: Mapping[str, Any] = train_state.broadcast(
+    state: Mapping[str, Any] = train_state.collectives.broadcast(
         lambda: state_for("replacement", loop), leader_rank
     )
     if not is_leader:

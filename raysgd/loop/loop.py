@@ -249,9 +249,9 @@ class Loop:
             else:
                 have_batches = self._least
         elif source.step_digest() is not None and train_state.context.world_size > 1:
-            have_batches = partial(check_samples, source, train_state)
+            have_batches = partial(check_samples, source, train_state.collectives)
         if self._batches is None:
-            source.agree_on_order(train_state.epoch, train_state.offset, train_state)
+            source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         after_commit: list[Callable[[], None]] = []
         if self.snapshots.takes_between_steps:
             after_commit.append(self.snapshots.maybe_take)
@@ -267,7 +267,7 @@ class Loop:
         meters = self.train_state.meters
         is_bad = meters is not None and meters.has_bad_loss()
         if self.train_state.context.world_size > 1:
-            is_bad = self.train_state.is_any(is_bad)
+            is_bad = self.train_state.collectives.is_any(is_bad)
         if is_bad:
             self.call_progress.state.ended, self.signal.callback_pause = True, 0
 
@@ -280,9 +280,9 @@ class Loop:
 
     def _least(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""
-        context = self.train_state.context
-        smallest = self.train_state.minimum(number * context.world_size + context.world_rank)
-        least, self._shortest = divmod(int(smallest), context.world_size)
+        context, minimum = self.train_state.context, self.train_state.collectives.minimum
+        smallest = minimum(number * context.world_size + context.world_rank)
+        least, self._shortest = divmod(smallest, context.world_size)
         return least
 
     def _end_failed_segment(self, segment: StepIterator, source: BatchSource) -> None:

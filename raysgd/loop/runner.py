@@ -79,7 +79,7 @@ class OperatorRunner(Runner, ABC):
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
             sources = train_state.data
-            seed, data = train_state.broadcast(
+            seed, data = train_state.collectives.broadcast(
                 lambda: (train_state.seed, sources.fingerprint(with_batches=True)), 0
             )
             train_state.reseed(seed)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raysgd._internal.collectives import Collectives
 from raysgd._internal.context import Holdings, WorkerContext
 from raysgd._internal.nested import map_leaves, preserving
 from raysgd._internal.step_timing import StepTiming
@@ -79,6 +80,7 @@ class TrainState(SavedState):
     """Models, optimizers, and the position in the data. Features add the rest of an update."""
 
     data: DataSources
+    collectives: Collectives
     accumulation_steps = 1
 
     def __init__(self, settings: Settings, seed: int) -> None:
@@ -253,26 +255,6 @@ class TrainState(SavedState):
     def num_rows(self, batch: Any) -> int:
         """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
         return 0
-
-    @abstractmethod
-    def minima(self, *values: int) -> list[int]:
-        """Return the smallest number of all ranks for each value. Every rank must call it."""
-
-    def minimum(self, value: int) -> int:
-        return self.minima(value)[0]
-
-    def is_any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank. Every rank must call this."""
-        return self.minimum(-int(flag)) < 0
-
-    def is_equal(self, number: int) -> bool:
-        """Return whether all ranks pass the same number. Every rank must call this."""
-        low, of_negative = self.minima(number, -number)
-        return low == -of_negative
-
-    @abstractmethod
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""
 
     def begin_generation(self, context: WorkerContext) -> None:
         self.is_new = self.is_new or self.context.alone

@@ -9,12 +9,13 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal import step_timing
+from raysgd._internal.collectives import Collectives
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.horovod import check_dtypes
 from raysgd.tf.options import TFOptions
 
 
-class Communication:
+class Communication(Collectives):
     """The collectives of a training step. This class implements them for a single worker."""
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
@@ -29,18 +30,16 @@ class Communication:
 
         Batches of one step may take different branches. Every worker must call this.
         """
-        missing = self.minima([int(gradient is None) for gradient in gradients])
+        missing = self.minima(*(int(gradient is None) for gradient in gradients))
         return [
             tf.zeros_like(variable.value) if gradient is None and not is_missing else gradient
             for is_missing, gradient, variable in zip(missing, gradients, variables, strict=True)
         ]
 
-    def minima(self, values: Sequence[int]) -> list[int]:
-        """Return the minimum of each element over the workers. Every worker must call this."""
+    def minima(self, *values: int) -> list[int]:
         return list(values)
 
-    def broadcast(self, make: Callable[[], Any], source: int) -> Any:
-        """Call `make` on rank `source`, and return its result on every worker."""
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         return make()
 
 
@@ -67,7 +66,7 @@ class GlooWorkers(Communication):
             for part, array in zip(parts, arrays, strict=True)
         ]
 
-    def minima(self, values: Sequence[int]) -> list[int]:
+    def minima(self, *values: int) -> list[int]:
         import torch
         import torch.distributed as dist
 
@@ -75,11 +74,11 @@ class GlooWorkers(Communication):
         dist.all_reduce(minima, op=dist.ReduceOp.MIN)
         return [int(number) for number in minima]
 
-    def broadcast(self, make: Callable[[], Any], source: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         import torch.distributed as dist
 
-        box = [make() if self.rank == source else None]
-        dist.broadcast_object_list(box, src=source)
+        box = [make() if self.rank == rank else None]
+        dist.broadcast_object_list(box, src=rank)
         return box[0]
 
 
@@ -99,16 +98,16 @@ class HorovodGroup(Communication):
         step_timing.resume(phase)
         return means
 
-    def minima(self, values: Sequence[int]) -> list[int]:
+    def minima(self, *values: int) -> list[int]:
         import horovod.tensorflow as hvd
 
         of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()
         return [int(number) for number in of_all.min(axis=0)]
 
-    def broadcast(self, make: Callable[[], Any], source: int) -> Any:
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         from horovod.tensorflow.functions import broadcast_object
 
-        return broadcast_object(make() if self.rank == source else None, root_rank=source)
+        return broadcast_object(make() if self.rank == rank else None, root_rank=rank)
 
 
 def communication_of(context: WorkerContext, options: TFOptions) -> Communication:

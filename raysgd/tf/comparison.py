@@ -16,7 +16,7 @@ def compare_update(state: Any, variables: Sequence[Any] = (), lacks_gradient: bo
     Raise an error if others train other variables, have read other samples, or are at the end of an
     epoch, without variables. `state` is a KerasTrainState.
     """
-    if state.communication.size == 1:
+    if state.collectives.size == 1:
         return False
     trained = state.engine.cache(lambda: _describe_variables(state.models, variables), *variables)
     contents = {
@@ -34,7 +34,7 @@ def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
 
 def check_values(state: Any) -> None:
     """Raise an error if weights or optimizers differ between workers with equal CPUs."""
-    if state.communication.size == 1:
+    if state.collectives.size == 1:
         return
     weights = [(v, v.trainable) for model in state.models for v in model.weights]
     states = [(v, True) for optimizer in state.optimizers for v in optimizer.variables]
@@ -49,11 +49,11 @@ def _check_equal(state: Any, contents: dict[str, Any], flag: bool = False) -> bo
     """Raise an error if contents differ between workers. Return whether any has the flag."""
     values = [*contents.values()]  # names may differ between processes
     digest = hash_of(values)
-    smallest, of_inverse, found = state.minima(digest, ~digest, -flag)
+    smallest, of_inverse, found = state.collectives.minima(digest, ~digest, -flag)
     if smallest == ~of_inverse:
         return bool(found)
-    size = state.communication.size
-    reports = [state.broadcast(lambda: values, rank) for rank in range(size)]
+    size = state.collectives.size
+    reports = [state.collectives.broadcast(lambda: values, rank) for rank in range(size)]
     differences = compare([dict(zip(contents, each, strict=False)) for each in reports])
     if differences.keys() == {"CPU"}:
         return False

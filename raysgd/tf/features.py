@@ -36,7 +36,7 @@ class ReplicaSync(StepFeature):
 
     def begin_generation(self) -> None:
         context, options = self._state.context, self._state.settings.options
-        self._state.communication = communication_of(context, options)
+        self._state.collectives = communication_of(context, options)
         self.after_apply()
 
     def after_apply(self) -> None:
@@ -65,13 +65,13 @@ class ReplicaSync(StepFeature):
     def sync_buffers(self) -> None:
         """Average non-trainable variables, such as batch statistics, over the ranks."""
         self._compare()
-        communication = self._state.communication
-        if communication.size == 1:
+        collectives = self._state.collectives
+        if collectives.size == 1:
             return
         kept = [v.value for model in self._state.models for v in model.non_trainable_variables]
         floats = [variable for variable in kept if variable.dtype.is_floating]
         if floats:
-            means = communication.mean([tf.identity(variable) for variable in floats])
+            means = collectives.mean([tf.identity(variable) for variable in floats])
             for variable, mean in zip(floats, means, strict=True):
                 variable.assign(mean)
 
@@ -94,11 +94,11 @@ class KerasOptimization(StepFeature):
 
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over the workers and update, or accumulate them until the last part."""
-        communication, tx = self._state.communication, self._state.transaction
+        collectives, tx = self._state.collectives, self._state.transaction
         if tx.steps.requested:
             self._state.micro_batching.refuse("train_batch calls self.minimize() several times")
         tx.steps.requested.add(id(optimizer))
-        weight = tx.weights.add(LossCount(), communication.size).loss
+        weight = tx.weights.add(LossCount(), collectives.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
         if not tx.is_only:
@@ -108,9 +108,9 @@ class KerasOptimization(StepFeature):
         if not tx.is_last:
             return
         if compare_update(self._state, variables, lacks_gradient=any(g is None for g in gradients)):
-            gradients = communication.fill_missing(gradients, variables)
+            gradients = collectives.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
-        means = communication.mean([gradient for gradient, _ in pairs])
+        means = collectives.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
         if len(self._state.optimizers) > 1:
             for variable in [*changed, *optimizer.variables]:

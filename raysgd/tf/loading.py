@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from raysgd._internal.collectives import Collectives
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
@@ -197,9 +198,9 @@ class DatasetSource(PartitionedSource):
     def batching(self) -> None:  # type: ignore[override]
         return None
 
-    def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
+    def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order, because some may have started more iterations."""
-        order = -train_state.minimum(-self._next_order(epoch, offset))
+        order = -collectives.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,14 @@ class KerasTrainState(TrainState):
 
     settings: TFSettings
     data: KerasSources
+    collectives: Communication
     losses: BatchLosses
     """Set by ``register``."""
 
-    def __init__(self, settings: TFSettings, communication: Communication) -> None:
+    def __init__(self, settings: TFSettings, collectives: Communication) -> None:
         super().__init__(settings, settings.options.seed)
         self.data = KerasSources(settings, self.seed)
-        self.communication = communication
+        self.collectives = collectives
         self.engine = Engine()
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
@@ -89,7 +90,7 @@ class KerasTrainState(TrainState):
 
     def warn_of_loss(self, what: str) -> None:
         """Warn once if training on several workers differs from training on one."""
-        size = self.communication.size
+        size = self.collectives.size
         if size > 1:
             self.settings.warn_once(
                 "loss",
@@ -101,14 +102,8 @@ class KerasTrainState(TrainState):
 
     # ---- the other workers
 
-    def minima(self, *values: int) -> list[int]:
-        return self.communication.minima(values)
-
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        return self.communication.broadcast(make, rank)
-
     def copy_training_state(self, leader_rank: int, follows: bool) -> None:
-        state = self.broadcast(self.training_state, leader_rank)
+        state = self.collectives.broadcast(self.training_state, leader_rank)
         if follows:
             self.load_training_state(state)
 

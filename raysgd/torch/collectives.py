@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
 
+from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.digests import digest_of, has_bits
 
@@ -240,6 +241,20 @@ def broadcast_state(
         state = map_leaves(broadcast_object(None, source), make)
     _broadcast_all(tensors, source)
     return state
+
+
+class TorchCollectives(Collectives):
+    """Collectives with torch.distributed or Horovod, for the group of the current generation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def minima(self, *values: int) -> list[int]:
+        own = torch.tensor(values, dtype=torch.int64, device=self._device)
+        return [int(number) for number in minima(own).tolist()]
+
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
+        return broadcast_state(make, rank, self._device)
 
 
 def fingerprint(state: Any) -> bytes:

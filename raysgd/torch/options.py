@@ -15,7 +15,7 @@ from raysgd._internal.arguments import check_choice, check_int, check_number, se
 from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
 from raysgd.data.partition import StepLayout
-from raysgd.loop.options import Options
+from raysgd.loop.options import Options, Settings
 from raysgd.torch import conflicts
 from raysgd.torch.precision import PRECISIONS
 
@@ -191,3 +191,9 @@ def without_old_arguments(
             "TrainingOperator.from_creators(...)."
         )
     return left
+
+
+@dataclass
+class OperatorSettings(Settings):
+    options: TorchOptions = field(default_factory=TorchOptions)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,20 +13,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
-from raysgd.loop.options import Settings
 from raysgd.loop.train_state import TrainState
 from raysgd.torch import collectives
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.input.loading import TorchSources
-from raysgd.torch.options import TorchOptions
+from raysgd.torch.options import OperatorSettings
 from raysgd.torch.strategies.exchange import GradientExchange
-
-
-@dataclass
-class OperatorSettings(Settings):
-    options: TorchOptions = field(default_factory=TorchOptions)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 class RegisteredState(TrainState):
@@ -40,12 +32,13 @@ class RegisteredState(TrainState):
 
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
+        self.collectives = collectives.TorchCollectives(settings.device)
         self.data = TorchSources(settings, self.seed)
         if settings.device.type == "cuda":
             self.timing = StepTiming(partial(torch.cuda.Event, enable_timing=True))
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
-        self.buffers = BufferCopies([], self)
+        self.buffers = BufferCopies([], self.collectives)
         self.exchange = GradientExchange(self)
         self.frozen = FrozenParameters()
         self.not_finite: list[str] = []
@@ -98,16 +91,9 @@ class RegisteredState(TrainState):
 
     # ---- the other workers
 
-    def minima(self, *values: int) -> list[int]:
-        own = torch.tensor(values, dtype=torch.int64, device=self.settings.device)
-        return [int(number) for number in collectives.minima(own).tolist()]
-
-    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
-        return collectives.broadcast_state(make, rank, self.settings.device)
-
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
         buffers = [buffer for buffer in buffers if buffer.layout is torch.strided]
         if buffers:
-            self.minimum(0)  # an error if another worker still averages gradients
+            self.collectives.minimum(0)  # an error if another worker still averages gradients
             collectives.broadcast_tensors(buffers, source=0)
             self.buffers.update()

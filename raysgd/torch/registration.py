@@ -79,7 +79,7 @@ def register(
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     state.frozen = FrozenParameters(state.models)
     state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
-    state.buffers = BufferCopies(state.models, state)
+    state.buffers = BufferCopies(state.models, state.collectives)
     state.set_features(list(features_of(state, max_grad_norm)))
     state.optimization.register_hooks()
     state.averaging.use_training_weights()  # as a loaded state

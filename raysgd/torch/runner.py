@@ -19,9 +19,8 @@ from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.generators import TorchGenerators
 from raysgd.torch.operator import TrainingOperator
-from raysgd.torch.options import TorchOptions
+from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
-from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.registration import use_wrappers
 from raysgd.torch.strategies.ddp import plain, required_gradients
 from raysgd.torch.strategies.shards import gather_state

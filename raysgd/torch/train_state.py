@@ -22,8 +22,9 @@ from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.frozen import KEY, complete, without
 from raysgd.torch.optimization import Optimization
+from raysgd.torch.options import OperatorSettings
 from raysgd.torch.precision import PRECISIONS
-from raysgd.torch.registered_state import OperatorSettings, RegisteredState
+from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import (
     copy_leaf,
@@ -62,7 +63,7 @@ class TorchTrainState(RegisteredState):
         """
         device, lacks = self.settings.device, follows
         # Do not read a large state if no other worker can have it.
-        if self.is_any(follows and not self.is_new):
+        if self.collectives.is_any(follows and not self.is_new):
             state = without(self.training_state(), self._unchanged_digests())
             for index, model in enumerate(map(ddp.plain, self.models)):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
@@ -70,7 +71,7 @@ class TorchTrainState(RegisteredState):
             own = collectives.fingerprint((self.global_step, state))
             expected = collectives.broadcast_object(own, leader_rank)
             lacks = follows and own != expected
-        if self.is_any(lacks):
+        if self.collectives.is_any(lacks):
             self.compare_setup(leader_rank)
             state = collectives.broadcast_state(
                 lambda: self.without_frozen(self.training_state(), True), leader_rank, device, lacks
@@ -85,9 +86,9 @@ class TorchTrainState(RegisteredState):
 
     def compare_setup(self, leader_rank: int) -> None:
         own = self._unchanged_digests()
-        pairs = zip(self.broadcast(lambda: own, leader_rank), own, strict=True)
+        pairs = zip(self.collectives.broadcast(lambda: own, leader_rank), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
-        self.frozen.are_reproducible = self.minimum(has_all) > 0
+        self.frozen.are_reproducible = self.collectives.minimum(has_all) > 0
 
     def _unchanged_digests(self) -> list[dict[str, int]]:
         self.frozen.forget()

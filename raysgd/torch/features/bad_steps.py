@@ -76,7 +76,7 @@ class BadStepFilter(StepFeature):
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
         if not state.replication.replicates and state.context.distributed:
             # Each worker has a loss and gradients of its own.
-            signs = [low < 0 for low in state.minima(*(-sign for sign in signs))]
+            signs = [low < 0 for low in state.collectives.minima(*(-sign for sign in signs))]
         is_of_loss, is_of_gradient, is_spike = signs
         if is_of_loss:
             self._note(tx, "the loss is not finite", str(norm))

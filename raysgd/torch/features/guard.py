@@ -110,7 +110,8 @@ class ReplicaGuard(StepFeature):
         self._set_active()  # a new group may not have trained yet
         has_changed = self._is_due or self._steps > self._complete_at
         # A worker that got the state of another since the difference has no problem.
-        if self._is_active and has_changed and self._state.minimum(int(not self._problem)):
+        minimum = self._state.collectives.minimum
+        if self._is_active and has_changed and minimum(int(not self._problem)):
             self._compare()
             self._settle()
 
@@ -238,7 +239,8 @@ class ReplicaGuard(StepFeature):
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
                 state.transaction.is_damaged = True
-            state.minimum(0)  # until all know it: the driver interrupts others if one raises
+            # Wait until all know it, because the driver interrupts the others if one raises.
+            state.collectives.minimum(0)
             raise ReplicasDifferError(message, ranks=minority)
 
     def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:

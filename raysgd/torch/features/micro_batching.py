@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from raysgd.data.partition import MicroBatch, part_of
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.torch.input.batches import map_batch
-from raysgd.torch.registered_state import OperatorSettings, RegisteredState
+from raysgd.torch.options import OperatorSettings
+from raysgd.torch.registered_state import RegisteredState
 
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Messages that identify errors without their own class."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.train_state import TrainState
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.tensors import (
     Versions,
@@ -146,8 +146,8 @@ class BufferCopies(StepFeature):
     A copy belongs to a module and a name, because a forward pass may assign another tensor.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module], state: TrainState) -> None:
-        self._state = state
+    def __init__(self, models: Iterable[torch.nn.Module], collectives: Collectives) -> None:
+        self._collectives = collectives
         self._slots = [
             (module, name)
             for model in models
@@ -183,7 +183,7 @@ class BufferCopies(StepFeature):
                 _set_buffer(module, name, value)
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
-        values = self._state.broadcast(self.tensors, leader_rank)
+        values = self._collectives.broadcast(self.tensors, leader_rank)
 
         def load() -> None:
             self.write(values)

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from raysgd._internal.collectives import Collectives
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
@@ -246,8 +247,9 @@ class PartitionedLoader(PartitionedSource):
             return self._numbered.keys(epoch, offset, step)
         return self.epoch_order.of(epoch)
 
-    def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
-        self.epoch_order.agree(epoch, train_state)
+    def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
+        rank, size = self._partition.rank, self._partition.world_size
+        self.epoch_order.agree(epoch, rank, size, collectives)
 
     # ---- for messages and comparisons
 

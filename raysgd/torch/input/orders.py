@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from raysgd._internal.collectives import Collectives
 from raysgd.data.stream import Keys
 from raysgd.loop.generators import Generators
 
@@ -242,13 +243,12 @@ class EpochOrder:
                 "raysgd calls. Or continue from a checkpoint of the end of an epoch."
             )
 
-    def agree(self, epoch: int, train_state: Any) -> None:
+    def agree(self, epoch: int, rank: int, size: int, collectives: Collectives) -> None:
         """Make all workers use one order, because a user's sampler or generator may differ.
 
         Raises:
             RuntimeError: If the orders have differed from the beginning.
         """
-        rank, size = train_state.context.world_rank, train_state.context.world_size
         if size == 1:
             self._have_agreed = True  # also for workers that join later with new samplers
             return
@@ -256,8 +256,8 @@ class EpochOrder:
         digest = self.digest(epoch)
         if digest is None:
             return
-        if not train_state.is_equal(digest):
-            if not train_state.is_any(self._have_agreed):
+        if not collectives.is_equal(digest):
+            if not collectives.is_any(self._have_agreed):
                 raise RuntimeError(
                     f"{type(self.sampler).__name__} gives the workers different orders of "
                     f"epoch {epoch}. Give its generator the same seed on all workers, or draw "
@@ -266,8 +266,8 @@ class EpochOrder:
                     "give it an attribute num_replicas."
                 )
             # A worker has joined since, and its sampler has drawn less often.
-            source = train_state.minimum(rank if was_drawn else size) % size
-            self._set(epoch, train_state.broadcast(lambda: self.of(epoch), source))
+            source = collectives.minimum(rank if was_drawn else size) % size
+            self._set(epoch, collectives.broadcast(lambda: self.of(epoch), source))
         self._have_agreed = True
 
 

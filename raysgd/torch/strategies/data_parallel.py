@@ -183,8 +183,8 @@ def copy_first(state: RegisteredState) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
     tensors = [t.detach() for m in state.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    if not state.is_equal(int.from_bytes(collectives.fingerprint(tensors)[:7])):
-        received = state.broadcast(lambda: tensors, 0)
+    if not state.collectives.is_equal(int.from_bytes(collectives.fingerprint(tensors)[:7])):
+        received = state.collectives.broadcast(lambda: tensors, 0)
         for own, value in zip(tensors, received, strict=False):
             if own.shape == value.shape:  # a buffer of another shape is a cache
                 own.copy_(value)

@@ -105,8 +105,8 @@ class EqualBitsGradients(GradientExchange):
         if not self._state.context.distributed:
             return
         own = kind_of(self._state.settings.device)
-        first = self._state.broadcast(lambda: own, 0)
-        if self._state.is_any(own != first):
+        first = self._state.collectives.broadcast(lambda: own, 0)
+        if self._state.collectives.is_any(own != first):
             raise RuntimeError(
                 f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {own}). Choose equal hosts with "

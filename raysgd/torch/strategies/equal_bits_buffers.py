@@ -81,7 +81,7 @@ class EqualBitsBuffers:
         if objects:
             contents = [first[i] for i in objects]
             if is_distributed:
-                contents = self._state.broadcast(lambda: contents, 0)
+                contents = self._state.collectives.broadcast(lambda: contents, 0)
             for i, value in zip(objects, contents, strict=True):
                 merged[i] = value
         self.clear()

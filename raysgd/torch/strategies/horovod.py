@@ -40,7 +40,7 @@ class HorovodGradients(GradientExchange):
 
     def start_together(self) -> None:
         state = self._state
-        state.load_training_state(state.broadcast(state.training_state, 0))
+        state.load_training_state(state.collectives.broadcast(state.training_state, 0))
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""

@@ -93,7 +93,7 @@ class Worker:
         )
         self.runner.setup(WorkerContext(in_driver=True))
         self.registration = train_state = self.operator._train_state
-        train_state.broadcast = lambda make, rank: copy.deepcopy(
+        train_state.collectives.broadcast = lambda make, rank: copy.deepcopy(
             self.gather(make() if rank == self.rank else None)[rank]
         )
         train_state.copy_training_state = self.copy_training_state
@@ -112,7 +112,8 @@ class Worker:
         return sum(self.gather(value))
 
     def copy_training_state(self, leader_rank, follows):
-        state = self.registration.broadcast(self.registration.training_state, leader_rank)
+        make = self.registration.training_state
+        state = self.registration.collectives.broadcast(make, leader_rank)
         if follows:
             self.registration.load_training_state(state)
 

@@ -218,7 +218,7 @@ def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
     train_state.settings.context = dataclasses.replace(
         train_state.context, world_rank=1, world_size=2
     )
-    train_state.minimum = lambda value: value
+    train_state.collectives.minimum = lambda value: value
     with pytest.raises(RuntimeError, match=f"{name} loader of worker 1 has no batches"):
         getattr(trainer, method)()
 
@@ -227,7 +227,7 @@ def test_other_workers_name_the_worker_with_an_empty_loader(start):
     trainer, operator = start(Streaming, {"wrap": list}, add_dist_sampler=False)
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
-    train_state.minimum = lambda value: min(value, 1)  # worker 1 of 2 has no batch
+    train_state.collectives.minimum = lambda value: min(value, 1)  # worker 1 of 2 has no batch
     with pytest.raises(RuntimeError, match="train loader of worker 1 has no batches"):
         trainer.train()
 
@@ -828,27 +828,29 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     _, operator = loop_of(OwnGenerator, {"generator_seed": seed})
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
+    train_state.data.repartition()
     # values of the other rank: its seed, its negated seed, and 0 for no earlier agreement
     others = iter([3, -3, 0])
-    train_state.minima = lambda *values: [min(value, next(others)) for value in values]
+    train_state.collectives.minima = lambda *values: [min(value, next(others)) for value in values]
     if seed == 3:
-        train_state.data.source("train").agree_on_order(0, 0, train_state)
+        train_state.data.source("train").agree_on_order(0, 0, train_state.collectives)
     else:
         with pytest.raises(
             RuntimeError,
             match=r"RandomSampler gives the workers different orders .*same seed on all workers",
         ):
-            train_state.data.source("train").agree_on_order(0, 0, train_state)
+            train_state.data.source("train").agree_on_order(0, 0, train_state.collectives)
 
 
 def test_workers_that_join_a_worker_alone_take_its_order(loop_of):
     _, operator = loop_of(OwnGenerator, {"generator_seed": 4})
     train_state, given = operator._train_state, []
     source = train_state.data.source("train")
-    source.agree_on_order(0, 0, train_state)
+    source.agree_on_order(0, 0, train_state.collectives)
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
+    train_state.data.repartition()
     others = iter([3, -3, 0, 2])  # the new worker has another seed, and has drawn no order
-    train_state.minima = lambda *values: [min(value, next(others)) for value in values]
-    train_state.broadcast = lambda make, rank: given.append(rank) or make()
-    source.agree_on_order(0, 0, train_state)
+    train_state.collectives.minima = lambda *values: [min(value, next(others)) for value in values]
+    train_state.collectives.broadcast = lambda make, rank: given.append(rank) or make()
+    source.agree_on_order(0, 0, train_state.collectives)
     assert given == [0]

@@ -11,7 +11,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
-from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
 

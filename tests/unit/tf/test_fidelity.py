@@ -27,7 +27,7 @@ class Averages(Communication):
         told = self.meeting.gather(self.rank, tensors)
         return [sum(each) / self.size for each in zip(*told, strict=True)]
 
-    def minima(self, values):
+    def minima(self, *values):
         told = self.meeting.gather(self.rank, values)
         return [min(each) for each in zip(*told, strict=True)]
 
@@ -64,7 +64,7 @@ def trained(num_workers, size, batch_size, **config):
         train_state.begin_generation(
             WorkerContext(world_rank=rank, world_size=size, in_driver=True)
         )
-        train_state.communication = Averages(size, rank, meeting)
+        train_state.collectives = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:
         results = list(
             pool.map(lambda runner: runner.handle(TrainRequest(number=0, until_epoch=2)), runners)

@@ -226,8 +226,7 @@ def test_integers_of_a_model_are_not_averaged():
     layers = [keras.Input((2,)), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
     model = keras.Sequential(layers)
     seeds = model.layers[1].seed_generator.state.numpy()
-    state = SimpleNamespace(models=[model], optimizers=[], communication=Zeros(2, 0))
-    state.minima = lambda *values: values
+    state = SimpleNamespace(models=[model], optimizers=[], collectives=Zeros(2, 0))
     feature = ReplicaSync(state)
     feature.sync_buffers()
     assert model.layers[0].moving_variance.numpy().tolist() == [0.0, 0.0]

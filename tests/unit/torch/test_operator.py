@@ -14,8 +14,7 @@ from raysgd import TrainingOperator
 from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.options import OperatorSettings, TorchOptions
 from tests.operators import Classifier, local, make_model, register_all
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))

@@ -15,9 +15,8 @@ from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
-from raysgd.torch.options import TorchOptions
+from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import check_step_freq
-from raysgd.torch.registered_state import OperatorSettings
 from raysgd.torch.runner import build_operator
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import assert_names
@@ -191,7 +190,7 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
         teachers = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         held = [*student.parameters(), *teachers]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
-        patch.setattr(train_state, "is_equal", lambda digest: False)
+        patch.setattr(train_state.collectives, "is_equal", lambda digest: False)
         for feature in train_state.features:
             feature.start_together()
     # the student too, because setup may have changed it after DistributedDataParallel sent it

@@ -27,7 +27,6 @@ from raysgd.metrics import AverageMeterCollection
 from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
-from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import run_ranks, wait_until
 from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of, failure, make_runner
 
@@ -117,7 +116,7 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
             raise ConnectionError
         return leader._train_state.buffers.tensors()
 
-    train_state.broadcast = broadcast
+    train_state.collectives.broadcast = broadcast
     with pytest.raises(ConnectionError) if is_lost else contextlib.nullcontext():
         train_state.copy_training_state(0, follows=True)
     expected = before if is_lost else leader.operator.model.state_dict()
@@ -129,13 +128,13 @@ def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypat
     runner.handle(TrainRequest(number=0, until_step=1))
     monkeypatch.setattr(collectives, "minima", lambda values: values)
     monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
-    runner._train_state.broadcast = lambda make, rank: make()
+    runner._train_state.collectives.broadcast = lambda make, rank: make()
     runner._train_state.copy_training_state(0, follows=False)
 
 
 def test_copy_of_a_damaged_state_is_damaged():
     runner = make_runner(context=WorkerContext(alone=True, in_driver=True))
-    runner._train_state.broadcast = lambda make, rank: {**make(), "is_damaged": True}
+    runner._train_state.collectives.broadcast = lambda make, rank: {**make(), "is_damaged": True}
     runner._train_state.copy_training_state = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
     assert runner._train_state.transaction.is_damaged
@@ -440,8 +439,8 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
         sent.append(create())
         return sent[-1]
 
-    monkeypatch.setattr(TorchTrainState, "broadcast", broadcast)
-    monkeypatch.setattr(TorchTrainState, "minima", lambda self, *values: values)
+    monkeypatch.setattr(collectives.TorchCollectives, "broadcast", broadcast)
+    monkeypatch.setattr(collectives.TorchCollectives, "minima", lambda self, *values: values)
     make_runner(context=WorkerContext(world_size=2, in_driver=True))
     assert "batch size 8" in str(sent)
 
@@ -611,7 +610,7 @@ def test_only_a_new_worker_takes_the_models_of_another_one_without_replication()
     for alone in (False, True):
         context = WorkerContext(alone=alone, in_driver=True)
         runner = make_runner(context=context, wrap_ddp=False)
-        runner._train_state.broadcast = lambda make, rank: make()
+        runner._train_state.collectives.broadcast = lambda make, rank: make()
         runner._train_state.copy_training_state = lambda leader, is_led: follows.append(is_led)
         for _ in range(2):
             context = WorkerContext(world_rank=1, world_size=2, distributed=True)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
-from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
 from tests.operators import local

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+from raysgd._internal.collectives import Collectives
 from raysgd._internal.versions import is_at_least
 from raysgd.data import Stream, jsonl, mix, parquet, text
 from raysgd.data.partition import StepLayout
 from raysgd.errors import CheckpointError
 from raysgd.loop.evaluation import check_samples
 from raysgd.loop.sources import GeneratorFunction
-from raysgd.loop.train_state import TrainState
 from raysgd.torch.input.loading import PartitionedLoader
 from raysgd.torch.input.stream_loading import StreamSource
 from raysgd.torch.input.stream_reading import digest
@@ -604,9 +604,8 @@ def test_records_without_a_stream_are_an_error(tmp_path):
 
 
 def test_samples_of_workers_are_compared_in_one_exchange():
-    class Ranks:
-        calls = 0
-        is_equal = TrainState.is_equal
+    class Ranks(Collectives):
+        calls, broadcast = 0, None
 
         def minima(self, *values):
             self.calls += 1

@@ -14,8 +14,7 @@ from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
 from raysgd.torch.interop.logged import MergedStates, copy_without_sync
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
 from tests.fidelity import flat
 from tests.operators import local

@@ -13,7 +13,7 @@ from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.options import OperatorSettings
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.data_parallel import UserWrappedGradients
 from raysgd.torch.strategies.ddp_model import ReplicatedModel

@@ -22,8 +22,7 @@ from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.registered_state import OperatorSettings
+from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.strategies.shards import Layout, gather_state, plan_transfers

@@ -1,0 +1,34 @@
+"""How the workers of a group agree, apart from gradients."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+
+class Collectives(ABC):
+    """Exchanges numbers and states between the workers. Every rank must call each method.
+
+    PyTorch and Keras have their own.
+    """
+
+    @abstractmethod
+    def minima(self, *values: int) -> list[int]:
+        """Return the smallest number of all ranks for each value."""
+
+    @abstractmethod
+    def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
+        """Call `make` on `rank`, and return its result on all ranks."""
+
+    def minimum(self, value: int) -> int:
+        return self.minima(value)[0]
+
+    def is_any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return self.minimum(-int(flag)) < 0
+
+    def is_equal(self, number: int) -> bool:
+        """Return whether all ranks pass the same number."""
+        low, of_negative = self.minima(number, -number)
+        return low == -of_negative
