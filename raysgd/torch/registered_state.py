@@ -14,7 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from raysgd._internal.nested import preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd.loop.train_state import TrainState
-from raysgd.torch import collectives
+from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.input.loading import TorchSources
@@ -32,14 +32,14 @@ class RegisteredState(TrainState):
 
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
-        self.collectives = collectives.TorchCollectives(settings.device)
+        self.collectives = TorchCollectives(settings.device)
         self.data = TorchSources(settings, self.seed)
         if settings.device.type == "cuda":
             self.timing = StepTiming(partial(torch.cuda.Event, enable_timing=True))
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
         self.buffers = BufferCopies([], self.collectives)
-        self.exchange = GradientExchange(self)
+        self.exchange = GradientExchange()
         self.frozen = FrozenParameters()
         self.not_finite: list[str] = []
         """Names of the buffers with NaN or infinity at `register`, such as masks."""
@@ -88,12 +88,3 @@ class RegisteredState(TrainState):
     def has_all_parameters(self) -> bool:
         """Whether every worker has all parameters."""
         return all(map(self.replication.is_unsharded, self.models))
-
-    # ---- the other workers
-
-    def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
-        buffers = [buffer for buffer in buffers if buffer.layout is torch.strided]
-        if buffers:
-            self.collectives.minimum(0)  # an error if another worker still averages gradients
-            collectives.broadcast_tensors(buffers, source=0)
-            self.buffers.update()

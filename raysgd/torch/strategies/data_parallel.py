@@ -15,6 +15,7 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.replication import Replication
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
+from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.ddp_model import ReplicatedModel, gradient_of
@@ -33,10 +34,57 @@ class OwnModels(Replication):
         return any(map(ddp.is_ddp, self._state.models))
 
 
-class UserWrappedGradients(GradientExchange):
+class GroupGradients(GradientExchange):
+    """What the exchanges have in common: the registered models, and the group of workers."""
+
+    def __init__(self, state: RegisteredState) -> None:
+        self._state = state
+        self._dtypes: Mapping[Any, torch.dtype] = {}
+
+    def wrap(self, **arguments: Mapping[str, Any]) -> None:
+        self._dtypes = {p: p.dtype for model in self._state.models for p in model.parameters()}
+
+    def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
+        self._state.models = [wrapped.get(id(model), model) for model in self._state.models]
+
+    @property
+    def needs_warm_up(self) -> bool:  # type: ignore[override]
+        on_gpu = self._state.settings.device.type == "cuda"
+        return on_gpu or any(map(ddp.is_compiled, self._state.models))
+
+    def check_trained(self) -> None:
+        models, dtypes = list(map(ddp.unwrap, self._state.models)), self._dtypes
+        if not self.keeps_equal:  # a worker may add parameters, or cast them
+            stepped = [p for each in self._state.optimizers for p in parameters_of(each)]
+            dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
+        check_same_parameters(models, dtypes)
+
+    def sync_buffers(self) -> None:
+        buffers = [each for each in self._shared_buffers() if each.layout is torch.strided]
+        if buffers:
+            self._state.collectives.minimum(0)  # an error if another worker still averages
+            collectives.broadcast_tensors(buffers, source=0)
+            self._state.buffers.update()
+
+    def _shared_buffers(self) -> list[torch.Tensor]:
+        return [buffer for model in self._state.models for buffer in model.buffers()]
+
+    @property
+    def num_workers(self) -> int:  # type: ignore[override]
+        return self._state.context.world_size if self._averages else 1
+
+    def total(self, number: float) -> float:
+        return collectives.total(number, self._state.settings.device) if self._averages else number
+
+    @property
+    def _averages(self) -> bool:
+        return bool(self._state.settings.context.distributed and self._state.replication.replicates)
+
+
+class UserWrappedGradients(GroupGradients):
     """Averages gradients only of models that user code has wrapped."""
 
-    _state: RegisteredState
     _wrappers: Sequence[DistributedDataParallel] = ()
     _averaged: Sequence[dict[str, bool]] = ()
     """Which parameters each wrapper averages."""
@@ -60,14 +108,14 @@ class UserWrappedGradients(GradientExchange):
         warnings = map(ddp.rebuild, self._wrappers, self._averaged)
         self.warning = "\n".join(filter(None, [*warnings]))
 
-    def sync_buffers(self) -> None:
+    def _shared_buffers(self) -> list[torch.Tensor]:
         buffers: list[torch.Tensor] = []
         for model in self._state.models:
             if ddp.is_ddp(model):
                 buffers += model.buffers()
             elif self.keeps_equal:
                 buffers += ddp.running_statistics(model)
-        self._state.broadcast_buffers(buffers)
+        return buffers
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         self._set_sync(tx.is_last)

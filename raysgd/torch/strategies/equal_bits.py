@@ -36,10 +36,8 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import conflicts
 from raysgd.torch.input.orders import seed_all
-from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.strategies.data_parallel import copy_first
+from raysgd.torch.strategies.data_parallel import GroupGradients, copy_first
 from raysgd.torch.strategies.equal_bits_buffers import EqualBitsBuffers
-from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import kind_of, multiply_all, parameters_of
 
@@ -56,7 +54,7 @@ _SHARDS_DIFFER = (
 )
 
 
-class EqualBitsGradients(GradientExchange):
+class EqualBitsGradients(GroupGradients):
     """Sums of gradients in a fixed order, instead of averages.
 
     The gradient of a loss has the weight ``items of the shard / samples of the update``. If user
@@ -67,7 +65,6 @@ class EqualBitsGradients(GradientExchange):
     keeps_equal = True
     needs_helper = 'exact="bits"'
     num_workers = 1  # gradients are summed
-    _state: RegisteredState
 
     def __init__(self, state: TorchTrainState) -> None:
         super().__init__(state)

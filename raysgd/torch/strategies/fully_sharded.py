@@ -24,7 +24,7 @@ from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.data_parallel import GroupGradients
 from raysgd.torch.strategies.fsdp import ShardedModels
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.strategies.shards import PARAMETER, Piece, UpdateBuffers
@@ -252,12 +252,11 @@ class FullyShardedModel(ShardedOptimizer):
                 )
 
 
-class FullyShardedGradients(GradientExchange):
+class FullyShardedGradients(GroupGradients):
     """Gradients of sharded models. A backward pass leaves each worker the mean of its rows."""
 
     keeps_equal = True
     needs_warm_up = False  # a replacement worker has no rows yet
-    _state: RegisteredState
 
     def __init__(self, state: RegisteredState) -> None:
         super().__init__(state)

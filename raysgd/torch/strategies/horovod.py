@@ -11,12 +11,11 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.registered_state import RegisteredState
-from raysgd.torch.strategies.exchange import GradientExchange
+from raysgd.torch.strategies.data_parallel import GroupGradients
 from raysgd.torch.tensors import parameters_of
 
 
-class HorovodGradients(GradientExchange):
+class HorovodGradients(GroupGradients):
     """Averages the gradients of each optimizer over the workers.
 
     The user's optimizers make the updates, so that schedulers and references stay valid. The
@@ -25,7 +24,6 @@ class HorovodGradients(GradientExchange):
     """
 
     keeps_equal = True
-    _state: RegisteredState
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()

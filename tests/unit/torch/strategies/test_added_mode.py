@@ -63,7 +63,8 @@ class Case(cases.Case):
     def run(self, rank):
         """Return the batch of each step, and the parameters after it."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(STRATEGIES, "local", Strategy(LocalModels, GradientExchange, ["every"]))
+            local = Strategy(LocalModels, lambda state: GradientExchange(), ["every"])
+            patch.setitem(STRATEGIES, "local", local)
             runner, found = self.start(rank), []
         for step in range(1, NUM_STEPS + 1):
             runner.handle(TrainRequest(number=step, until_step=step))
