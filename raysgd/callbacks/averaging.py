@@ -65,10 +65,10 @@ class SWA(_WeightAveraging):
 
 def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:
     """Let the operator average its weights. Runs on the worker."""
-    averaging = getattr(operator._train_state, "averaging", None)
-    if averaging is None:
+    features = getattr(operator, "_step_features", None)
+    if features is None:
         raise NotImplementedError(
             f"{name} averages only the weights of PyTorch models. With Keras, create the optimizer "
             "with use_ema=True."
         )
-    averaging.start(decay, start_epoch)
+    features.averaging.start(decay, start_epoch)

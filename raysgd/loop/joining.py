@@ -10,12 +10,12 @@ entry of the state                loaded by                             on
 ``batching``                      `DataSources.set_batch_size`          all others
 ``why_not_split``                 `MicroBatching`                       all others
 shards                            `StepFeature.receive`                 all
-schedulers, optimizers, models,   `TrainState.copy_training_state`      followers
+schedulers, optimizers, models,   `SavedState.copy_from`                followers
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
 ``is_damaged``                    `UpdateTransaction`                   followers
-``module_modes``                  `TrainState.set_module_modes`         followers
+``module_modes``                  `SavedState.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
 ``call``                          `CallProgress.continue_call`          all others
 ``fingerprint``, ``batching``     `DataSources`, after the hook         all others
@@ -68,11 +68,11 @@ def _load_from_leader(loop: Loop, leader_rank: int) -> Mapping[str, Any] | None:
         if why := state["why_not_split"]:
             train_state.micro_batching.refuse(why)
     follows = train_state.replication.follows(is_leader, train_state.is_new)
-    train_state.copy_training_state(leader_rank, follows)
+    loop.saved_state.copy_from(leader_rank, follows)
     if follows:
         loop.operator.load_state_dict(state["operator"])
         train_state.transaction.is_damaged = state["is_damaged"]
-        train_state.set_module_modes(state["module_modes"])
+        loop.saved_state.set_module_modes(state["module_modes"])
     if is_leader:
         return None
     train_state.move_to(state["data"], state["global_step"])

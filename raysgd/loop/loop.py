@@ -61,6 +61,7 @@ from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import check_result
 from raysgd.loop.requests import TrainRequest
+from raysgd.loop.saved_state import SavedState
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import state_for
@@ -80,8 +81,9 @@ class Loop:
     same call number as the first request.
     """
 
-    def __init__(self, operator: Any, signal: Signal) -> None:
+    def __init__(self, operator: Any, saved_state: SavedState, signal: Signal) -> None:
         self.operator = operator
+        self.saved_state = saved_state
         self.signal = signal
         self.train_state: TrainState = operator._train_state
         # Iterator over the rest of the training data, for the next segment.

@@ -28,6 +28,7 @@ from raysgd.loop.generators import Generators
 from raysgd.loop.joining import enter_generation
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
+from raysgd.loop.saved_state import SavedState
 from raysgd.loop.signal import Signal
 from raysgd.loop.state_schema import state_for
 from raysgd.loop.train_state import TrainState
@@ -71,9 +72,9 @@ class OperatorRunner(Runner, ABC):
             size = settings.requested_batch // self._options.layout.num_current_parts(number)
             self.operator.config[BATCH_SIZE] = settings.config_batch = size
 
-    def host(self, operator: Any) -> None:
+    def host(self, operator: Any, saved_state: SavedState) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
-        self._loop = Loop(operator, self.signal)
+        self._loop = Loop(operator, saved_state, self.signal)
         train_state = self._train_state
         self._set_config_batch(train_state.context)
         if train_state.context.world_size > 1:
@@ -84,7 +85,7 @@ class OperatorRunner(Runner, ABC):
             )
             train_state.reseed(seed)
             sources.check_like(data, with_batches=True)
-            train_state.compare_setup(leader_rank=0)
+            saved_state.compare_setup(leader_rank=0)
             for feature in train_state.features:
                 feature.start_together()
         if not train_state.context.alone:
@@ -112,8 +113,7 @@ class OperatorRunner(Runner, ABC):
 
     @property
     def _train_state(self) -> TrainState:
-        train_state: TrainState = self.operator._train_state
-        return train_state
+        return self._hosted_loop.train_state
 
     # ---- access from another thread
 
@@ -206,7 +206,7 @@ class OperatorRunner(Runner, ABC):
                         feature.before_export()
                     return self.generators.state()
                 case requests.ModelsRequest():
-                    return self._train_state.unsharded_models()
+                    return self._hosted_loop.saved_state.unsharded_models()
                 case requests.ApplyRequest():
                     return request.function()
                 case requests.ApplyOperatorRequest():
@@ -252,8 +252,8 @@ class OperatorRunner(Runner, ABC):
                     loop.snapshots.maybe_take()
 
     def _user_settings(self) -> tuple[Any, ...]:
-        train_state = self._train_state
-        return train_state.user_settings(), train_state.data.batching(), train_state.module_modes()
+        saved_state, batching = self._hosted_loop.saved_state, self._train_state.data.batching()
+        return saved_state.user_settings(), batching, saved_state.module_modes()
 
     # ---- state
 
@@ -268,18 +268,18 @@ class OperatorRunner(Runner, ABC):
             )
         state = state_for("file", self._hosted_loop)
         if not frozen:
-            state = self._train_state.without_frozen(state, for_workers=False)
+            state = self._hosted_loop.saved_state.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         """Load a state. Receive its large arrays late, in the memory of the training state."""
-        train_state = self._train_state
+        train_state, saved_state = self._train_state, self._hosted_loop.saved_state
         if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = map_leaves(state, try_copy)
-        train_state.check_training_state(state)
+        saved_state.check(state)
         if incoming is not None:
-            state = train_state.reuse_memory(state, incoming)
+            state = saved_state.reuse_memory(state, incoming)
             incoming.fill(before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         if position.get("trains_on", "train") == "train":
@@ -295,14 +295,14 @@ class OperatorRunner(Runner, ABC):
             if incoming is not None and incoming.places:
                 train_state.transaction.is_damaged = True
                 incoming.fill()
-            train_state.load_training_state(state)
+            saved_state.load(state)
         self._hosted_loop.forget_iteration()
         self._hosted_loop.call_progress.state.validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._hosted_loop.call_progress.continue_call(state["call"])
             train_state.data.set_batch_size(state["batching"])
-            train_state.set_module_modes(state["module_modes"])
+            saved_state.set_module_modes(state["module_modes"])
         else:
             _warn_of_other_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))

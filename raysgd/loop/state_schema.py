@@ -32,7 +32,7 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
     state |= {"operator": loop.operator.state_dict(), "data": train_state.position()}
     if receiver != "file":
         state |= {"call": dict(loop.call_progress.export()), "batching": data.batching()}
-        state["module_modes"] = train_state.module_modes()
+        state["module_modes"] = loop.saved_state.module_modes()
     if receiver == "replacement":
         return state | {
             "fingerprint": data.fingerprint(),
@@ -45,9 +45,9 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
     if receiver == "file":
         state["data"]["loaders"] = data.facts
     state["epoch"] = train_state.epoch + (train_state.offset > 0)
-    state |= train_state.training_state()
+    state |= loop.saved_state.read()
     if receiver == "snapshot":
-        state = train_state.without_frozen(state, for_workers=True)
+        state = loop.saved_state.without_frozen(state, for_workers=True)
     return _models_last(state)
 
 

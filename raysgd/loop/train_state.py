@@ -13,7 +13,6 @@ from raysgd._internal.context import Holdings, WorkerContext
 from raysgd._internal.nested import map_leaves, preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
-from raysgd.cluster.large_values import Incoming
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import UPDATE_HOOKS, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
@@ -24,59 +23,7 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection
 
 
-class SavedState(ABC):
-    """What checkpoints, snapshots, and new workers get."""
-
-    @abstractmethod
-    def user_settings(self) -> Any:
-        """Return values that user code may set between steps, such as learning rates."""
-
-    def module_modes(self) -> Any:
-        """Return the train or eval modes that user code may set in models, for new workers."""
-        return None
-
-    def set_module_modes(self, modes: Any) -> None:  # noqa: B027
-        """Apply the result of `module_modes`."""
-
-    @abstractmethod
-    def training_state(self) -> dict[str, Any]:
-        """Return models, optimizers, and the state of features. Tensors stay on their device."""
-
-    @abstractmethod
-    def check_training_state(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError if a state does not fit the registered objects."""
-
-    @abstractmethod
-    def load_training_state(self, state: dict[str, Any]) -> None:
-        """Load the result of `training_state`."""
-
-    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
-        """Replace incoming arrays in a state by equal ones of the training state.
-
-        The content of these arrays then arrives in the memory of the training state.
-        """
-        return state
-
-    @abstractmethod
-    def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
-        """Return a copy of a leaf of a state, on its device or in the memory of the host.
-
-        The copy may share memory with the leaf if it `may_alias`.
-        """
-
-    @abstractmethod
-    def unsharded_models(self) -> list[Any]:
-        """Return copies of the models on rank 0. All ranks with shards must call it."""
-
-    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
-        """Return a state without the frozen parameters that ``setup`` makes again.
-
-        With `for_workers`, leave out only what ``setup`` of all workers has made alike.
-        """
-        return state
-
-
-class TrainState(SavedState):
+class TrainState(ABC):
     """Models, optimizers, and the position in the data. Features add the rest of an update."""
 
     data: DataSources
@@ -218,6 +165,13 @@ class TrainState(SavedState):
                     )
                 raise
 
+    @abstractmethod
+    def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
+        """Return a copy of a leaf of a state, on its device or in the memory of the host.
+
+        The copy may share memory with the leaf if it `may_alias`.
+        """
+
     def to_cpu(self, state: Any) -> Any:
         """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
         alias = not self.context.in_driver
@@ -234,7 +188,7 @@ class TrainState(SavedState):
         """Return a context that restores the operator, the models, and this state at its end."""
         tx = self.transaction
         with (
-            preserving(operator, [self]),
+            preserving(operator, [self, *self.features]),
             preserving(self),
             self.restoring_models(),
             preserving(tx),
@@ -249,9 +203,6 @@ class TrainState(SavedState):
 
     # ---- the other workers
 
-    def compare_setup(self, leader_rank: int) -> None:
-        """Compare what ``setup`` has made with rank `leader_rank`. Every rank must call this."""
-
     def num_rows(self, batch: Any) -> int:
         """Return the first dimension of all tensors in a batch, or 0 if it is not clear."""
         return 0
@@ -263,10 +214,6 @@ class TrainState(SavedState):
         self.data.repartition()
         for feature in self.features:
             feature.begin_generation()
-
-    @abstractmethod
-    def copy_training_state(self, leader_rank: int, follows: bool) -> None:
-        """Load the state of the leader if this rank `follows`. Every rank must call it."""
 
     @property
     def holdings(self) -> Holdings:

@@ -8,13 +8,16 @@ from typing import Any
 
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, cpu_model, format_values, hash_of, minority_of
+from raysgd.tf.train_state import KerasTrainState
 
 
-def compare_update(state: Any, variables: Sequence[Any] = (), lacks_gradient: bool = False) -> bool:
+def compare_update(
+    state: KerasTrainState, variables: Sequence[Any] = (), lacks_gradient: bool = False
+) -> bool:
     """Return whether any worker lacks a gradient. Every worker must call this.
 
     Raise an error if others train other variables, have read other samples, or are at the end of an
-    epoch, without variables. `state` is a KerasTrainState.
+    epoch, without variables.
     """
     if state.collectives.size == 1:
         return False
@@ -32,7 +35,7 @@ def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
     return ", ".join(f"variable {places.get(id(v))} {tuple(v.shape)}" for v in variables)
 
 
-def check_values(state: Any) -> None:
+def check_values(state: KerasTrainState) -> None:
     """Raise an error if weights or optimizers differ between workers with equal CPUs."""
     if state.collectives.size == 1:
         return
@@ -45,7 +48,7 @@ def check_values(state: Any) -> None:
     _check_equal(state, {**digests, "CPU": cpu_model()})
 
 
-def _check_equal(state: Any, contents: dict[str, Any], flag: bool = False) -> bool:
+def _check_equal(state: KerasTrainState, contents: dict[str, Any], flag: bool = False) -> bool:
     """Raise an error if contents differ between workers. Return whether any has the flag."""
     values = [*contents.values()]  # names may differ between processes
     digest = hash_of(values)

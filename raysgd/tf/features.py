@@ -14,6 +14,7 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.tf.communication import communication_of
 from raysgd.tf.comparison import check_values, compare_update
 from raysgd.tf.engine import Engine
+from raysgd.tf.train_state import KerasSavedState, KerasTrainState
 
 _COMPARED_EVERY = 100
 """Steps after which the end of a call compares the values of all replicas."""
@@ -26,13 +27,13 @@ class ReplicaSync(StepFeature):
     group or by user code, before a save, and at most every 100 steps.
     """
 
-    def __init__(self, state: Any) -> None:  # a KerasTrainState
+    def __init__(self, state: KerasTrainState) -> None:
         self._state = state
         self._trainable: Any = None
         self._num_unchecked = _COMPARED_EVERY  # steps since the last comparison
 
     def start_together(self) -> None:
-        self._state.copy_training_state(0, follows=True)
+        KerasSavedState(self._state).copy_from(0, follows=True)
 
     def begin_generation(self) -> None:
         context, options = self._state.context, self._state.settings.options
@@ -83,7 +84,7 @@ class KerasOptimization(StepFeature):
     update of the step may fail.
     """
 
-    def __init__(self, state: Any) -> None:  # a KerasTrainState
+    def __init__(self, state: KerasTrainState) -> None:
         self._state = state
         self._accumulated: dict[int, list[Any]] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
@@ -140,7 +141,7 @@ def _add(left: Any, right: Any) -> Any:
 class Averages(StepFeature):
     """Evaluates models with the averaged weights of ``use_ema`` in optimizers, like ``fit()``."""
 
-    def __init__(self, state: Any) -> None:  # a KerasTrainState
+    def __init__(self, state: KerasTrainState) -> None:
         self._state = state
 
     @contextlib.contextmanager

@@ -49,6 +49,7 @@ class TFRunner(OperatorRunner):
 
             from raysgd.tf.communication import communication_of
             from raysgd.tf.generators import KerasGenerators
+            from raysgd.tf.train_state import KerasSavedState
 
         options = self._options
         if not (context.in_driver or options.forms_group_with_tensorflow):
@@ -63,7 +64,7 @@ class TFRunner(OperatorRunner):
         settings = TFSettings(**arguments)
         operator = build_operator(operator_cls, config, settings, communication)
         self.generators = KerasGenerators(operator)
-        self.host(operator)
+        self.host(operator, KerasSavedState(operator._train_state))
 
     # ---- answers to requests
 
@@ -103,9 +104,10 @@ def build_operator(
 
 def weights(operator: Any) -> list[dict[str, Any]]:
     """Return the models' weights as arrays. Runs on a worker."""
+    from raysgd.tf.keras import named_arrays
+
     with operator._train_state.evaluating():
-        models: list[dict[str, Any]] = operator._train_state.training_state()["models"]
-    return models
+        return [named_arrays(model.weights) for model in operator._train_state.models]
 
 
 def _set_threads(context: WorkerContext) -> None:

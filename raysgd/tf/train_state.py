@@ -1,4 +1,4 @@
-"""The training state of a Keras operator."""
+"""The training state of a Keras operator, and what is saved of it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.nested import preserving, try_copy
+from raysgd.loop.saved_state import SavedState
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import NEXT_PHASE, Engine
-from raysgd.tf.features import Averages, KerasOptimization, ReplicaSync
-from raysgd.tf.keras import (
-    named_arrays,
-    set_arrays,
-    set_trainable,
-    to_portable,
-    trainable_flags,
-)
+from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
 from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchLosses
@@ -49,10 +43,6 @@ class KerasTrainState(TrainState):
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
         self.attributes: Mapping[str, Any] = {}  # of the operator
-        self.optimization = KerasOptimization(self)
-        self.set_features(
-            [ReplicaSync(self), self.optimization, self.micro_batching, Averages(self)]
-        )
 
     def restoring_models(self) -> contextlib.AbstractContextManager[None]:
         return preserving(self.losses)  # the losses of outputs depend on the batch
@@ -100,15 +90,6 @@ class KerasTrainState(TrainState):
                 size,
             )
 
-    # ---- the other workers
-
-    def copy_training_state(self, leader_rank: int, follows: bool) -> None:
-        state = self.collectives.broadcast(self.training_state, leader_rank)
-        if follows:
-            self.load_training_state(state)
-
-    # ---- state
-
     def copy_leaf(self, leaf: Any, on_host: bool = False, may_alias: bool = False) -> Any:
         if hasattr(leaf, "numpy"):  # a tensor or a variable
             return np.array(leaf.numpy())
@@ -116,47 +97,55 @@ class KerasTrainState(TrainState):
             return np.array(leaf)
         return try_copy(leaf)
 
-    def unsharded_models(self) -> list[Any]:
-        with self.evaluating():
-            return [to_portable(model) for model in self.models]
-
-    def user_settings(self) -> Any:
-        return self.trainable_flags(), [_options_of(optimizer) for optimizer in self.optimizers]
-
     def trainable_flags(self) -> list[dict[str, bool]]:
         return [trainable_flags(model) for model in self.models]
 
-    def training_state(self) -> dict[str, Any]:
-        return {
-            "models": [named_arrays(model.weights) for model in self.models],
-            "layers": [layer_states(model) for model in self.models],
-            "trainable": self.trainable_flags(),
-            "optimizers": [named_arrays(optimizer.variables) for optimizer in self.optimizers],
-        } | ({"not_finite": self.not_finite} if self.not_finite else {})
 
-    def check_training_state(self, state: dict[str, Any]) -> None:
-        weights = [model.weights for model in self.models]
+class KerasSavedState(SavedState):
+    """Reads and loads the registered models and optimizers."""
+
+    _train_state: KerasTrainState
+
+    def unsharded_models(self) -> list[Any]:
+        with self._train_state.evaluating():
+            return [to_portable(model) for model in self._train_state.models]
+
+    def user_settings(self) -> Any:
+        optimizers = self._train_state.optimizers
+        return self._train_state.trainable_flags(), list(map(_options_of, optimizers))
+
+    def read(self) -> dict[str, Any]:
+        train_state = self._train_state
+        return {
+            "models": [named_arrays(model.weights) for model in train_state.models],
+            "layers": [layer_states(model) for model in train_state.models],
+            "trainable": train_state.trainable_flags(),
+            "optimizers": [named_arrays(each.variables) for each in train_state.optimizers],
+        } | ({"not_finite": train_state.not_finite} if train_state.not_finite else {})
+
+    def check(self, state: dict[str, Any]) -> None:
+        train_state = self._train_state
+        weights = [model.weights for model in train_state.models]
         check_objects("models", weights, state.get("models"), _variables_problem)
-        check_objects("layers", self.models, state.get("layers"), layers_problem)
-        trainable = self.trainable_flags()
+        check_objects("layers", train_state.models, state.get("layers"), layers_problem)
+        trainable = train_state.trainable_flags()
         check_objects("trainable", trainable, state.get("trainable", trainable), _trainable_problem)
-        variables = [optimizer.variables for optimizer in self.optimizers]
+        variables = [optimizer.variables for optimizer in train_state.optimizers]
         check_objects("optimizers", variables, state.get("optimizers"), _variables_problem)
 
-    def load_training_state(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
+        train_state, models = self._train_state, self._train_state.models
         if any(state["layers"]):
-            self.engine = Engine()  # graphs hold the old tensors and tables
-        for model, layers, arrays in zip(
-            self.models, state["layers"], state["models"], strict=True
-        ):
+            train_state.engine = Engine()  # graphs hold the old tensors and tables
+        for model, layers, arrays in zip(models, state["layers"], state["models"], strict=True):
             set_layer_states(model, layers)
             set_arrays(model.weights, arrays)
         if "trainable" in state:  # older files lack it
-            for model, values in zip(self.models, state["trainable"], strict=True):
+            for model, values in zip(models, state["trainable"], strict=True):
                 set_trainable(model, values)
-        for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
+        for optimizer, arrays in zip(train_state.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
-        self.transaction.is_damaged = False
+        train_state.transaction.is_damaged = False
 
 
 def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:

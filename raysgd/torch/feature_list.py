@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd.loop.feature import StepFeature
+from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.rollback import Rollback
+from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.features.speed import Speed
+from raysgd.torch.features.untracked import Untracked
+from raysgd.torch.optimization import Optimization
+from raysgd.torch.train_state import TorchTrainState
 
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+
+class OperatorFeatures:
+    """The features that an operator or a callback calls itself."""
+
+    def __init__(self, state: TorchTrainState) -> None:
+        self.optimization = Optimization(state)
+        self.schedules = Schedules(state, self.optimization.checks.check_complete)
+        self.averaging = Averaging(state)
+        self.untracked = Untracked(state)
 
 
-def features_of(state: TorchTrainState, max_grad_norm: Any) -> Iterator[StepFeature]:
+def features_of(
+    state: TorchTrainState, own: OperatorFeatures, max_grad_norm: Any
+) -> Iterator[StepFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
-    To add a feature, add a line. `TorchTrainState` creates those that work before ``register``.
+    To add a feature, add a line. `own` are those of the operator.
     """
-    options, optimization = state.settings.options, state.optimization
+    options = state.settings.options
     yield from state.replication.features  # shards; must roll back before Rollback
-    yield optimization.precision  # autocast, and the scale of losses
+    yield state.precision  # autocast, and the scale of losses
     yield state.exchange  # averages of gradients; equal models
-    yield optimization  # from losses to updates
+    yield own.optimization  # from losses to updates
     yield state.frozen  # which states can leave out
-    yield state.checks  # errors for code that would make other updates
+    yield own.optimization.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         # Updates that are not applied. This must come before clipping and buffers.
         yield BadStepFilter(state, options.bad_steps)
@@ -36,10 +50,10 @@ def features_of(state: TorchTrainState, max_grad_norm: Any) -> Iterator[StepFeat
         yield Rollback(state.optimizers, state.models, options.bad_steps is not None)
     yield state.buffers  # buffers of discarded updates
     yield state.micro_batching  # parts of batches that do not fit into memory
-    yield state.schedules  # learning rates
-    yield state.averaging  # averages of the weights
+    yield own.schedules  # learning rates
+    yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":
         yield Speed(state)  # for shares that follow speed
     if options.guard is not None and state.context.distributed:
-        yield ReplicaGuard(state, options.guard)  # comparisons of the replicas
-    yield state.untracked  # warnings about tensors that are not registered
+        yield ReplicaGuard(state, own.averaging, options.guard)  # comparisons of the replicas
+    yield own.untracked  # warnings about tensors that are not registered

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from raysgd.loop.loss_weights import LossCount
+from raysgd.torch.input.batches import IGNORED
 from raysgd.torch.strategies.ddp import plain
+from raysgd.torch.train_state import TorchTrainState
 
-IGNORED = -100
-"""The default of ``ignore_index`` in PyTorch."""
 _PYTORCH = ("torch.nn.modules.loss", "torch.nn.functional")
 _CLASS_LOSSES = (
     CrossEntropyLoss.forward,
@@ -45,16 +44,7 @@ def ignored_index(criterion: Any) -> int:
     return index if isinstance(index, int) else IGNORED
 
 
-def has_ignored(data: Any) -> bool:
-    """Return whether a data set in memory has targets that losses of PyTorch ignore by default."""
-    if isinstance(data, Subset):
-        return has_ignored(data.dataset)
-    if isinstance(data, ConcatDataset):
-        return any(map(has_ignored, data.datasets))
-    return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
-
-
-def count_of(criterion: Any, target: Any, num_samples: float, state: Any) -> LossCount:
+def count_of(criterion: Any, target: Any, num_samples: float, state: TorchTrainState) -> LossCount:
     """Return the count of a loss. Other losses than those of PyTorch are means over samples."""
     function, setting = _function_of(criterion)
     is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
@@ -62,7 +52,7 @@ def count_of(criterion: Any, target: Any, num_samples: float, state: Any) -> Los
 
 
 def _num_counted(
-    function: Any, setting: Callable[..., Any], target: Any, state: Any
+    function: Any, setting: Callable[..., Any], target: Any, state: TorchTrainState
 ) -> float | None:
     """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
 

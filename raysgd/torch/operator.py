@@ -32,6 +32,7 @@ from raysgd.loop.operator_base import OperatorBase
 from raysgd.loop.step_iterator import allow_split
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, Sums, ratio
 from raysgd.torch.creators import TorchCreators
+from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.input.batches import (
     Batch,
     accuracy_of,
@@ -69,6 +70,7 @@ class TrainingOperator(OperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
+        self._step_features = OperatorFeatures(self._train_state)
 
     device: torch.device = forward_to("_train_state.settings.device", "This worker's device.")
     device_ids: list[int] | None = forward_to(
@@ -194,7 +196,7 @@ class TrainingOperator(OperatorBase):
         state = self._train_state
         is_weighted = state.accumulation_steps > 1 or self.world_size > 1
         has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `count_of` warns
-        counts_items = has_own or state.optimization.counts_items
+        counts_items = has_own or self._step_features.optimization.counts_items
         if is_weighted and not counts_items and has_masked_labels(batch):
             state.settings.warn_once(
                 "masked",
@@ -320,7 +322,7 @@ class TrainingOperator(OperatorBase):
             shape of its argument: a single object, a list, or a tuple.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        return register(self._train_state, **arguments)
+        return register(self._train_state, self._step_features, **arguments)
 
     @name_typos
     def register_data(
@@ -381,7 +383,7 @@ class TrainingOperator(OperatorBase):
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for mixed precision in the forward pass and the loss."""
-        return self._train_state.optimization.precision.autocast()
+        return self._train_state.precision.autocast()
 
     def backward(
         self, loss: torch.Tensor, num_samples: float | torch.Tensor | LossCount | None = None
@@ -401,7 +403,7 @@ class TrainingOperator(OperatorBase):
         """
         timing = self._train_state.timing
         timing.enter(BACKWARD)
-        self._train_state.optimization.backward(loss, num_samples)
+        self._step_features.optimization.backward(loss, num_samples)
         timing.enter(OTHER)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -413,7 +415,7 @@ class TrainingOperator(OperatorBase):
         """
         timing = self._train_state.timing
         timing.enter(OPTIMIZER)
-        is_last = self._train_state.optimization.step(optimizer)
+        is_last = self._step_features.optimization.step(optimizer)
         timing.enter(OTHER)
         return is_last
 
@@ -429,7 +431,7 @@ class TrainingOperator(OperatorBase):
 
         Between the micro-batches of one batch, this does nothing.
         """
-        self._train_state.schedules.step()
+        self._step_features.schedules.step()
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""

@@ -30,9 +30,8 @@ from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.losses import as_count
-from raysgd.torch.precision import Precision
-from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 
 
 class Optimization(StepFeature):
@@ -51,10 +50,9 @@ class Optimization(StepFeature):
         commit, roll_back     forget the gradients
     """
 
-    def __init__(self, state: RegisteredState, precision: Precision, checks: StepChecks) -> None:
-        self._state = state
-        self.precision, self._checks = precision, checks
-        self._transaction = state.transaction
+    def __init__(self, state: TorchTrainState) -> None:
+        self._state, self._transaction = state, state.transaction
+        self.checks = StepChecks(state)
         self._accumulated = AccumulatedGradients()
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
@@ -89,8 +87,8 @@ class Optimization(StepFeature):
         if not state.data.knows_sizes:
             count = count.with_samples()
             if count.items is None and not count.is_sum:
-                self._checks.check_size()
-        self._checks.before_backward(count)
+                self.checks.check_size()
+        self.checks.before_backward(count)
         copies = len(self._state.optimizers) > 1
         self._accumulated.restore(is_first=not tx.weights.has_loss, copies=copies)
         factors = tx.weights.add(count, state.exchange.num_workers, state.exchange.total)
@@ -101,8 +99,9 @@ class Optimization(StepFeature):
         else:
             for feature in state.overriding["filter_loss"]:
                 loss = feature.filter_loss(tx, loss, factors)
-        self.precision.backward(loss if factors.loss == 1.0 else loss * factors.loss, tx.is_last)
-        self._checks.after_backward()
+        loss = loss if factors.loss == 1.0 else loss * factors.loss
+        state.precision.backward(loss, tx.is_last)
+        self.checks.after_backward()
 
     def _multiply_gradients(self, factor: float) -> None:
         parameters = [p for model in self._state.models for p in model.parameters()]
@@ -116,7 +115,7 @@ class Optimization(StepFeature):
         tx = self._transaction
         if tx.is_warm_up:
             raise WarmedUp
-        self._checks.before_step(optimizer)
+        self.checks.before_step(optimizer)
         if not tx.is_last:
             if not self._state.exchange.take_gradients(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
@@ -128,7 +127,7 @@ class Optimization(StepFeature):
                 for feature in self._state.overriding["before_update"]:
                     feature.before_update(tx, optimizer)
                 if tx.bad_step is None:
-                    self.precision.step(optimizer)
+                    self._state.precision.step(optimizer)
         finally:
             tx.steps.in_helper = False
         if tx.steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
@@ -147,7 +146,7 @@ class Optimization(StepFeature):
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not tx.steps.in_helper:
             self._state.timing.enter(OPTIMIZER)
-            self._checks.check_direct_step(optimizer)
+            self.checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
                 if tx.weights.is_empty:
@@ -193,8 +192,8 @@ class Optimization(StepFeature):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of an optimizer, so that user code may change them."""
-        self.precision.unscale(optimizer)
-        self._checks.forget(optimizer)
+        self._state.precision.unscale(optimizer)
+        self.checks.forget(optimizer)
 
 
 class AccumulatedGradients:

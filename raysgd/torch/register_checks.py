@@ -269,12 +269,14 @@ def attributes_of(operator: Any) -> Iterator[tuple[str, Any]]:
     Instead of a small container or an object of user code, yield its items or attributes.
     """
     for name, value in vars(operator).items():
+        if name in ("_train_state", "_step_features"):
+            continue
         members: Iterable[tuple[str, Any]] = [("", value)]
         if isinstance(value, Mapping | list | tuple):
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
             if len(value) <= _MOST_ITEMS:
                 members = ((f"[{key!r}]", member) for key, member in items)
-        elif hasattr(value, "__dict__") and is_of_user(value) and name != "_train_state":
+        elif hasattr(value, "__dict__") and is_of_user(value):
             members = ((f".{key}", member) for key, member in vars(value).items())
         yield from ((f"self.{name}{key}", member) for key, member in members)
 

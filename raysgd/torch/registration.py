@@ -8,7 +8,7 @@ Buffers and features see wrapped models. For the end, see `Optimization.register
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd._internal.arguments import check_dict, check_int
 from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
-from raysgd.torch.feature_list import features_of
+from raysgd.torch.feature_list import OperatorFeatures, features_of
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.register_checks import (
@@ -27,13 +27,12 @@ from raysgd.torch.register_checks import (
     is_trained,
 )
 from raysgd.torch.strategies.table import STRATEGIES, check_sharding_args, mode_of
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 
 def register(
     state: TorchTrainState,
+    features: OperatorFeatures,
     models: Any,
     optimizers: Any,
     criterion: Any = None,
@@ -56,7 +55,7 @@ def register(
     horovod_args = check_dict("register", "horovod_args", horovod_args)
     modules = check_members("models", models, torch.nn.Module)
     state.optimizers = _separate(check_members("optimizers", optimizers, torch.optim.Optimizer))
-    options, precision = state.settings.options, state.optimization.precision
+    options, precision = state.settings.options, state.precision
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
     modules += trained
@@ -80,9 +79,9 @@ def register(
     state.frozen = FrozenParameters(state.models)
     state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
     state.buffers = BufferCopies(state.models, state.collectives)
-    state.set_features(list(features_of(state, max_grad_norm)))
-    state.optimization.register_hooks()
-    state.averaging.use_training_weights()  # as a loaded state
+    state.set_features(list(features_of(state, features, max_grad_norm)))
+    features.optimization.register_hooks()
+    features.averaging.use_training_weights()  # as a loaded state
     state.criteria = criteria = _move_criteria(state, criteria, trained)
     state.note_frozen_modes()
     state.registered = True

@@ -22,9 +22,8 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
 from raysgd.torch.registration import use_wrappers
-from raysgd.torch.strategies.ddp import plain, required_gradients
+from raysgd.torch.saved_state import TorchSavedState
 from raysgd.torch.strategies.shards import gather_state
-from raysgd.torch.train_state import TorchTrainState
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """Variable that cuBLAS reads when PyTorch first uses it."""
@@ -69,7 +68,8 @@ class TorchRunner(OperatorRunner):
             refuse_triton()
         device = _device(bool(self._options.use_gpu), context)
         settings = OperatorSettings(device=device, **arguments)
-        self.host(build_operator(operator_cls, config, settings))
+        operator = build_operator(operator_cls, config, settings)
+        self.host(operator, TorchSavedState(operator._train_state))
 
     def teardown(self) -> None:
         super().teardown()
@@ -104,15 +104,10 @@ class TorchRunner(OperatorRunner):
         loop = self._hosted_loop
         if loop.call_progress.state.scheduled == number:
             return  # the schedulers have already stepped in the loaded state
-        self._train_state.schedules.step_with(metric)
+        self.operator._step_features.schedules.step_with(metric)
         loop.call_progress.state.scheduled = number
         loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take()
-
-    @property
-    def _train_state(self) -> TorchTrainState:
-        train_state: TorchTrainState = self.operator._train_state
-        return train_state
 
 
 def build_operator(
@@ -128,8 +123,7 @@ def build_operator(
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
-    state.untracked.watch(operator)
-    state.trained_at_first = [required_gradients(plain(model)) for model in state.models]
+    operator._step_features.untracked.watch(operator)
     return operator
 
 

@@ -7,6 +7,7 @@ from raysgd import ElasticConfig, TorchTrainer
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import WorkerLostError
 from raysgd.testing.chaos import Chaos, Fault, kill
+from raysgd.torch.saved_state import TorchSavedState
 from tests.unit.torch.test_frozen import Tuned
 
 
@@ -17,8 +18,8 @@ class TunedByRank(Tuned):
 
 def kept(operator):
     """Return which parameters a snapshot has, and the parameters of this worker."""
-    state = operator._train_state
-    names = set(state.without_frozen(state.training_state(), for_workers=True)["models"][0])
+    saved_state = TorchSavedState(operator._train_state)
+    names = set(saved_state.without_frozen(saved_state.read(), for_workers=True)["models"][0])
     return names, operator.model.module.state_dict()
 
 

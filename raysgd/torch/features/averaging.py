@@ -16,9 +16,9 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import conflicts
-from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import copy_all, model_problem, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 
 
 class Averaging(StepFeature):
@@ -27,7 +27,7 @@ class Averaging(StepFeature):
     Each worker has the averages on its device, and all workers make the same updates.
     """
 
-    def __init__(self, state: RegisteredState) -> None:
+    def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import Factors
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.options import BadSteps
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "bad_steps"
 _WINDOW = 100
@@ -65,7 +63,7 @@ class BadStepFilter(StepFeature):
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         state, spike = self._state, self._options.spike
-        precision = state.optimization.precision
+        precision = state.precision
         norm = float(state.exchange.norm(precision.parameters(optimizer))[1])
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and state.replication.replicates:

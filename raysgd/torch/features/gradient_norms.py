@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 
 class GradientNorms(StepFeature):
@@ -36,7 +34,7 @@ class GradientNorms(StepFeature):
 
     def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
         if tx.bad_step is None and (self._is_logged or self._max_norm is not None):
-            state, precision = self._state, self._state.optimization.precision
+            state, precision = self._state, self._state.precision
             precision.unscale(optimizer)
             tensors, norm = state.exchange.norm(precision.parameters(optimizer))
             if self._is_logged:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,12 +15,11 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.digests import digest_of, has_bits
+from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.guard_contents import ReplicaContents
+from raysgd.torch.options import Guard
 from raysgd.torch.tensors import kind_of
-
-if TYPE_CHECKING:
-    from raysgd.torch.options import Guard
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
@@ -46,8 +45,8 @@ class ReplicaGuard(StepFeature):
     a small share of the time for all models.
     """
 
-    def __init__(self, state: TorchTrainState, guard: Guard) -> None:
-        self._state, self._contents = state, ReplicaContents(state)
+    def __init__(self, state: TorchTrainState, averaging: Averaging, guard: Guard) -> None:
+        self._state, self._contents = state, ReplicaContents(state, averaging)
         self._every = guard.every
         self._on_gpu = state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded

@@ -8,15 +8,14 @@ import itertools
 import numbers
 import operator
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import Versions, renormalized_weights
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 Content = tuple[str, str, Any]
 """The kind "options", "tensors", or "buffers"; a name; and the value, None for a buffer that does
@@ -49,8 +48,9 @@ class ReplicaContents:
 
     has_run = False  # a forward pass may have run since all workers had the same buffers
 
-    def __init__(self, state: TorchTrainState) -> None:
+    def __init__(self, state: TorchTrainState, averaging: Averaging) -> None:
         self._state, self._wraps_all = state, state.exchange.keeps_equal
+        self._averaging = averaging
         self._registrations = _registrations()
         self._seen: tuple[int, list[torch.dtype]] = 0, []
         self._record()
@@ -167,8 +167,8 @@ class ReplicaContents:
                 yield from _of_optimizer(*own)
         for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
             yield from _items(f"schedulers[{index}]", scheduler.state_dict())
-        yield from _items("scaler", state.optimization.precision.scale_tensors())
-        yield from _items("averages", state.averaging.averages)
+        yield from _items("scaler", state.precision.scale_tensors())
+        yield from _items("averages", self._averaging.averages)
         for name, modules in ("models", state.models), ("criteria", state.criteria):
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):

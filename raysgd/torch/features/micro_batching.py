@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatch, part_of
 from raysgd.loop.micro_batching import MicroBatching
+from raysgd.loop.train_state import TrainState
 from raysgd.torch.input.batches import map_batch
 from raysgd.torch.options import OperatorSettings
-from raysgd.torch.registered_state import RegisteredState
 
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Messages that identify errors without their own class."""
@@ -30,7 +30,7 @@ class TorchMicroBatching(MicroBatching):
     _num_samples: float = 0
     """Samples of the current batch; 0 if unknown."""
 
-    def __init__(self, train_state: RegisteredState) -> None:
+    def __init__(self, train_state: TrainState) -> None:
         super().__init__(train_state.settings, train_state.transaction)
         self._train_state = train_state
 

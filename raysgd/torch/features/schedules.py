@@ -9,11 +9,11 @@ from typing import Any
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.register_checks import required_arguments
-from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.train_state import TorchTrainState
 
 
 class Schedules(StepFeature):
-    def __init__(self, state: RegisteredState, check_complete: Callable[[], None]) -> None:
+    def __init__(self, state: TorchTrainState, check_complete: Callable[[], None]) -> None:
         self._state, self._check_complete = state, check_complete
         self._last_epochs: list[Any] = []
         self._states: list[Any] | None = None

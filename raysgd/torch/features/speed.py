@@ -12,7 +12,7 @@ import torch
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.registered_state import RegisteredState
+from raysgd.torch.train_state import TorchTrainState
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
 
@@ -26,7 +26,7 @@ class Speed(StepFeature):
 
     needs_warm_up = True  # so that a replacement worker knows its speed when it joins
 
-    def __init__(self, state: RegisteredState) -> None:
+    def __init__(self, state: TorchTrainState) -> None:
         self._on_gpu = state.settings.device.type == "cuda"
         self._began: Any = None
         self._ended: Any = None

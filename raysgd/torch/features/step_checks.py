@@ -12,10 +12,9 @@ from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.input.batches import Batch
-from raysgd.torch.precision import Precision
 from raysgd.torch.register_checks import required_arguments
-from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.tensors import Versions, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
@@ -27,8 +26,8 @@ class StepChecks(StepFeature):
     whole batches, unless an accumulation needs several.
     """
 
-    def __init__(self, state: RegisteredState, precision: Precision) -> None:
-        self._state, self._precision, self._transaction = state, precision, state.transaction
+    def __init__(self, state: TorchTrainState) -> None:
+        self._state, self._precision, self._transaction = state, state.precision, state.transaction
         self._watched: dict[int, Versions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them

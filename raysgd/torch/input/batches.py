@@ -17,6 +17,9 @@ from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.strategies.ddp import plain
 
+IGNORED = -100
+"""The default of ``ignore_index`` of losses in PyTorch."""
+
 
 class Batch(NamedTuple):
     """Arguments of ``forward`` in a batch, and the target."""
@@ -240,7 +243,7 @@ def has_masked_labels(batch: Any) -> bool:
     else:
         labels = list(batch[-1:]) if isinstance(batch, tuple | list) else []
     integers = [t for t in labels if isinstance(t, torch.Tensor) and not t.is_floating_point()]
-    return any(bool((each == -100).any()) for each in integers)
+    return any(bool((each == IGNORED).any()) for each in integers)
 
 
 def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums | None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -31,7 +32,7 @@ from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
 from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_ranks
 from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
-from raysgd.torch.input.batches import join_samples
+from raysgd.torch.input.batches import IGNORED, join_samples
 from raysgd.torch.input.orders import (
     EpochOrder,
     IndexSampler,
@@ -44,7 +45,6 @@ from raysgd.torch.input.orders import (
 )
 from raysgd.torch.input.stream_loading import StreamSource, has_samples, keeps_samples, known_length
 from raysgd.torch.input.stream_reading import clone
-from raysgd.torch.losses import has_ignored
 
 _MISSING = object()
 
@@ -270,7 +270,7 @@ class PartitionedLoader(PartitionedSource):
 
     @functools.cached_property
     def ignores_targets(self) -> bool:
-        return has_ignored(self.loader.dataset)
+        return _has_ignored(self.loader.dataset)
 
     def fingerprint(self) -> str:
         partition = self.partition
@@ -282,6 +282,15 @@ class PartitionedLoader(PartitionedSource):
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
         return f"{sizes}, {_content_of(self.loader.dataset)}"
+
+
+def _has_ignored(data: Any) -> bool:
+    """Return whether a data set in memory has targets that losses of PyTorch ignore by default."""
+    if isinstance(data, Subset):
+        return _has_ignored(data.dataset)
+    if isinstance(data, ConcatDataset):
+        return any(map(_has_ignored, data.datasets))
+    return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
 
 
 def _check_equal_bits(name: str, source: BatchSource) -> None:

@@ -16,17 +16,17 @@ from raysgd.loop.replication import Replication
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.ddp_model import ReplicatedModel, gradient_of
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import parameters_of
+from raysgd.torch.train_state import TorchTrainState
 
 
 class OwnModels(Replication):
     """Each worker keeps its own models, unless user code has wrapped some of them."""
 
-    def __init__(self, state: RegisteredState, sharding_args: Mapping[str, Any]) -> None:
+    def __init__(self, state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
         self._state = state
 
     @property
@@ -37,7 +37,7 @@ class OwnModels(Replication):
 class GroupGradients(GradientExchange):
     """What the exchanges have in common: the registered models, and the group of workers."""
 
-    def __init__(self, state: RegisteredState) -> None:
+    def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self._dtypes: Mapping[Any, torch.dtype] = {}
 
@@ -227,7 +227,7 @@ class ReplicatedGradients(UserWrappedGradients):
             replica._passes.end_update()
 
 
-def copy_first(state: RegisteredState) -> None:
+def copy_first(state: TorchTrainState) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
     tensors = [t.detach() for m in state.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.

@@ -25,7 +25,7 @@ import itertools
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,9 +40,7 @@ from raysgd.torch.strategies.data_parallel import GroupGradients, copy_first
 from raysgd.torch.strategies.equal_bits_buffers import EqualBitsBuffers
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import kind_of, multiply_all, parameters_of
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"
 _WIDTH = 64
@@ -68,7 +66,7 @@ class EqualBitsGradients(GroupGradients):
 
     def __init__(self, state: TorchTrainState) -> None:
         super().__init__(state)
-        self._precision, self._transaction = state.optimization.precision, state.transaction
+        self._precision, self._transaction = state.precision, state.transaction
         self._num_shards = state.settings.options.layout.num_full_parts(1)
         self._shard = 0
         self._is_last_of_shard = True  # the shard has no later micro-batch in this update

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from raysgd.data.partition import EpochPartition
-from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import copy_leaf, version_of
+from raysgd.torch.train_state import TorchTrainState
 
 
 class EqualBitsBuffers:
     """The buffers after each shard. Each shard begins with the buffers of the step's start."""
 
-    def __init__(self, state: RegisteredState) -> None:
+    def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self.clear()
 

@@ -7,11 +7,12 @@ to each worker's rows. `FullyShardedGradients` uses these rows. `FullyShardedMod
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,18 +23,13 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
-from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.data_parallel import GroupGradients
 from raysgd.torch.strategies.fsdp import ShardedModels
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.strategies.shards import PARAMETER, Piece, UpdateBuffers
 from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
-
-if TYPE_CHECKING:
-    import contextlib
-
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 
 class FullyShardedModel(ShardedOptimizer):
@@ -57,7 +53,7 @@ class FullyShardedModel(ShardedOptimizer):
         if state.micro_batching.batch_norms:
             state.micro_batching.refuse("batch normalization may need fewer parts on some workers")
         models, device, (optimizer,) = state.models, state.settings.device, state.optimizers
-        precision = state.optimization.precision
+        precision = state.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
         self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
@@ -258,7 +254,7 @@ class FullyShardedGradients(GroupGradients):
     keeps_equal = True
     needs_warm_up = False  # a replacement worker has no rows yet
 
-    def __init__(self, state: RegisteredState) -> None:
+    def __init__(self, state: TorchTrainState) -> None:
         super().__init__(state)
         sharded: Any = state.replication
         self._models: ShardedModels = sharded.models

@@ -11,6 +11,7 @@ import torch
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
 from raysgd.loop.transaction import UpdateTransaction
+from raysgd.torch.saved_state import TorchSavedState
 from raysgd.torch.strategies.data_parallel import GroupGradients
 from raysgd.torch.tensors import parameters_of
 
@@ -37,8 +38,8 @@ class HorovodGradients(GroupGradients):
         self.begin_generation()
 
     def start_together(self) -> None:
-        state = self._state
-        state.load_training_state(state.collectives.broadcast(state.training_state, 0))
+        saved_state = TorchSavedState(self._state)
+        saved_state.load(self._state.collectives.broadcast(saved_state.read, 0))
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""

@@ -27,7 +27,6 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.replication import Replication
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
-from raysgd.torch.registered_state import RegisteredState
 from raysgd.torch.strategies.shards import (
     Layout,
     Piece,
@@ -39,6 +38,7 @@ from raysgd.torch.strategies.shards import (
     plan_transfers,
 )
 from raysgd.torch.tensors import copy_all, parameters_of
+from raysgd.torch.train_state import TorchTrainState
 
 _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
@@ -65,7 +65,7 @@ class ShardedOptimizer(Replication, StepFeature):
         self,
         optimizer: torch.optim.Optimizer,
         copies: int | None,
-        state: RegisteredState,
+        state: TorchTrainState,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -346,7 +346,7 @@ class ShardedOptimizer(Replication, StepFeature):
 class ShardedOptimizers(Replication):
     """Several sharded optimizers. Every worker has the complete models."""
 
-    def __init__(self, state: RegisteredState, sharding_args: Mapping[str, Any]) -> None:
+    def __init__(self, state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
         self._optimizers = state.optimizers
         self.features: list[ShardedOptimizer] = [
             ShardedOptimizer(each, sharding_args.get("copies"), state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,9 +21,7 @@ from raysgd.torch.strategies.equal_bits import EqualBitsGradients
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.horovod import HorovodGradients
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizers
-
-if TYPE_CHECKING:
-    from raysgd.torch.train_state import TorchTrainState
+from raysgd.torch.train_state import TorchTrainState
 
 
 class Strategy(NamedTuple):
@@ -105,7 +103,7 @@ def check_sharding_args(
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
     if "copies" in sharding_args:
         check_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
-    call, scales = f'register(sharding="{sharding}")', state.optimization.precision.scales
+    call, scales = f'register(sharding="{sharding}")', state.precision.scales
     conflicts.check(sharding, call, options, models, ddp_args, scales)
     strategy.check(call, models, state.optimizers)
     return sharding_args

@@ -96,7 +96,8 @@ class Worker:
         train_state.collectives.broadcast = lambda make, rank: copy.deepcopy(
             self.gather(make() if rank == self.rank else None)[rank]
         )
-        train_state.copy_training_state = self.copy_training_state
+        self.saved_state = self.runner._hosted_loop.saved_state
+        self.saved_state.copy_from = self.copy_state
         train_state.exchange.total = self.total
         train_state.set_features([Exchange(self), *train_state.features])
         self.is_new = True
@@ -111,11 +112,11 @@ class Worker:
     def total(self, value):
         return sum(self.gather(value))
 
-    def copy_training_state(self, leader_rank, follows):
-        make = self.registration.training_state
-        state = self.registration.collectives.broadcast(make, leader_rank)
+    def copy_state(self, leader_rank, follows):
+        broadcast = self.registration.collectives.broadcast
+        state = broadcast(self.saved_state.read, leader_rank)
         if follows:
-            self.registration.load_training_state(state)
+            self.saved_state.load(state)
 
     def rejoin(self, meeting, rank, size, leader_rank):
         self.meeting, self.rank = meeting, rank

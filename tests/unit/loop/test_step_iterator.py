@@ -11,6 +11,8 @@ from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
+from raysgd.torch.feature_list import OperatorFeatures
+from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import TorchTrainState
@@ -31,7 +33,8 @@ def make_steps(
     train_state = TorchTrainState(OperatorSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    register(train_state, models, optimizers, None, None, None, gradient_accumulation_steps=size)
+    features = OperatorFeatures(train_state)
+    register(train_state, features, models, optimizers, gradient_accumulation_steps=size)
     train_state.global_step = before
     train_state.settings.context = WorkerContext(world_size=world_size)
     if steps_left == "all":
@@ -232,13 +235,18 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
     assert train_state.transaction.index == -1
 
 
+def optimize(train_state, loss, count):
+    (optimization,) = (f for f in train_state.features if isinstance(f, Optimization))
+    optimization.backward(loss, count)
+    optimization.step(train_state.optimizers[0])
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises(size):
     train_state, steps = make_steps("abcde", size=size)
     for _ in range(size):
         next(steps)
-        train_state.optimization.backward(train_state.models[0].weight.sum(), 1)
-        train_state.optimization.step(train_state.optimizers[0])
+        optimize(train_state, train_state.models[0].weight.sum(), 1)
     assert steps.end_after_error() == []
     assert (train_state.global_step, train_state.offset) == (size, size)
     assert train_state.models[0].weight.grad is None
@@ -248,8 +256,7 @@ def test_a_loop_that_stops_within_a_group_is_an_error_and_leaves_no_gradient():
     batches = [torch.ones(2, 1) * index for index in range(5)]
     train_state, steps = make_steps(batches, size=3)
     for index, batch in enumerate(steps):
-        train_state.optimization.backward(train_state.models[0](batch).square().mean(), 2)
-        train_state.optimization.step(train_state.optimizers[0])
+        optimize(train_state, train_state.models[0](batch).square().mean(), 2)
         if index == 3:
             break
     with pytest.raises(RuntimeError, match="within an accumulation group"):

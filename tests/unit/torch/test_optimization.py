@@ -161,7 +161,7 @@ def flat(*models):
 
 def use_small_scale(trainer):
     """Set a loss scale at which nothing overflows."""
-    precision = trainer.get_local_operator()._train_state.optimization.precision
+    precision = trainer.get_local_operator()._train_state.precision
     if scaler := getattr(precision, "scaler", None):
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
 
@@ -330,7 +330,7 @@ def test_loops_may_mix_helpers_without_scaler_and_accumulation(function):
 
 
 def with_all_reduce(self, batch, batch_info):
-    self._train_state.checks._note_collective("all_reduce")
+    self._step_features.optimization.checks._note_collective("all_reduce")
     return zeroing(self, batch, batch_info)
 
 
@@ -352,7 +352,7 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     tx.plan = UpdatePlan((MicroBatch(num_samples=6),), total_samples=8)
     tx.begin_micro_batch(MicroBatch(num_samples=6))
     operator.train_batch(BATCH, {})
-    state.checks.commit(tx)
+    operator._step_features.optimization.checks.commit(tx)
     assert ("Losses then have wrong weights" in caplog.text) == warns
 
 

@@ -15,9 +15,11 @@ from raysgd.data.partition import MicroBatch
 from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
+from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import check_step_freq
 from raysgd.torch.runner import build_operator
+from raysgd.torch.saved_state import TorchSavedState
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import assert_names
 from tests.operators import Classifier
@@ -39,10 +41,10 @@ def make_registration(device=CPU, context=None, config_batch=None, **options):
     return TorchTrainState(OperatorSettings(options=TorchOptions(**options), **place))
 
 
-def register(train_state, models=None, optimizers=None, criterion=None, schedulers=None):
-    models = models or linear()
+def register(train_state, models=None, optimizers=None, *more, **others):
+    features, models = OperatorFeatures(train_state), models or linear()
     optimizers = optimizers or sgd(models)
-    return registration.register(train_state, models, optimizers, criterion, schedulers)
+    return registration.register(train_state, features, models, optimizers, *more, **others)
 
 
 def test_models_and_criterion_move_to_the_device():
@@ -58,11 +60,12 @@ def test_trained_criterion_is_also_a_model():
     given = register(train_state, model, sgd(model, criterion), criterion)
     assert (given[0], given[2]) == (model, criterion)
     assert (train_state.models, train_state.given_models) == ([model, criterion], [model])
-    assert len(train_state.training_state()["models"]) == 2
-    older = train_state.training_state()
+    saved_state = TorchSavedState(train_state)
+    older = saved_state.read()
+    assert len(older["models"]) == 2
     older["models"].pop()
-    train_state.check_training_state(older)
-    train_state.load_training_state(older)
+    saved_state.check(older)
+    saved_state.load(older)
     train_state, losses = make_registration(), [torch.nn.MSELoss(), criterion, lambda *_: 0]
     given = register(train_state, model, sgd(model, criterion), losses)
     assert (given[0], given[2]) == (model, losses)
@@ -81,17 +84,17 @@ def test_optimizer_state_names_its_parameters():
         model, train_state = torch.nn.Sequential(linear(), linear()), make_registration()
         parameters = [[*model[part].parameters()][which] for part, which in order]
         register(train_state, model, torch.optim.SGD(parameters, lr=0.1))
-        return train_state
+        return TorchSavedState(train_state)
 
-    saved = state_of((0, 0), (1, 0)).training_state()
+    saved = state_of((0, 0), (1, 0)).read()
     said = r"optimizers\[0\] .* SGD: its next parameter was \('models\[0\].0.weight', \[2, 2\]\)"
     for order in ([(1, 0), (0, 0)], [(0, 1), (1, 0)], [(1, 0)]):
         other = state_of(*order)
         with pytest.raises(CheckpointError, match="groups have" if len(order) == 1 else said):
-            other.check_training_state(saved)
+            other.check(saved)
     older = {name: value for name, value in saved.items() if name != "parameters"}
-    state_of((1, 0), (0, 0)).check_training_state(older)
-    state_of((0, 0), (1, 0)).check_training_state(saved)
+    state_of((1, 0), (0, 0)).check(older)
+    state_of((0, 0), (1, 0)).check(saved)
 
 
 def test_groups_that_share_a_learning_rate_follow_their_schedulers():
@@ -160,9 +163,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
 
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
-    wrapped = registration.register(train_state, model, sgd(model), gradient_accumulation_steps=2)[
-        0
-    ]
+    wrapped = register(train_state, model, sgd(model), gradient_accumulation_steps=2)[0]
     registration.use_wrappers(train_state, [])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
@@ -218,9 +219,7 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
 def test_static_graph_with_accumulation_is_an_error(process_group):
     train_state, model, static = distributed(), linear(), {"static_graph": True}
     with pytest.raises(ValueError, match="cannot accumulate gradients"):
-        registration.register(
-            train_state, model, sgd(model), ddp_args=static, gradient_accumulation_steps=2
-        )
+        register(train_state, model, ddp_args=static, gradient_accumulation_steps=2)
 
 
 # ---- training data
@@ -445,9 +444,8 @@ def zero_redundancy(model):
 
 
 def register_all(**given):
-    model = linear()
-    given = {"models": model, "optimizers": sgd(model), **given}
-    return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
+    given = {"optimizers": sgd(linear()), **given}
+    return register(make_registration(scheduler_step_freq="epoch"), **given)
 
 
 UNFIT = {

@@ -12,8 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
+from raysgd.torch.feature_list import OperatorFeatures
+from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
+from raysgd.torch.saved_state import TorchSavedState
 from raysgd.torch.train_state import TorchTrainState
 from tests.operators import local
 
@@ -190,7 +193,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
     with local(Digits, config, scheduler_step_freq="batch") as trainer:
         operator = trainer.get_local_operator()
         if averages:
-            operator._train_state.averaging.start(0.5, 1)
+            operator._step_features.averaging.start(0.5, 1)
         trainer.train(num_steps=1)  # shows how many updates a step makes
         for point, kind, visits, num_steps in plan:
             before = copy.deepcopy(trainer.state_dict())
@@ -263,15 +266,16 @@ def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
     for parameter in made[0].models[0].parameters():
         parameter.grad = torch.ones_like(parameter)
     made[0].optimizers[0].step()
-    state = made[0].training_state()
-    made[1].load_training_state(copy.deepcopy(state))
-    assert flat(made[1].training_state()) == flat(state)
+    own, other = map(TorchSavedState, made)
+    state = own.read()
+    other.load(copy.deepcopy(state))
+    assert flat(other.read()) == flat(state)
 
 
 def make_registration(kind, dtype):
     train_state = TorchTrainState(OperatorSettings())
     model = torch.nn.Linear(2, 1).to(dtype)
-    register(train_state, model, kind(model.parameters()), None, None, None)
+    register(train_state, OperatorFeatures(train_state), model, kind(model.parameters()))
     return train_state
 
 
@@ -282,9 +286,10 @@ def flat(tree):
 
 def test_sparse_averages_are_an_error():
     train_state = make_registration(torch.optim.SGD, torch.float32)
-    train_state.averaging.start(0.5, 1)
-    state = copy.deepcopy(train_state.training_state())
+    (averaging,) = (f for f in train_state.features if isinstance(f, Averaging))
+    averaging.start(0.5, 1)
+    state = copy.deepcopy(TorchSavedState(train_state).read())
     given = state["averages"]["models"][0]
     given["weight"] = given["weight"].to_sparse()
     with pytest.raises(CheckpointError, match="damaged, or of other models"):
-        train_state.check_training_state(state)
+        TorchSavedState(train_state).check(state)

@@ -269,7 +269,7 @@ class Case(cases.Case):
             runner.handle(TrainRequest(number=until_step, until_step=until_step, until_epoch=99))
 
         if self.averaged:
-            operator._train_state.averaging.start(0.9, 1)
+            operator._step_features.averaging.start(0.9, 1)
         problem, error = "", None
         try:
             train(2)
@@ -363,9 +363,9 @@ parametrize.register_parametrization(plain(model).head, "weight", torch.nn.Ident
 SETS_DROPOUT = "model.body[2].p = 0.5"
 DROPOUT = "models[0].body.2.p (0.1 on workers 0, 2, 0.5 on worker 1)"
 SETS_RATE = "group['lr'] = 0.2"
-FLIPS_AVERAGES = "flip(t._train_state.averaging.averages[0]['head.weight'])"
+FLIPS_AVERAGES = "flip(t._step_features.averaging.averages[0]['head.weight'])"
 ADDS_GROUP = "t.optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(5))]})"
-RESCALES = "t._train_state.optimization.precision.scaler.update(1024.0)"
+RESCALES = "t._train_state.precision.scaler.update(1024.0)"
 NEEDS = {
     "model.factor.data.mul_(1j)": {"model": Viewed},
     "model.mean.data[0] = 7.0": {"model": Normalized},

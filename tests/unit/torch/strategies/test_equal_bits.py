@@ -322,7 +322,8 @@ def test_a_snapshot_has_the_metrics_of_its_call():
 def test_state_of_another_number_of_shards_is_refused():
     runner = Case(num_workers=1).make_runner()
     runner.setup(WorkerContext(in_driver=True))
-    state = {**runner._train_state.training_state(), "num_shards": 8}
+    saved_state = runner._hosted_loop.saved_state
+    state = {**saved_state.read(), "num_shards": 8}
     with pytest.raises(CheckpointError) as caught:
-        runner._train_state.check_training_state(state)
+        saved_state.check(state)
     assert_names(caught.value, ["8 shards", "6", "EqualBits(num_shards=8)"])

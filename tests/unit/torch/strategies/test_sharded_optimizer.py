@@ -304,7 +304,7 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         check_equal(whole_state(runner), state)
         runner.handle(TrainRequest(number=1, until_step=5))
         check_equal(whole_state(runner)["models"], later["models"])
-        runner._train_state.unsharded_models()
+        runner._hosted_loop.saved_state.unsharded_models()
         runner.teardown()
 
 
@@ -406,7 +406,7 @@ def test_later_changes_that_sharding_does_not_support_raise(process_group):
     operator = build(lambda: given, WorkerContext(distributed=True))
     train_state, model = operator._train_state, operator.model
     with pytest.raises(ValueError, match="does not work with averages of the weights"):
-        train_state.averaging.start(0.9, start_epoch=0)
+        operator._step_features.averaging.start(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Set requires_grad earlier"):
         train_state.replication.check_trained()

@@ -1,0 +1,261 @@
+"""What checkpoints, snapshots, and new workers get of a PyTorch operator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raysgd._internal.nested import load_or_restore
+from raysgd.cluster.large_values import Incoming
+from raysgd.errors import CheckpointError
+from raysgd.loop.saved_state import SavedState
+from raysgd.loop.state_schema import check_objects
+from raysgd.torch import collectives
+from raysgd.torch.frozen import KEY, complete, without
+from raysgd.torch.strategies import ddp
+from raysgd.torch.tensors import (
+    copy_to_cpu,
+    load_optimizer,
+    optimizer_state,
+    parameters_of,
+    reuse_memory,
+    state_problem,
+    version_of,
+)
+from raysgd.torch.train_state import TorchTrainState
+
+
+class TorchSavedState(SavedState):
+    """Reads and loads the registered objects, when ``setup`` has ended."""
+
+    _train_state: TorchTrainState
+
+    def __init__(self, train_state: TorchTrainState) -> None:
+        super().__init__(train_state)
+        self._trained_at_first = list(map(ddp.required_gradients, self._models))
+        """Whether ``setup`` has left each parameter of each model trainable, by name."""
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        """The models without wrappers."""
+        return list(map(ddp.plain, self._train_state.models))
+
+    def copy_from(self, leader_rank: int, follows: bool) -> None:
+        """Load the state of the leader if this rank `follows`. Every rank must call it.
+
+        Parameters and optimizer states are sent only if they differ. After a worker loss, the other
+        workers usually differ only in buffers.
+        """
+        train_state, lacks = self._train_state, follows
+        is_any, device = train_state.collectives.is_any, train_state.settings.device
+        # Do not read a large state if no other worker can have it.
+        if is_any(follows and not train_state.is_new):
+            state = without(self.read(), self._unchanged_digests())
+            for index, model in enumerate(self._models):
+                buffers, of_model = dict(model.named_buffers()), state["models"][index]
+                state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
+            own = collectives.fingerprint((train_state.global_step, state))
+            expected = collectives.broadcast_object(own, leader_rank)
+            lacks = follows and own != expected
+        if is_any(lacks):
+            self.compare_setup(leader_rank)
+            state = collectives.broadcast_state(
+                lambda: self.without_frozen(self.read(), True), leader_rank, device, lacks
+            )
+        # Receive shards last, because they are valid from then on.
+        features = reversed(train_state.features)
+        received = [feature.receive(leader_rank) for feature in features][::-1]
+        # Apply the state only if all of it has arrived: the leader may be lost meanwhile.
+        if lacks:
+            self._load(state)
+        for apply in received if follows else ():
+            apply()
+
+    def compare_setup(self, leader_rank: int) -> None:
+        own, collectives = self._unchanged_digests(), self._train_state.collectives
+        pairs = zip(collectives.broadcast(lambda: own, leader_rank), own, strict=True)
+        has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
+        self._train_state.frozen.are_reproducible = collectives.minimum(has_all) > 0
+
+    def _unchanged_digests(self) -> list[dict[str, int]]:
+        self._train_state.frozen.forget()
+        return self._train_state.frozen.digests_of_unchanged(self._models)
+
+    # ---- parts and copies
+
+    def without_frozen(self, state: dict[str, Any], for_workers: bool) -> dict[str, Any]:
+        if for_workers:
+            frozen = self._train_state.frozen
+            known = frozen.digests_of_unchanged(self._models)
+            return without(state, known if frozen.are_reproducible else [])
+        digests = self._unchanged_digests()
+        changed = [
+            f"{name} of model {index}"
+            for index, (model, kept) in enumerate(zip(self._models, digests, strict=False))
+            for name, parameter in model.named_parameters()
+            if not (parameter.requires_grad or name in kept)
+        ]
+        if changed:
+            self._train_state.settings.warn_once(
+                "frozen",
+                "frozen=False: %s is saved, although it is frozen, because it has changed since "
+                "setup, or was frozen after it.",
+                changed[0],
+            )
+        return without(state, digests)
+
+    def unsharded_models(self) -> list[torch.nn.Module]:
+        train_state, count = self._train_state, len(self._train_state.given_models)
+        train_state.check_undamaged()
+        if (copies := train_state.replication.export_models(count)) is not None:
+            return copies
+        if train_state.context.world_rank != 0:
+            return []
+        with train_state.evaluating():
+            return list(map(copy_to_cpu, self._models[:count]))
+
+    def user_settings(self) -> Any:
+        groups = [group for each in self._train_state.optimizers for group in each.param_groups]
+        return (
+            [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
+            [version_of(parameter) for model in self._models for parameter in model.parameters()],
+            [feature.user_settings() for feature in self._train_state.features],
+            self._changed_since_setup(),
+        )
+
+    def module_modes(self) -> Any:
+        return [[m.training for m in model.modules()] for model in self._models]
+
+    def set_module_modes(self, modes: Any) -> None:
+        for model, own in zip(self._models, modes, strict=True):
+            for module, training in zip(model.modules(), own, strict=True):
+                module.training = training
+
+    def read(self) -> dict[str, Any]:
+        train_state = self._train_state
+        models = [(model, model.state_dict()) for model in self._models]
+        state: dict[str, Any] = {
+            "models": list(itertools.starmap(self._unsharded_part, models)),
+            "optimizers": list(map(optimizer_state, train_state.optimizers)),
+        }
+        if train_state.not_finite:
+            state["not_finite"] = train_state.not_finite
+        if train_state.schedulers:
+            state["schedulers"] = [scheduler.state_dict() for scheduler in train_state.schedulers]
+        state["requires_grad"] = self._changed_since_setup()
+        for feature in train_state.features:
+            state |= feature.state_dict()
+        return state | {"parameters": list(map(self._parameters_of, train_state.optimizers))}
+
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, list[int]]:
+        """Return name and shape of each parameter of an optimizer, in the order of its state."""
+        names: dict[Any, str] = {}
+        for index, model in enumerate(self._models):
+            for name, parameter in model.named_parameters():
+                names.setdefault(parameter, f"models[{index}].{name}")
+        parameters = enumerate(parameters_of(optimizer))
+        return {names.get(each, f"number {n}"): list(each.shape) for n, each in parameters}
+
+    def _order_problem(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> str:
+        pairs = itertools.zip_longest(self._parameters_of(optimizer).items(), saved.items())
+        for own, then in pairs:
+            if own != then:
+                return (
+                    f"its next parameter was {then} (name and shape), and is {own} now. Pass the "
+                    "same parameters in the same order. If you renamed them on purpose, also "
+                    "delete state['parameters']"
+                )
+        return ""
+
+    def _changed_since_setup(self) -> list[dict[str, bool]]:
+        """Return which parameters user code has frozen or thawed after ``setup``, by model."""
+        pairs = zip(self._models, self._trained_at_first, strict=True)
+        return [
+            dict(ddp.required_gradients(model).items() - first.items()) for model, first in pairs
+        ]
+
+    def _unsharded_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the part of a model's state that every worker has."""
+        if self._train_state.replication.is_unsharded(model):
+            return state
+        sharded = dict(model.named_parameters(remove_duplicate=False))
+        return {key: value for key, value in state.items() if key not in sharded}
+
+    def check(self, state: dict[str, Any]) -> None:
+        state = complete(state, self._unchanged_digests(), self._models)
+        for name, objects, saved in self._stateful(state):
+            check_objects(name, objects, saved, state_problem)
+        train_state = self._train_state
+        if "parameters" in state:  # older files lack it
+            parameters, optimizers = state["parameters"], train_state.optimizers
+            check_objects("optimizers", optimizers, parameters, self._order_problem)
+        if state.get("schedulers") and not train_state.schedulers:
+            train_state.settings.warn_once(
+                "schedulers",
+                "The loaded state has schedulers, which are ignored because the operator has none.",
+            )
+        if not all(isinstance(each, Mapping) for each in state.get("requires_grad", ())):
+            raise CheckpointError(
+                "The state's 'requires_grad' must be a list of dicts from the names of parameters."
+            )
+        for feature in train_state.features:
+            feature.check_state(state)
+
+    def reuse_memory(self, state: dict[str, Any], incoming: Incoming) -> dict[str, Any]:
+        own = self.read()
+        tensors = {key: own[key] for key in ("optimizers", "models")}
+        return dict(reuse_memory(state, tensors, incoming))
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._load(self._train_state.replication.unsharded_state(state))
+        self._train_state.replication.load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        stateful, train_state = self._stateful(state), self._train_state
+        _, models, of_models = stateful[0]
+        keeps_dtypes = all(
+            tensor.dtype == saved[name].dtype
+            for model, saved in zip(models, of_models, strict=True)
+            for name, tensor in model.named_parameters()
+            if name in saved
+        )
+        with contextlib.ExitStack() as undoing:
+            # Load models last, because loading changes their tensors in place.
+            for kind, objects, states in reversed(stateful):
+                for index, (each, saved) in enumerate(zip(objects, states, strict=True)):
+                    load, own = None, each.state_dict()
+                    if kind == "optimizers":
+                        load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
+                        own = optimizer_state(each)
+                    elif kind == "models" and (
+                        KEY in state or not train_state.replication.is_unsharded(each)
+                    ):
+                        load = functools.partial(each.load_state_dict, strict=False)
+                        own, saved = (self._unsharded_part(each, state) for state in (own, saved))
+                    place = f"{kind}[{index}]"
+                    undoing.enter_context(load_or_restore(each, own, saved, place, load))
+        changed = state.get("requires_grad", ())  # older files lack it
+        for model, first, now in zip(self._models, self._trained_at_first, changed, strict=False):
+            ddp.require_gradients(model, {**first, **now})
+        for feature in train_state.features:
+            feature.load_state_dict(state)
+        train_state.transaction.is_damaged = False
+
+    def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
+        """Return the registered objects of each kind, and their states in `state`."""
+        train_state, models, saved = self._train_state, self._models, state.get("models", [])
+        if train_state.num_criteria and isinstance(saved, list | tuple):
+            # Older files lack the criterion.
+            models = models[: max(len(saved), len(train_state.given_models))]
+        kinds: list[tuple[str, list[Any], Any]] = [
+            ("models", models, saved),
+            ("optimizers", train_state.optimizers, state.get("optimizers", [])),
+        ]
+        if train_state.schedulers:
+            kinds.append(("schedulers", train_state.schedulers, state.get("schedulers", [])))
+        return kinds
