@@ -193,8 +193,8 @@ def reserve(
         sizes = [num_workers, min_workers]
     for size in sizes:
         # Spend the remaining time on the minimum.
-        left = deadline - time.monotonic() if size == min_workers else 0.0
-        wait_s = max(left, SETTLE_S)
+        left_s = deadline - time.monotonic() if size == min_workers else 0.0
+        wait_s = max(left_s, SETTLE_S)
         group = _request_group([bundle] * size, strategy, wait_s, is_wanted)
         if group is not None:
             room = Reservation(group, range(size), owned=True, strategy=strategy)
@@ -273,9 +273,9 @@ def _reserve_within(
     group: PlacementGroup, bundle: Mapping[str, float], num_workers: int, min_workers: int
 ) -> Reservation:
     """Reserve resources in the placement group of the caller, which never grows."""
-    own = ray.get_runtime_context().worker.core_worker.resource_ids()
-    left = _subtract(group.bundle_specs, own)
-    num_beside = sum(workers_that_fit(each, bundle) for each in left)
+    held = ray.get_runtime_context().worker.core_worker.resource_ids()
+    unused = _subtract(group.bundle_specs, held)
+    num_beside = sum(workers_that_fit(each, bundle) for each in unused)
     if num_beside < min_workers:
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_format(bundle)} each in the placement "
@@ -294,19 +294,19 @@ def _warn_of_few(number: int, wanted: int, bundle: Mapping[str, float], where: s
 
 
 def _subtract(
-    bundles: Iterable[Mapping[str, float]], own: Mapping[str, Sequence[tuple[int, float]]]
+    bundles: Iterable[Mapping[str, float]], held: Mapping[str, Sequence[tuple[int, float]]]
 ) -> list[dict[str, float]]:
     """Return the resources of each bundle of a placement group that a process does not hold.
 
     The name of a resource of the process, such as ``CPU_group_2_ID``, has the index of its bundle.
     """
-    left = [dict(bundle) for bundle in bundles]
-    for name, parts in own.items():
+    unused = [dict(bundle) for bundle in bundles]
+    for name, parts in held.items():
         # Ignore the resource ``bundle``, which may belong to another bundle.
         match = re.fullmatch(r"(?!bundle_)(.+)_group_(\d+)_[0-9a-f]+", name)
         if match is not None:
-            left[int(match[2])][match[1]] -= sum(amount for _, amount in parts)
-    return left
+            unused[int(match[2])][match[1]] -= sum(amount for _, amount in parts)
+    return unused
 
 
 def demand(bundle: Mapping[str, float], size: int = 1) -> str:

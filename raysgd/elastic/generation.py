@@ -100,9 +100,9 @@ class GroupForming:
         self.collect_departing(departing)
         for member in departing:
             self._group.discard(member)
-        left = "; ".join(f"a worker has left {member.name}" for member in departing)
-        kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
-        self._journal.record(kind, joining or entering, cause=left, step=step, seconds=seconds)
+        cause = "; ".join(f"a worker has left {member.name}" for member in departing)
+        kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
+        self._journal.record(kind, joining or entering, cause=cause, step=step, seconds=seconds)
         for warning in {outcome.progress.warning for outcome in attempt.outcomes.values()} - {""}:
             logger.warning("%s", warning)
         return machine.GroupFormed()

@@ -23,10 +23,10 @@ _WARNINGS = {
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
     "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
-    "resumed": "Training continues with %(num_workers)d of %(most)d workers, no step lost.",
-    "grown": "Worker %(workers)s joined: %(num_workers)d of %(most)d.",
-    "moved": "Worker %(workers)s joined: %(num_workers)d of %(most)d; %(cause)s.",
-    "restarted": "The workers restarted: %(num_workers)d of %(most)d.",
+    "resumed": "Training continues with %(num_workers)d of %(max_workers)d workers, no step lost.",
+    "grown": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d.",
+    "moved": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d; %(cause)s.",
+    "restarted": "The workers restarted: %(num_workers)d of %(max_workers)d.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
 }
 """Messages of the events that are logged as warnings."""
@@ -75,7 +75,7 @@ class Journal:
         if kind in ("resumed", "restarted"):
             cause = cause or self.interruption
         self.interruption = ""
-        num_workers, most = len(self._group.members), self._group.options.num_workers
+        num_workers, max_workers = len(self._group.members), self._group.options.num_workers
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._survivors_stay else 0
         event = Event(
@@ -89,13 +89,13 @@ class Journal:
             **values,
         )
         self.events.append(event)
-        if kind in _WARNINGS and (kind != "resumed" or num_workers < most):
+        if kind in _WARNINGS and (kind != "resumed" or num_workers < max_workers):
             places = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
             shown = {
                 **vars(event),
                 "rank": next(iter(event.ranks), -1),
                 "workers": list_ranks(self.ranks, members),
-                "most": most,
+                "max_workers": max_workers,
                 "places": ", ".join(places),
                 "within": f" within {event.seconds:.0f} s" if event.seconds else "",
             }
@@ -107,7 +107,7 @@ class Journal:
                 list_ranks(self.ranks, members) or "none",
                 event.generation,
                 num_workers,
-                most,
+                max_workers,
                 # A state may be loaded later, so omit the step.
                 "" if kind == "started" else f", step {event.step}",
                 f", {event.seconds:.2f} s" if event.seconds else "",

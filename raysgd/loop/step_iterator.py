@@ -63,8 +63,8 @@ class StepIterator:
         self.batch: Any = None
         self._batch_is_last = True  # the newest batch of the source is the last of the update
         self._ahead: deque[Any] = deque()  # batches of the loader that no update has
-        self._exhausted = False
-        self._ended = False
+        self._exhausted = False  # some rank has no more batches in the epoch
+        self._ended = False  # the loop has been told so, or that the segment ends
         self.start_offset = train_state.offset
         self.paused = False
         self.num_steps = 0
@@ -197,8 +197,8 @@ class StepIterator:
         train_state, index = self._train_state, len(self._tx.drawn) - 1
         if index == 0:
             size = train_state.accumulation_steps
-            left = None if self.total_steps is None else self.total_steps - self.num_steps
-            num_steps = size if left is None else min(size, left)
+            steps_left = None if self.total_steps is None else self.total_steps - self.num_steps
+            num_steps = size if steps_left is None else min(size, steps_left)
             self._tx.plan = self._source.plan(train_state.offset, num_steps)
         planned = self._tx.plan.batches
         self._batch_is_last = index + 1 == len(planned)

@@ -192,7 +192,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
-        info, number = check_dict("test", "info", info), next(self._dispatcher.numbers)
+        info, number = check_dict("test", "info", info), next(self._dispatcher.call_numbers)
         request = ValidateRequest(number=number, from_start=True, loader=loader, info=info)
         results = self._dispatcher.run(request, changes_state=True, method="test", has_batches=True)
         return as_test_metrics(merge_workers(results))
@@ -264,7 +264,7 @@ class OperatorTrainer(TrainerInfo):
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
-        request = UpdateSchedulersRequest(number=next(self._dispatcher.numbers), metric=metric)
+        request = UpdateSchedulersRequest(number=next(self._dispatcher.call_numbers), metric=metric)
         self._dispatcher.run(request)
 
     # ---- state

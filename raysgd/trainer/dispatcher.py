@@ -90,9 +90,9 @@ class Dispatcher:
     bad_steps: list[dict[str, Any]] = field(default_factory=list)
     """Steps that were not applied, oldest first."""
     _being_reported: dict[str, Any] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    """The numbers of calls. Workers recognize a repeated call by its number."""
-    _newest: TrainCall | None = None
+    call_numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Workers recognize a repeated call by its number."""
+    _newest_training: TrainCall | None = None
     _failed_validation: int | None = None
     _is_bad: bool = False
     """Whether the newest metrics had a loss that is not finite."""
@@ -141,10 +141,10 @@ class Dispatcher:
 
     def _replay_of(self, reached: Progress) -> Call | None:
         """Return the call that repeats training up to `reached`."""
-        if self._newest is None:
+        if self._newest_training is None:
             return None
         request = replace(
-            self._newest.request,
+            self._newest_training.request,
             until_epoch=None if reached.in_epoch else reached.epoch,
             until_step=reached.global_step if reached.in_epoch else None,
             callback_pause=None,
@@ -168,7 +168,7 @@ class Dispatcher:
             points=LogPoints(request.number),
         )
         controller = self.controller
-        self._newest = call
+        self._newest_training = call
         is_paused = True
         try:
             while is_paused:

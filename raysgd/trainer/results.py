@@ -50,7 +50,7 @@ class ResultReporter:
     def train_request(self, **arguments: Any) -> TrainRequest:
         """Return a request to train, within the limits of the running ``fit()``."""
         until_step, log_every = self.running.max_steps, self.running.log_every
-        number = next(self.dispatcher.numbers)
+        number = next(self.dispatcher.call_numbers)
         return TrainRequest(number=number, until_step=until_step, log_every=log_every, **arguments)
 
     def report_training(
@@ -75,7 +75,7 @@ class ResultReporter:
         self.dispatcher.check_open(changes_state=True)
         with self.dispatcher.callback_list.enter_call(trainer):
             request = ValidateRequest(
-                number=next(self.dispatcher.numbers),
+                number=next(self.dispatcher.call_numbers),
                 num_steps=num_steps,
                 from_start=from_start,
                 info=dict(info or {}),
