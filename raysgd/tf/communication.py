@@ -10,9 +10,8 @@ import tensorflow as tf
 
 from raysgd._internal import step_timing
 from raysgd._internal.collectives import Collectives
-from raysgd._internal.context import WorkerContext
 from raysgd.comm.horovod import check_dtypes
-from raysgd.tf.options import TFOptions
+from raysgd.tf.options import TFSettings
 
 
 class Communication(Collectives):
@@ -110,10 +109,11 @@ class HorovodGroup(Communication):
         return broadcast_object(make() if self.rank == rank else None, root_rank=rank)
 
 
-def communication_of(context: WorkerContext, options: TFOptions) -> Communication:
+def communication_of(settings: TFSettings) -> Communication:
+    context = settings.context
     if not context.distributed:
         return Communication()
-    if options.use_horovod:
+    if settings.options.use_horovod:
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist
 

@@ -36,8 +36,7 @@ class ReplicaSync(StepFeature):
         KerasSavedState(self._state).copy_from(0, follows=True)
 
     def begin_generation(self) -> None:
-        context, options = self._state.context, self._state.settings.options
-        self._state.collectives = communication_of(context, options)
+        self._state.collectives = communication_of(self._state.settings)
         self.after_apply()
 
     def after_apply(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.imports import frozen_imports, refuse_triton
@@ -13,9 +13,6 @@ from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions, TFSettings
-
-if TYPE_CHECKING:
-    from raysgd.tf.communication import Communication
 
 
 class TFRunner(OperatorRunner):
@@ -47,7 +44,6 @@ class TFRunner(OperatorRunner):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
-            from raysgd.tf.communication import communication_of
             from raysgd.tf.generators import KerasGenerators
             from raysgd.tf.train_state import KerasSavedState
 
@@ -60,9 +56,7 @@ class TFRunner(OperatorRunner):
                 "Install TensorFlow with CUDA there, or pass use_gpu=False."
             )
         operator_cls, config, arguments = self._worker_arguments(context)
-        communication = communication_of(context, options)
-        settings = TFSettings(**arguments)
-        operator = build_operator(operator_cls, config, settings, communication)
+        operator = build_operator(operator_cls, config, TFSettings(**arguments))
         self.generators = KerasGenerators(operator)
         self.host(operator, KerasSavedState(operator._train_state))
 
@@ -76,12 +70,7 @@ class TFRunner(OperatorRunner):
         )
 
 
-def build_operator(
-    operator_cls: type[Any],
-    config: Mapping[str, Any],
-    settings: TFSettings,
-    communication: Communication,
-) -> Any:
+def build_operator(operator_cls: type[Any], config: Mapping[str, Any], settings: TFSettings) -> Any:
     """Create an operator and run its ``setup``."""
     import keras
     import tensorflow as tf
@@ -95,7 +84,7 @@ def build_operator(
         keras.mixed_precision.set_global_policy(policy)
     # With this seed, data sets without a seed of their own shuffle equally on all workers.
     tf.random.set_seed(settings.options.seed % 2**31)
-    train_state = KerasTrainState(settings, communication)
+    train_state = KerasTrainState(settings)
     operator = create_operator(operator_cls, config, train_state)
     train_state.attributes = vars(operator)
     build_registered(train_state)
