@@ -24,6 +24,10 @@ class Collectives(ABC):
     def minimum(self, value: int) -> int:
         return self.minima(value)[0]
 
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self.minima(0)
+
     def is_any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return self.minimum(-int(flag)) < 0

@@ -239,7 +239,7 @@ class ReplicaGuard(StepFeature):
             if context.world_rank in minority:
                 state.transaction.is_damaged = True
             # Wait until all know it, because the driver interrupts the others if one raises.
-            state.collectives.minimum(0)
+            state.collectives.barrier()
             raise ReplicasDifferError(message, ranks=minority)
 
     def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:

@@ -63,7 +63,7 @@ class GroupGradients(GradientExchange):
     def sync_buffers(self) -> None:
         buffers = [each for each in self._shared_buffers() if each.layout is torch.strided]
         if buffers:
-            self._state.collectives.minimum(0)  # an error if another worker still averages
+            self._state.collectives.barrier()  # an error if another worker still averages
             collectives.broadcast_tensors(buffers, source=0)
             self._state.buffers.update()
 

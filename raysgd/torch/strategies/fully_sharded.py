@@ -111,7 +111,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def _wait_for_updates(self) -> None:
         if self._layout.size > 1:
-            self._train_state.collectives.minimum(self._version)
+            self._train_state.collectives.barrier()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         super().roll_back(tx)

@@ -145,7 +145,7 @@ class ShardedOptimizer(Replication, StepFeature):
     def _await_gradients(self) -> None:
         """Wait until all workers have computed the gradients, so that either all or none update."""
         if self._layout.size > 1:
-            self._train_state.collectives.minimum(self._version)
+            self._train_state.collectives.barrier()
 
     def _current_elements(self, piece: Piece) -> torch.Tensor:
         return flat(self._parameters[piece.param_index])[piece.start : piece.stop]
@@ -323,7 +323,7 @@ class ShardedOptimizer(Replication, StepFeature):
                 broadcasts = collectives.broadcast_state(make, source, self._device, wanted)
                 messages += [m for t, m in zip(sent, broadcasts, strict=True) if rank in t.to]
             pieces += [Piece(*message) for message in messages]
-        self._train_state.collectives.minimum(0)  # after this, no worker needs the old shards
+        self._train_state.collectives.barrier()  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()
