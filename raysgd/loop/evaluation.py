@@ -50,13 +50,13 @@ class Evaluation:
         self.batches = self.total = None
         return progress.result()
 
-    def _evaluate(self, source: BatchSource, offset: int, left: int | None, info: Any) -> int:
-        """Evaluate up to `left` steps of a loader, or all if None. Return the next offset."""
+    def _evaluate(self, source: BatchSource, offset: int, steps_left: int | None, info: Any) -> int:
+        """Evaluate up to `steps_left` steps of a loader, or all if None. Return the next offset."""
         operator, train_state = self._operator, self._train_state
         source.agree_on_order(0, offset, train_state.collectives)
-        while left is None or left > 0:
-            num_left = source.steps_left(offset)
-            limit = min((n for n in (left, num_left) if n is not None), default=None)
+        while steps_left is None or steps_left > 0:
+            left_in_epoch = source.steps_left(offset)
+            limit = min((n for n in (steps_left, left_in_epoch) if n is not None), default=None)
             batches = _EvaluationBatches(source, source.batches(0, offset, limit), self._signal)
             self.batches, self.total, train_state.meters = batches, limit, None
             try:
@@ -74,18 +74,18 @@ class Evaluation:
             self._progress.results.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = limit
-            if taken is None or num_left is None:
+            if taken is None or left_in_epoch is None:
                 taken = source.steps_taken(batches.count)
-            if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
+            if offset == 0 and (left_in_epoch == 0 or (batches.exhausted and taken == 0)):
                 context = train_state.context
                 raise no_batch(
                     "validation", source, context.world_rank if context.world_size > 1 else None
                 )
-            is_end = limit is None or taken < limit or taken == num_left
+            is_end = limit is None or taken < limit or taken == left_in_epoch
             offset = 0 if is_end else source.offset_after(offset, taken)
-            if left is None or (taken == 0 and not batches.exhausted):
+            if steps_left is None or (taken == 0 and not batches.exhausted):
                 break
-            left -= taken
+            steps_left -= taken
         return offset
 
     def _source_of(self, loader: Any) -> BatchSource:

@@ -89,7 +89,7 @@ class Loop:
         # Iterator over the rest of the training data, for the next segment.
         self._batches: Iterator[Any] | None = None
         self.source: BatchSource | None = None
-        self._shortest: int | None = None  # rank of the worker with the fewest batches
+        self._rank_with_fewest: int | None = None
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, signal, self.call_progress)
@@ -198,7 +198,7 @@ class Loop:
         train_state.resume_modes()
         segment = train_state.step_iterator = self._new_segment(source, limit, request)
         if segment.total_steps == 0 and segment.start_offset == 0:
-            raise no_batch("train", source, self._shortest)
+            raise no_batch("train", source, self._rank_with_fewest)
         train_state.meters = None
         try:
             with train_state.timers.record("train_epoch"):
@@ -241,15 +241,15 @@ class Loop:
     ) -> StepIterator:
         train_state = self.train_state
         source.current_epoch = train_state.epoch
-        left = source.steps_left(train_state.offset)
+        steps_left = source.steps_left(train_state.offset)
         have_batches: Callable[[int], int] | None = None
-        self._shortest = None
+        self._rank_with_fewest = None
         if not source.is_partitioned and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
-            if left is not None:
-                left = self._least(min(left, 2**40))  # the product must fit into 64 bits
+            if steps_left is not None:
+                steps_left = self._fewest_batches(steps_left)
             else:
-                have_batches = self._least
+                have_batches = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
             have_batches = partial(check_samples, source, train_state.collectives)
         if self._batches is None:
@@ -261,7 +261,7 @@ class Loop:
             after_commit.append(self._end_at_bad_loss)
         read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state, source, read, limit, left, have_batches, self.signal, after_commit
+            train_state, source, read, limit, steps_left, have_batches, self.signal, after_commit
         )
 
     def _end_at_bad_loss(self) -> None:
@@ -280,11 +280,12 @@ class Loop:
             self._batches = source.batches(epoch, offset)
         return self._batches
 
-    def _least(self, number: int) -> int:
+    def _fewest_batches(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""
+        number = min(number, 2**40)  # the product must fit into 64 bits
         context, minimum = self.train_state.context, self.train_state.collectives.minimum
         smallest = minimum(number * context.world_size + context.world_rank)
-        least, self._shortest = divmod(smallest, context.world_size)
+        least, self._rank_with_fewest = divmod(smallest, context.world_size)
         return least
 
     def _end_failed_segment(self, segment: StepIterator, source: BatchSource) -> None:
@@ -309,7 +310,7 @@ class Loop:
         """
         if segment.epoch_is_over:
             if segment.start_offset == 0:
-                raise no_batch("train", source, self._shortest)
+                raise no_batch("train", source, self._rank_with_fewest)
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.more_epochs
             if train_state.global_step == self.call_progress.state.began_at and is_last:
