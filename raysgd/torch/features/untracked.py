@@ -7,29 +7,51 @@ from typing import Any
 import torch
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.train_state import TrainState
 from raysgd.torch.register_checks import attributes_of, is_metric
+from raysgd.torch.strategies.ddp import plain
 from raysgd.torch.tensors import version_of
+from raysgd.torch.train_state import TorchTrainState
+
+
+def _key(value: Any) -> int:
+    return id(plain(value) if isinstance(value, torch.nn.Module) else value)
 
 
 class Untracked(StepFeature):
     """Warns if training changes tensors of an operator that are not registered.
 
-    Attributes of an optimizer count too, unless its class defines ``state_dict``.
+    Attributes of an optimizer count too, unless its class defines ``state_dict``. An object in
+    place of a registered one is an error.
     """
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self._operator: Any = None
         self._names: list[str] = []
+        self._roles: list[str] = []  # attributes that hold registered objects
         self._before: dict[str, Any] | None = None
 
     def watch(self, operator: Any) -> None:
         """Watch the tensors that ``setup`` created. Tensors of ``train_batch`` may be caches."""
         self._operator = operator
         self._names = list(self._versions())
+        registered = self._registered()
+        self._roles = [name for name, each in vars(operator).items() if _key(each) in registered]
+
+    def _registered(self) -> set[int]:
+        state = self._state
+        return set(map(_key, (*state.models, *state.optimizers, *state.schedulers)))
 
     def begin_call(self, logs_steps: bool) -> None:
+        registered = self._registered()
+        for name in self._roles:
+            value = getattr(self._operator, name, None)
+            if value is not None and _key(value) not in registered:
+                raise RuntimeError(
+                    f"self.{name} was replaced by a {type(value).__name__} that is not registered, "
+                    "so workers and checkpoints would lack it. Change the registered object, or "
+                    "register both in setup, as a list."
+                )
         if self._before is None:  # otherwise, the call has paused
             self._before = self._versions()
 

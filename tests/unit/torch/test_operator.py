@@ -82,6 +82,18 @@ def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, 
 # ---- missing objects
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_an_object_in_place_of_a_registered_one_is_an_error(name):
+    with local(Small, {}) as trainer:
+        trainer.train(num_steps=1)
+        operator = trainer.get_local_operator()
+        operator.model = torch.compile(operator.model, backend="eager")
+        trainer.train(num_steps=1)
+        setattr(operator, name, copy.deepcopy(getattr(operator, name)))
+        with pytest.raises(RuntimeError, match=rf"self\.{name} was replaced by a .*"):
+            trainer.train(num_steps=1)
+
+
 def test_validation_needs_no_optimizer():
     operator = run_operator(Small)
     del operator.optimizer
