@@ -25,14 +25,13 @@ from tests.faulty import pids_of
 from tests.operators import Classifier, make_data, replica_hash
 from tests.shared import Shared
 
-WIDE = 150_000
+WIDE = 1_000
+LARGE = torch.ones(5_000_000)
+"""Makes states so large that they pass through connections."""
 
 
 class Everything(Classifier):
-    """Uses dropout, a scheduler, a scaler, accumulation, its own state, and random numbers.
-
-    Its state is so large that it passes through connections.
-    """
+    """Uses dropout, a scheduler, a scaler, accumulation, its own state, and random numbers."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -59,9 +58,10 @@ class Everything(Classifier):
         return super().train_batch(batch, batch_info)
 
     def state_dict(self):
-        return {"drawn": self.drawn}
+        return {"drawn": self.drawn, "large": LARGE}
 
     def load_state_dict(self, state):
+        assert torch.equal(state["large"], LARGE)
         self.drawn = list(state["drawn"])
 
 
