@@ -367,9 +367,6 @@ class AverageMeterCollection:
         values = values_of(name, self._mergeable[name][1]).values()
         return {value.end: float(value) for value in values}
 
-    def _last(self, name: str) -> dict[str, float]:
-        return {f"last_{name}{end}": number for end, number in self._newest(name).items()}
-
     def summary(self) -> dict[str, Any]:
         """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
 
@@ -377,12 +374,11 @@ class AverageMeterCollection:
         :class:`Computed`.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
-        for name, meter in self._meters.items():
-            values.update(values_of(name, meter._mean()))
-            values.update(self._last(name))
-        for name, (merged, _) in self._mergeable.items():
-            values.update(values_of(name, merged))
-            values.update(self._last(name))
+        metrics: dict[str, Any] = {name: meter._mean() for name, meter in self._meters.items()}
+        metrics |= {name: merged for name, (merged, _) in self._mergeable.items()}
+        for name, metric in metrics.items():
+            values.update(values_of(name, metric))
+            values.update({f"last_{name}{end}": n for end, n in self._newest(name).items()})
         for name, value in self._not_averaged.items():
             values[name] = values[f"last_{name}"] = value
         return values

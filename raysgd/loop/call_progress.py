@@ -70,15 +70,12 @@ class CallProgress:
 
     def export(self) -> dict[str, Any]:
         """Return the state, with the merged metrics of a segment that runs."""
-        state, train_state, merged = vars(self.state), self._train_state, self.state.merged
-        if (
-            train_state.step_iterator is None
-            or train_state.meters is None
-            or not self._merges_metrics
-        ):
+        state, segment = vars(self.state), self._train_state.step_iterator
+        meters = self._train_state.meters if self._merges_metrics else None
+        if segment is None or meters is None:
             return state
-        running = train_state.step_iterator.start_step, train_state.meters.summary()
-        return {**state, "merged": [*merged, running]}
+        running = segment.start_step, meters.summary()
+        return {**state, "merged": [*self.state.merged, running]}
 
     def continue_call(self, state: Mapping[str, Any]) -> None:
         """Continue a call that other workers have begun, without their metrics."""
