@@ -93,31 +93,30 @@ class HashingFile(io.RawIOBase):
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._size = file, 0
-        self._chunk_hashes: list[Future[bytes]] = []
+        self._hashes: list[Future[bytes]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS)
 
     def restart(self) -> Self:
         """Delete the content, and return this file."""
         self._file.seek(0)
         self._file.truncate()
-        self._size, self._chunk_hashes = 0, []
+        self._size, self._hashes = 0, []
         return self
 
     def write(self, content: Any) -> int:
         self._file.write(content)
         self._size += (size := memoryview(content).nbytes)
-        if (end := self._size // _CHUNK_BYTES) > len(self._chunk_hashes):
+        if (end := self._size // _CHUNK_BYTES) > len(self._hashes):
             self._file.flush()
             with contextlib.suppress(RuntimeError):  # no threads as Python ends: see `_digest`
-                for number in range(len(self._chunk_hashes), end):
-                    chunk_hash = self._threads.submit(_hash_of_chunk, self._file, number)
-                    self._chunk_hashes.append(chunk_hash)
+                for number in range(len(self._hashes), end):
+                    self._hashes.append(self._threads.submit(_hash_of_chunk, self._file, number))
         return size
 
     def seal(self, manifest: Manifest) -> None:
         """Append a manifest and a hash."""
         with self._threads:
-            hashes = [chunk_hash.result() for chunk_hash in self._chunk_hashes]
+            hashes = [future.result() for future in self._hashes]
         is_zip, file = is_archive(self._file), self._file
         file.seek(0, 2)
         with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:

@@ -58,7 +58,7 @@ class HorovodBackend(CollectiveBackend):
         self._framework = framework
         self._server: Any = None
         self._own_connections: set[_Connection] = set()
-        self._own_variables: dict[str, str] = {}
+        self._env: dict[str, str] = {}
 
     def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
         from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
@@ -80,9 +80,8 @@ class HorovodBackend(CollectiveBackend):
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
         check_horovod()
-        own = horovod_environment(context, rendezvous, self._timeout_s) | self._variables
-        self._own_variables = own
-        os.environ.update(own)
+        self._env = horovod_environment(context, rendezvous, self._timeout_s) | self._variables
+        os.environ.update(self._env)
         if rendezvous is None:
             for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"):
                 os.environ.pop(name, None)
@@ -113,12 +112,12 @@ class HorovodBackend(CollectiveBackend):
 
     def teardown(self) -> None:
         self._own_connections = set()
-        if self._own_variables and self._framework is not None:
+        if self._env and self._framework is not None:
             self._horovod().shutdown()
-        for name, value in self._own_variables.items():
+        for name, value in self._env.items():
             if os.environ.get(name) == value:
                 del os.environ[name]
-        self._own_variables = {}
+        self._env = {}
 
     def is_communication_error(self, error: BaseException) -> bool:
         from horovod.common.exceptions import HorovodInternalError

@@ -31,6 +31,8 @@ class StoreServer:
     def __init__(self, host: str) -> None:
         self._values: dict[str, Any] = {}
         self._set_events: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._operations: dict[str, Callable[..., Awaitable[Any]]]
+        self._operations = {"get": self._get, "set": self._set, "add": self._add}
         listener = Listener(host, "raysgd-store")
         self.address, self.close = listener.expect(self._answer), listener.close
 
@@ -40,10 +42,6 @@ class StoreServer:
             answer = await self._operations[operation](*arguments)
             await send(connection, pickle.dumps(answer))
             await asyncio.sleep(0)  # let other tasks run: ready reads and writes do not yield
-
-    @property
-    def _operations(self) -> dict[str, Callable[..., Awaitable[Any]]]:
-        return {"get": self._get, "set": self._set, "add": self._add}
 
     async def _get(self, keys: Sequence[str], timeout_s: float) -> list[Any] | None:
         """Return the values when all keys are set, or None after a timeout."""

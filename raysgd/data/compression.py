@@ -30,18 +30,17 @@ def decompressor_of(path: str) -> Callable[[Any], Iterator[bytes]] | None:
         return None
     module, make = _FORMATS[ending]
     try:
-        make_decompressor = functools.partial(make, importlib.import_module(module))
+        return functools.partial(_decompress, make, importlib.import_module(module))
     except ImportError:
         package = module.partition(".")[0]
         raise ValueError(f"to read .{ending} files, install {package}") from None
-    return functools.partial(_decompress, make_decompressor)
 
 
-def _decompress(make: Callable[[], Any], source: Any) -> Iterator[bytes]:
-    decompressor = make()
+def _decompress(make: Callable[[Any], Any], module: Any, source: Any) -> Iterator[bytes]:
+    decompressor = make(module)
     while data := source.read(2**16):
         while data := data.lstrip(b"\0") if decompressor.eof else data:  # without padding
-            decompressor = make() if decompressor.eof else decompressor
+            decompressor = make(module) if decompressor.eof else decompressor
             try:
                 yield decompressor.decompress(data)
             except Exception as error:  # of any class

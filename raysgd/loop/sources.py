@@ -205,10 +205,8 @@ class DataSources(ABC):
     @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        source, requested = self._sources.get("train"), self._settings.requested_batch
-        if source is None or not source.keeps_step_size:
-            return False
-        return source.global_batch_size == requested
+        source, size = self._sources.get("train"), self._settings.requested_batch
+        return source is not None and source.keeps_step_size and source.global_batch_size == size
 
     def release(self) -> None:
         for source in self._sources.values():

@@ -43,7 +43,7 @@ class FunctionTrainable(Trainable):
         """Start the workers. The first `step` starts the function, because Tune may load first."""
         self._trainer = self.trial_trainer(config)
         self._trainer.setup()
-        self._loaded_checkpoint: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None  # the checkpoint that the function starts from
         self._num_reported = 0
         self._last_report: dict[str, Any] = {}
         self._start_workers()
@@ -56,9 +56,8 @@ class FunctionTrainable(Trainable):
     def step(self) -> dict[str, Any]:
         """Wait for the next reports, and return the report of worker 0."""
         if self._reports is None:
-            start: dict[str, Any] = {"iteration": self._num_reported, "name": self.trial_name or ""}
-            if self._loaded_checkpoint is not None:
-                start["checkpoint"] = self._loaded_checkpoint
+            start: dict[str, Any] = {} if self._loaded is None else {"checkpoint": self._loaded}
+            start |= {"iteration": self._num_reported, "name": self.trial_name or ""}
             self._reports = self._trainer.reports(self._executor, Path(self.logdir or ""), **start)
         checkpoint_id = self._executor.latest_checkpoint_id
         results = next(self._reports, None)
@@ -67,15 +66,15 @@ class FunctionTrainable(Trainable):
         if results is None:
             # Tune ignores the checkpoint of a result that is marked as a duplicate. Without any
             # report, there is no result to duplicate.
-            is_new = saved or not self._num_reported
-            report = self._last_report if is_new else {RESULT_DUPLICATE: True}
-            return {**report, DONE: True, **saved}
+            if saved or not self._num_reported:
+                return {**self._last_report, DONE: True, **saved}
+            return {RESULT_DUPLICATE: True, DONE: True}
         self._num_reported += 1
         self._last_report = results[0]
         return {**self._last_report, **saved}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        blob = self._executor.checkpoints.blob or cloudpickle.dumps(self._loaded_checkpoint)
+        blob = self._executor.checkpoints.blob or cloudpickle.dumps(self._loaded)
         path = Path(checkpoint_dir, CHECKPOINT)
         write_pickle(blob, path, Manifest(global_step=self._num_reported))
 
@@ -83,7 +82,7 @@ class FunctionTrainable(Trainable):
         """Make the next step start the function from the output of `save_checkpoint`."""
         blob, manifest = read_pickle(Path(checkpoint, CHECKPOINT))
         self._num_reported = 0 if manifest is None else manifest.global_step
-        self._loaded_checkpoint = pickle.loads(blob)
+        self._loaded = pickle.loads(blob)
         if self._reports is not None:  # the trial takes over the state of another
             self.cleanup()
             self._start_workers()

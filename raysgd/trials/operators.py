@@ -102,12 +102,10 @@ class BaseTrainable(Trainable):
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
         saved = Path(checkpoint) / _OPTIONS
-        loaded = json.loads(saved.read_text()) if saved.exists() else self._initial_options
-        if loaded != self._initial_options:
-            change = functools.partial(
-                self._optimizer_options.change, loaded, self._initial_options
-            )
-            self.trainer.apply_all_operators(change)
+        initial, change = self._initial_options, self._optimizer_options.change
+        loaded = json.loads(saved.read_text()) if saved.exists() else initial
+        if loaded != initial:
+            self.trainer.apply_all_operators(functools.partial(change, loaded, initial))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()

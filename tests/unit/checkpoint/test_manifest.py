@@ -157,7 +157,7 @@ def test_parts_are_hashed_while_they_are_written(tmp_path, monkeypatch):
     with open(tmp_path / "state.pt", "xb+") as file:
         writing = HashingFile(file)
         torch.save(state, writing)
-        num_chunks, hash_ = len([h.result() for h in writing._chunk_hashes]), manifest._hash
+        num_chunks, hash_ = len([h.result() for h in writing._hashes]), manifest._hash
         monkeypatch.setattr(manifest, "_hash", lambda *at: hashed.append(at[1]) or hash_(*at))
         writing.seal(Manifest(operator="Digits"))
         assert 2 < len(hashed) < num_chunks / 20

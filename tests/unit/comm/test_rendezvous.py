@@ -136,6 +136,6 @@ def test_requests_to_a_silent_server_time_out(server, client, monkeypatch):
         address = Address(*silent.getsockname(), "key")
         with pytest.raises(dist.DistNetworkError, match=r"cannot be reached \(timed out\)"):
             TorchStore(address, LONG)
-    monkeypatch.setattr(StoreServer, "_operations", {"get": lambda *_: asyncio.sleep(20)})
+    monkeypatch.setattr(server, "_operations", {"get": lambda *_: asyncio.sleep(20)})
     with pytest.raises(dist.DistNetworkError, match=r"did not answer for 0\.3 s"):
         client.wait(["a"], SHORT)
