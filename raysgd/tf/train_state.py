@@ -23,6 +23,7 @@ from raysgd.tf.losses import BatchLosses
 from raysgd.tf.options import TFSettings
 
 _RATE = re.compile("'learning_rate': [^,}]*")
+_PURPOSE = re.compile(r"[^/_\d]+(?=[_\d]*$)")  # the last word of a path, such as velocity
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of objects, which each get_config may create again
 
 
@@ -129,8 +130,8 @@ class KerasSavedState(SavedState):
         check_objects("layers", train_state.models, state.get("layers"), layers_problem)
         trainable = train_state.trainable_flags()
         check_objects("trainable", trainable, state.get("trainable", trainable), _trainable_problem)
-        variables = [optimizer.variables for optimizer in train_state.optimizers]
-        check_objects("optimizers", variables, state.get("optimizers"), _variables_problem)
+        saved = state.get("optimizers")
+        check_objects("optimizers", train_state.optimizers, saved, _optimizer_problem)
 
     def load(self, state: dict[str, Any]) -> None:
         train_state, models = self._train_state, self._train_state.models
@@ -160,6 +161,15 @@ def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:
 def _trainable_problem(own: Mapping[str, bool], saved: Mapping[str, bool]) -> str:
     fits = len(own) == len(saved)
     return "" if fits else f"it has {len(saved)} layers and variables, not {len(own)}"
+
+
+def _optimizer_problem(optimizer: Any, arrays: Mapping[str, Any]) -> str:
+    if problem := _variables_problem(optimizer.variables, arrays):
+        return problem
+    for variable, name in zip(optimizer.variables, arrays, strict=True):
+        if _PURPOSE.findall(variable.path) != _PURPOSE.findall(name):
+            return f"it has {name} in place of {variable.path}"
+    return ""
 
 
 def _variables_problem(variables: list[Any], arrays: Mapping[str, Any]) -> str:

@@ -295,6 +295,9 @@ def _scheduler_problem(scheduler: Any, state: Any) -> str:
         return f"it is a {type(state).__name__}, not a dict"
     if problem := _number_problem(vars(scheduler), state):
         return problem
+    others = state.keys() - vars(scheduler).keys()  # releases of PyTorch add and remove flags
+    if unknown := {name for name in others if _is_number(state[name]) and name[:1] != "_"}:
+        return _describe_difference("it", set(), unknown)
     inner, saved = getattr(scheduler, "_schedulers", []), state.get("_schedulers", [])
     if not isinstance(saved, list | tuple) or len(saved) != len(inner):
         return f"it does not have {len(inner)} inner schedulers"

@@ -212,6 +212,9 @@ def test_a_state_has_what_is_trainable():
         assert [(then == now).all() for then, now in models] == [True, True, False, False]
         with pytest.raises(CheckpointError, match=r"trainable.* has 1 layers and variables, not 8"):
             trainer.load_state_dict({**state, "trainable": [{"0/model": True}]})
+        adamax = {n.replace("velocity", "norm"): v for n, v in state["optimizers"][0].items()}
+        with pytest.raises(CheckpointError, match=r"has .*_norm in place of .*_velocity"):
+            trainer.load_state_dict({**state, "optimizers": [adamax]})
 
 
 class Masking(keras.layers.Layer):

@@ -175,6 +175,7 @@ MISFITS = [
     ("schedulers", scheduler(), fields(base_lrs=[]), "its 'base_lrs' is []"),
     ("schedulers", scheduler(), fields(milestones=None), "its 'milestones' is None"),
     ("schedulers", scheduler(), fields(milestones={"a": 1}), "its 'milestones' is {'a': 1}"),
+    ("schedulers", scheduler(), fields(step_size=2), "it has unknown step_size"),
     ("schedulers", scheduler(), {**fields(), "_schedulers": None}, "does not have 2 inner"),
     ("schedulers", scheduler(), {**fields(), "_schedulers": [{}]}, "does not have 2 inner"),
 ]
