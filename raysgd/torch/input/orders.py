@@ -74,8 +74,7 @@ def seeding(seed: int, generator: Any = None) -> Iterator[None]:
     with Generators().preserving(), torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
-        # torch.manual_seed would reseed GPUs as well.
-        for each in (torch.default_generator, generator):
+        for each in (torch.default_generator, generator):  # torch.manual_seed also reseeds GPUs
             each.manual_seed(seed)
         try:
             yield

@@ -36,13 +36,8 @@ class Transfer(NamedTuple):
 
     def newest(self, pieces: Sequence[Piece]) -> Piece:
         """Return the newest piece that contains the elements."""
-        fitting = (
-            piece
-            for piece in pieces
-            if piece.param_index == self.param_index
-            and piece.start <= self.start
-            and self.stop <= piece.stop
-        )
+        of_parameter = (piece for piece in pieces if piece.param_index == self.param_index)
+        fitting = (p for p in of_parameter if p.start <= self.start and self.stop <= p.stop)
         return max(fitting, key=lambda piece: piece.version)
 
 
