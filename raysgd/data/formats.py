@@ -121,7 +121,7 @@ class Records(ABC):
         self._versions: dict[int, str] = {}
         """Versions of the local files that this process has indexed."""
         self.close()
-        self._indexes = [self._load_index(number) for number in range(len(self.paths))]
+        self._indexes = [self._load_index(file) for file in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]
         self._ends = np.cumsum(counts, dtype=np.int64)
 
@@ -186,7 +186,7 @@ class Records(ABC):
     # ---- formats
 
     @abstractmethod
-    def _build_index(self, number: int) -> np.ndarray[Any, Any]: ...
+    def _build_index(self, file: int) -> np.ndarray[Any, Any]: ...
 
     @abstractmethod
     def _count(self, index: Any) -> int: ...
@@ -197,23 +197,23 @@ class Records(ABC):
 
     # ---- files
 
-    def _load_index(self, number: int) -> Any:
-        self._versions[number] = _local_version(self.paths[number])
-        path = self._cache_path(number, f"{type(self).__name__}.npy")
+    def _load_index(self, file: int) -> Any:
+        self._versions[file] = _local_version(self.paths[file])
+        path = self._cache_path(file, f"{type(self).__name__}.npy")
         with contextlib.suppress(Exception):  # it is missing or damaged
             index = np.load(path, mmap_mode="r" if path.stat().st_size > 2**16 else None)
             if index.dtype == np.int64 and index.ndim == 1 and len(index):
                 return index
-        index = np.asarray(self._build_index(number), np.int64)
-        with self._caching(number), replacing(path) as target:
+        index = np.asarray(self._build_index(file), np.int64)
+        with self._caching(file), replacing(path) as target:
             np.lib.format.write_array_header_1_0(
                 target, np.lib.format.header_data_from_array_1_0(index)
             )
             target.write(index.data)  # np.save hides why it cannot write
         return index
 
-    def _cache_path(self, number: int, kind: str) -> Path:
-        path, stamp = self.paths[number], self._stamps[number]
+    def _cache_path(self, file: int, kind: str) -> Path:
+        path, stamp = self.paths[file], self._stamps[file]
         version = _local_version(path)
         if not version and not stamp.endswith(" "):  # the server knows the version of the file
             path = _without_query(path)
@@ -221,7 +221,7 @@ class Records(ABC):
         return self._cache / f"{key[:24]}.{kind}"
 
     @contextlib.contextmanager
-    def _caching(self, number: int) -> Iterator[None]:
+    def _caching(self, file: int) -> Iterator[None]:
         """Name the file and `cache_dir` in errors of the cache."""
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
@@ -230,38 +230,38 @@ class Records(ABC):
             if error.errno not in _OF_CACHE:
                 raise
             raise RuntimeError(
-                f"{self.paths[number]}: raysgd cannot use its cache, {self._cache}: {error}. Pass "
+                f"{self.paths[file]}: raysgd cannot use its cache, {self._cache}: {error}. Pass "
                 "cache_dir=... with a folder that you can write to, and that has enough space."
             ) from error
 
-    def _check_local(self, number: int) -> None:
-        path, index = self.paths[number], self._indexes[number]
-        self._check_stamp(number, _stamp(None, path))
+    def _check_local(self, file: int) -> None:
+        path, index = self.paths[file], self._indexes[file]
+        self._check_stamp(file, _stamp(None, path))
         version = _local_version(path)
-        if self._versions.setdefault(number, version) == version:
+        if self._versions.setdefault(file, version) == version:
             return
-        if not np.array_equal(index, self._load_index(number)):  # no new mode or link
+        if not np.array_equal(index, self._load_index(file)):  # no new mode or link
             raise RuntimeError(f"{path} changed while it was read. Start again with the new file.")
 
-    def _check_stamp(self, number: int, stamp: str) -> None:
-        if stamp != self._stamps[number]:
+    def _check_stamp(self, file: int, stamp: str) -> None:
+        if stamp != self._stamps[file]:
             raise RuntimeError(
-                f"{self.paths[number]} changed while it was read. Its size and version are "
-                f"{stamp}, and were {self._stamps[number]}. Start again with the new file."
+                f"{self.paths[file]} changed while it was read. Its size and version are "
+                f"{stamp}, and were {self._stamps[file]}. Start again with the new file."
             )
 
-    def _open(self, number: int) -> Any:
+    def _open(self, file: int) -> Any:
         """Open the uncompressed content of a file."""
-        path = self.paths[number]
+        path = self.paths[file]
         fs, name = url_to_fs(path, **self._storage_options)
-        self._check_stamp(number, _stamp(fs, name))
+        self._check_stamp(file, _stamp(fs, name))
         if (decompress := decompressor_of(_without_query(path))) is not None:
-            target = self._cache_path(number, "raw")
-            with self._caching(number):
+            target = self._cache_path(file, "raw")
+            with self._caching(file):
                 if not target.exists():
                     with lock_of_node(target.stem) as lock:
                         if not target.exists():
-                            self._decompress(number, decompress, target)
+                            self._decompress(file, decompress, target)
                         Path(lock.lock_file).unlink(missing_ok=True)
                 return open(target, "rb")
         if not is_remote(fs):
@@ -270,25 +270,25 @@ class Records(ABC):
         return fs.open(name, "rb", cache_options={"maxblocks": _NUM_BLOCKS}, **options)
 
     def _decompress(
-        self, number: int, decompress: Callable[[Any], Iterator[bytes]], target: Path
+        self, file: int, decompress: Callable[[Any], Iterator[bytes]], target: Path
     ) -> None:
-        path = self.paths[number]
-        with fsspec.open(path, **self._storage_options) as source, replacing(target) as file:
+        path = self.paths[file]
+        with fsspec.open(path, **self._storage_options) as source, replacing(target) as output:
             if "://" not in path:  # a user who cannot read the source cannot read the copy
                 mode = os.stat(path).st_mode | 0o600
-                os.fchmod(file.fileno(), os.fstat(file.fileno()).st_mode & mode & 0o777)
-            file.writelines(decompress(source))
+                os.fchmod(output.fileno(), os.fstat(output.fileno()).st_mode & mode & 0o777)
+            output.writelines(decompress(source))
 
-    def _file(self, number: int) -> Any:
+    def _opened_file(self, file: int) -> Any:
         """Return an open file, which stays open for the next call."""
-        if number not in self._files:
-            self._files[number] = self._open(number)
+        if file not in self._files:
+            self._files[file] = self._open(file)
             if len(self._files) > _NUM_OPEN:
                 self._files.popitem(last=False)[1].close()
-        self._files.move_to_end(number)
-        return self._files[number]
+        self._files.move_to_end(file)
+        return self._files[file]
 
-    def _with_file(self, number: int, read: Callable[[Any], T]) -> T:
+    def _with_file(self, file: int, read: Callable[[Any], T]) -> T:
         """Call `read` with an open file. Open it again after an error.
 
         Name the file in errors about its content.
@@ -296,10 +296,10 @@ class Records(ABC):
 
         def attempt() -> T:
             try:
-                return read(self._file(number))
+                return read(self._opened_file(file))
             except Exception:
-                if number in self._files:
-                    self._files.pop(number).close()
+                if file in self._files:
+                    self._files.pop(file).close()
                 raise
 
         try:
@@ -309,18 +309,18 @@ class Records(ABC):
             is_bare = type(error) is OSError and error.errno is None
             if isinstance(error, RecordError) or not (is_bare or isinstance(error, _BAD_CONTENT)):
                 raise
-            raise RecordError(f"{self.paths[number]}: {error}") from error
+            raise RecordError(f"{self.paths[file]}: {error}") from error
 
-    def _read_at(self, number: int, start: int, size: int) -> bytes:
-        def read(file: Any) -> bytes:
-            file.seek(start)
-            data: bytes = file.read(size)
-            total = getattr(file, "size", None)  # of a remote file
+    def _read_at(self, file: int, start: int, size: int) -> bytes:
+        def read(opened: Any) -> bytes:
+            opened.seek(start)
+            data: bytes = opened.read(size)
+            total = getattr(opened, "size", None)  # of a remote file
             if isinstance(total, int) and len(data) < min(size, total - start):
-                raise ConnectionError(f"{self.paths[number]}: the answer has too few bytes")
+                raise ConnectionError(f"{self.paths[file]}: the answer has too few bytes")
             return data
 
-        return self._with_file(number, read)
+        return self._with_file(file, read)
 
 
 class Spans(Records):
@@ -358,9 +358,9 @@ class text(Spans):  # noqa: N801  users call the formats like functions
     unit = "line"
     keeps_blank = True
 
-    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
+    def _build_index(self, file: int) -> np.ndarray[Any, Any]:
         starts, offset, rest = [], 0, b""
-        while data := self._read_at(number, offset + len(rest), _BLOCK_BYTES):
+        while data := self._read_at(file, offset + len(rest), _BLOCK_BYTES):
             data = rest + data
             size = data.rfind(b"\n") + 1
             starts.append(self._starts(data[:size]) + offset)

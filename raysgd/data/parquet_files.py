@@ -28,8 +28,8 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
         sizes = [np.diff(index).max() for index in self._indexes if len(index) > 1]
         self.block = int(max(sizes, default=1))
 
-    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
-        metadata = self._with_file(number, lambda file: _pyarrow().ParquetFile(file).metadata)
+    def _build_index(self, file: int) -> np.ndarray[Any, Any]:
+        metadata = self._with_file(file, lambda opened: _pyarrow().ParquetFile(opened).metadata)
         sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
         return np.array([0, *itertools.accumulate(sizes)], np.int64)
 

@@ -22,8 +22,8 @@ class tar(Spans):  # noqa: N801
 
     unit = "sample"
 
-    def _build_index(self, number: int) -> np.ndarray[Any, Any]:
-        return self._with_file(number, self._index_of)
+    def _build_index(self, file: int) -> np.ndarray[Any, Any]:
+        return self._with_file(file, self._index_of)
 
     def _index_of(self, file: Any) -> np.ndarray[Any, Any]:
         starts, key, names = [], None, set[str]()
