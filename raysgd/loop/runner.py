@@ -123,10 +123,10 @@ class OperatorRunner(Runner, ABC):
         train_state, segment = self._train_state, self._train_state.step_iterator
         evaluation, features = self._loop.evaluation, train_state.features
         if segment is not None:
-            done, total = segment.num_finished_steps, segment.total_steps
+            num_done, total = segment.num_finished_steps, segment.total_steps
         else:
             batches, total = evaluation.batches, evaluation.total  # the other thread resets both
-            done = 0 if batches is None else batches.count
+            num_done = 0 if batches is None else batches.count
         is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
         is_merged = segment is not None and train_state.transaction.has_fixed_parts
@@ -137,7 +137,7 @@ class OperatorRunner(Runner, ABC):
             in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,
             validation_offset=train_state.validation_offset,
-            num_batches=done,
+            num_batches=num_done,
             total_batches=total,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             epoch_samples=0 if source is None else source.epoch_samples,

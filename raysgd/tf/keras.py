@@ -73,23 +73,23 @@ def _own_objects(model: Any) -> dict[str, Any]:
     """
     objects: dict[str, Any] = {}
     reachable, seen = [model], set()
-    for each in reachable:
-        if id(each) in seen:
+    for item in reachable:
+        if id(item) in seen:
             continue
-        seen.add(id(each))
-        kind = each if isinstance(each, type | FunctionType) else type(each)
+        seen.add(id(item))
+        kind = item if isinstance(item, type | FunctionType) else type(item)
         # Keras wraps methods of layers in functions that keep the names of the methods.
         module = getattr(kind, "__globals__", {"__name__": str(kind.__module__)})["__name__"]
         is_own = module.split(".")[0] not in ("builtins", "keras", "numpy", "tensorflow")
-        if is_own and (hasattr(kind, "get_config") or isinstance(each, FunctionType)):
+        if is_own and (hasattr(kind, "get_config") or isinstance(item, FunctionType)):
             name = keras.saving.get_registered_name(kind)
             if name == "<lambda>" or objects.get(name, kind) is not kind:
                 kind.__name__ = name = f"{name.strip('<>')}_{id(kind)}"
             objects[name] = kind
-        if isinstance(each, list | tuple | set | dict):
-            reachable.extend(each.values() if isinstance(each, dict) else each)
-        if kind is not each and (hasattr(kind, "get_config") or module.startswith("keras.")):
-            reachable.extend(getattr(each, "__dict__", {}).values())
+        if isinstance(item, list | tuple | set | dict):
+            reachable.extend(item.values() if isinstance(item, dict) else item)
+        if kind is not item and (hasattr(kind, "get_config") or module.startswith("keras.")):
+            reachable.extend(getattr(item, "__dict__", {}).values())
     return objects
 
 

@@ -304,29 +304,29 @@ class _Iteration:
         self._epoch: int | None = epoch
         self._batches, self._is_compared = iter(loader), is_compared
         # The batches that can be repeated, with digests of the samples up to them.
-        self._kept = collections.deque[tuple[Any, int]]()
-        self._first = 0  # offset of the first such batch
+        self._repeatable = collections.deque[tuple[Any, int]]()
+        self._first_offset = 0  # offset of the first such batch
         self._read_digest = self.digest = 0  # of all samples, and of those up to the newest step
         self._targets: set[Any] = set()  # their values so far, until they differ
         self._num_targets = 0
 
     def can_continue(self, epoch: int, offset: int) -> bool:
-        return self._epoch == epoch and self._first <= offset
+        return self._epoch == epoch and self._first_offset <= offset
 
     def read(self, offset: int, size: int) -> list[Any]:
         """Return up to `size` batches from `offset`, and discard all earlier batches."""
         epoch, self._epoch = self._epoch, None  # if this fails, the position is unknown
-        kept = self._kept
+        repeatable = self._repeatable
         while True:
-            while kept and self._first < offset:
-                kept.popleft()
-                self._first += 1
-            if len(kept) >= size or (batch := next(self._batches, None)) is None:
+            while repeatable and self._first_offset < offset:
+                repeatable.popleft()
+                self._first_offset += 1
+            if len(repeatable) >= size or (batch := next(self._batches, None)) is None:
                 break
             if self._is_compared:
                 self._add_to_digest(batch)
-            kept.append((batch, self._read_digest))
-        self._epoch, group = epoch, list(itertools.islice(kept, size))
+            repeatable.append((batch, self._read_digest))
+        self._epoch, group = epoch, list(itertools.islice(repeatable, size))
         self.digest = group[-1][1] if group else self._read_digest
         return [batch for batch, _ in group]
 

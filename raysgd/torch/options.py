@@ -178,19 +178,19 @@ def without_old_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of a TorchTrainer without old ones that have no effect."""
     arguments = {**dict(zip(_OLD_ARGUMENTS, creators, strict=False)), **arguments}
-    left = {
+    current = {
         n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None
     }
-    for name in (name for name in _OLD_ARGUMENTS if name in left):
+    for name in (name for name in _OLD_ARGUMENTS if name in current):
         raise DeprecationWarning(
             f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
         )
-    if left.pop("serialize_data_creation", None):
+    if current.pop("serialize_data_creation", None):
         logger.warning(
             "TorchTrainer(serialize_data_creation=True) does nothing. Pass it to "
             "TrainingOperator.from_creators(...)."
         )
-    return left
+    return current
 
 
 @dataclass
