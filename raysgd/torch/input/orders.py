@@ -102,7 +102,13 @@ def draw_order(sampler: Any, seed: int) -> Order:
             return torch.randperm(size) if size <= HUGE else HugeOrder(size, sampler.replacement)
         # Stop an endless sampler after its length. Let others end, and perhaps count their epochs.
         size = len(sampler)
-        return list(itertools.islice(sampler, size + 1))[:size]
+        keys = list(itertools.islice(sampler, size + 1))[:size]
+    if len(keys) < size:
+        raise RuntimeError(
+            f"{type(sampler).__name__} yields {len(keys)} keys, but its length is {size}. Its "
+            "__len__ must return the number of keys that __iter__ yields."
+        )
+    return keys
 
 
 def is_plain_shuffle(sampler: Any) -> bool:

@@ -120,6 +120,12 @@ class Forever(Reversed):
         return itertools.cycle(range(self.size))
 
 
+def test_a_sampler_that_is_shorter_than_its_length_is_an_error():
+    short = type("Short", (Reversed,), {"__iter__": lambda self: iter(range(7))})
+    with pytest.raises(RuntimeError, match="Short yields 7 keys, but its length is 10"):
+        next(wrap(DataLoader(tensors(), 2, sampler=short(10))).batches(0, 0))
+
+
 class ByEpoch(Reversed):
     """A sampler whose order depends on `set_epoch`."""
 
@@ -703,6 +709,9 @@ class Growing(ByEpoch):
 
     def __len__(self):
         return self.size + self.epoch
+
+    def __iter__(self):
+        return iter(range(len(self)))
 
 
 @pytest.mark.parametrize(
