@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from raysgd.loop.epoch_arguments import info_of_user
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_numeric
+
+logger = logging.getLogger(__name__)
 
 
 class OperatorBase:
@@ -294,6 +297,15 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
         raise NotImplementedError(
             f"{operator_cls.__name__} must override setup(self, config), and register models, "
             "optimizers, and loaders there."
+        )
+    pair = "state_dict", "load_state_dict"
+    own = [name for name in pair if getattr(operator_cls, name) is not getattr(base, name)]
+    if len(own) == 1:
+        logger.warning(
+            "%s overrides %s, but not %s, so its state is lost at a resume. Override both.",
+            operator_cls.__name__,
+            *own,
+            *{*pair}.difference(own),
         )
 
 

@@ -79,6 +79,11 @@ def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, 
     assert keeps or expected in warnings[0]
 
 
+def test_a_state_that_is_not_loaded_is_a_warning(caplog):
+    with local(type("Half", (Small,), {"state_dict": lambda self: {}}), {}):
+        assert "Half overrides state_dict, but not load_state_dict" in caplog.text
+
+
 # ---- missing objects
 
 
