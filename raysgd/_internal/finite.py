@@ -44,6 +44,8 @@ def is_bad(array: Any) -> bool:
     try:
         if isinstance(array, np.ndarray):
             return not np.isfinite(array).all()
+        if hasattr(array, "to_local"):  # a shard; the whole needs the other workers
+            array = array.to_local()
         # a sum is quick, and finite only if its terms are
         return not (array.sum().isfinite() or array.isfinite().all())
     except Exception:  # of a type without this method, such as a sparse tensor
