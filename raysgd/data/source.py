@@ -70,7 +70,7 @@ class BatchSource:
     epoch_samples = 0  # samples of an epoch of all workers, or 0 if unknown
     current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_joined: int | None = None  # samples that the loader joined in the newest batch, if known
-    digest = 0  # of the samples up to the newest step, if workers compare it in updates
+    update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
     reads_everything = False  # every worker reads all samples, and uses its part
     position_key = "length"  # of `_KINDS`
 

@@ -1,7 +1,8 @@
 """Runs calls on all workers of a group, through failures.
 
 The state machine in `machine.py` decides what follows from an event. The controller executes the
-actions, and their result is the next event. It alone records the progress and the running call.
+actions, and their result is the next event. It records the progress and the running call, except
+while a group forms.
 """
 
 from __future__ import annotations

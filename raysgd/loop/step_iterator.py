@@ -64,7 +64,7 @@ class StepIterator:
         self._batch_is_last = True  # the newest batch of the source is the last of the update
         self._ahead: deque[Any] = deque()  # batches of the loader that no update has
         self._exhausted = False  # some rank has no more batches in the epoch
-        self._ended = False  # the loop has been told so, or that the segment ends
+        self._ended = False  # `__next__` has raised StopIteration: the epoch or the segment ends
         self.start_offset = train_state.offset
         self.paused = False
         self.num_steps = 0
@@ -129,7 +129,7 @@ class StepIterator:
         self._signal.raise_stop()
         if self._micro_batches:
             return self._next_micro_batch()
-        if not self._ahead and (self._tx.is_open or not self._check_end()):
+        if not self._ahead and (self._tx.is_open or not self._decide_end()):
             self._read_ahead()
         if not self._ahead:
             self._ended = True
@@ -152,7 +152,7 @@ class StepIterator:
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 
-    def _check_end(self) -> bool:
+    def _decide_end(self) -> bool:
         if self._exhausted or self.num_steps == self.total_steps:
             return True
         self.paused = self._signal.pauses_at(self.start_step + self.num_steps)

@@ -69,11 +69,13 @@ class TrainState(ABC):
     def set_features(self, features: Sequence[StepFeature]) -> None:
         """Set the features in the order of their hooks. Most features override few hooks."""
         self.features = [*features]
-        self.overriding: dict[str, list[StepFeature]] = {}
+        self.features_with: dict[str, list[StepFeature]] = {}
         """The features that override a hook of an update, by the name of the hook."""
         for hook in UPDATE_HOOKS:
             default = getattr(StepFeature, hook)
-            self.overriding[hook] = [f for f in features if getattr(type(f), hook) is not default]
+            self.features_with[hook] = [
+                f for f in features if getattr(type(f), hook) is not default
+            ]
 
     # ---- position
 
@@ -116,20 +118,20 @@ class TrainState(ABC):
         tx = self.transaction
         tx.begin_micro_batch(micro_batch, is_last)
         if tx.index == 0:
-            for feature in self.overriding["begin"]:
+            for feature in self.features_with["begin"]:
                 feature.begin(tx)
-        for feature in self.overriding["begin_micro_batch"]:
+        for feature in self.features_with["begin_micro_batch"]:
             feature.begin_micro_batch(tx)
 
     def commit(self, num_steps: int = 1) -> None:
         tx = self.transaction
         tx.is_committing = True
-        for feature in self.overriding["before_commit"]:
+        for feature in self.features_with["before_commit"]:
             feature.before_commit(tx)
         tx.commit()
         self.global_step += num_steps
         try:
-            for feature in self.overriding["commit"]:
+            for feature in self.features_with["commit"]:
                 feature.commit(tx)
         finally:
             tx.reset()

@@ -23,7 +23,7 @@ def compare_update(
         return False
     trained = state.engine.cache(lambda: _describe_variables(state.models, variables), *variables)
     contents = {
-        "the samples that they have read": state.data.current.digest,
+        "the samples that they have read": state.data.current.update_digest,
         "what they train": trained,
     }
     return _check_equal(state, contents, lacks_gradient)

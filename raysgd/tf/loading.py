@@ -280,12 +280,12 @@ class DatasetSource(PartitionedSource):
         return _slice_rows(batch, *part_of(total, size, rank, shares))
 
     @property
-    def digest(self) -> int:  # type: ignore[override]
+    def update_digest(self) -> int:  # type: ignore[override]
         return 0 if self._iteration is None else self._iteration.digest
 
     def step_digest(self) -> int | None:
-        # In training, each update compares `digest`.
-        return self.digest if self.is_compared and not self._training else None
+        # In training, each update compares `update_digest`.
+        return self.update_digest if self.is_compared and not self._training else None
 
     def reads(self) -> Any:
         return self.loader.element_spec

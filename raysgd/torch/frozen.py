@@ -12,7 +12,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.torch.digests import digest_of, has_bits
 from raysgd.torch.tensors import version_of
 
-KEY = "frozen"
+FROZEN_KEY = "frozen"
 """Entry of a state that lacks parameters: their digests by name, for each model."""
 
 
@@ -63,7 +63,9 @@ class FrozenParameters(StepFeature):
         return digest
 
 
-def without(state: Mapping[str, Any], digests: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+def without_frozen(
+    state: Mapping[str, Any], digests: Sequence[Mapping[str, int]]
+) -> dict[str, Any]:
     """Return a state without the parameters that have digests. The state then has the digests."""
     if not any(digests) or "models" not in state:
         return dict(state)
@@ -71,10 +73,10 @@ def without(state: Mapping[str, Any], digests: Sequence[Mapping[str, int]]) -> d
         {name: value for name, value in model.items() if name not in own}
         for model, own in zip(state["models"], digests, strict=False)
     ]
-    return {**state, KEY: digests, "models": models}
+    return {**state, FROZEN_KEY: digests, "models": models}
 
 
-def complete(
+def with_frozen(
     state: dict[str, Any], known: Sequence[Mapping[str, int]], models: Sequence[torch.nn.Module]
 ) -> dict[str, Any]:
     """Return a state with this worker's parameters, of `known` digests, for those that it lacks.
@@ -82,11 +84,11 @@ def complete(
     Raises:
         CheckpointError: if ``setup`` has made another parameter.
     """
-    lacking = state.get(KEY)
+    lacking = state.get(FROZEN_KEY)
     if not lacking:
         return state
     if len(lacking) != len(models) or not all(isinstance(each, Mapping) for each in lacking):
-        raise CheckpointError(f"The state's {KEY!r} must have a dict for each model.")
+        raise CheckpointError(f"The state's {FROZEN_KEY!r} must have a dict for each model.")
     full = []
     for index, digests in enumerate(lacking):
         for name, digest in digests.items():

@@ -224,10 +224,10 @@ class TrainingOperator(OperatorBase):
 
     def _count_loss(self, batch: Any, num_samples: int, target: Any = None) -> LossCount:
         """Return the count of a loss for `backward`. A `target` is that of ``self.criterion``."""
-        count = type(self).num_items
+        num_items = type(self).num_items
         # Whether workers communicate must not depend on the batch.
-        if count is not TrainingOperator.num_items:
-            items = count(self, batch)
+        if num_items is not TrainingOperator.num_items:
+            items = num_items(self, batch)
             source = f"{type(self).__name__}.num_items returned {{}}"
             items = num_samples if items is None else items
             return LossCount(as_count(items, source), num_samples)

@@ -97,7 +97,7 @@ class Optimization(StepFeature):
         if count.items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         else:
-            for feature in state.overriding["filter_loss"]:
+            for feature in state.features_with["filter_loss"]:
                 loss = feature.filter_loss(tx, loss, factors)
         loss = loss if factors.loss == 1.0 else loss * factors.loss
         state.precision.backward(loss, tx.is_last)
@@ -124,7 +124,7 @@ class Optimization(StepFeature):
         try:
             self._state.exchange.average(optimizer)
             if not tx.weights.is_empty:
-                for feature in self._state.overriding["before_update"]:
+                for feature in self._state.features_with["before_update"]:
                     feature.before_update(tx, optimizer)
                 if tx.bad_step is None:
                     self._state.precision.step(optimizer)

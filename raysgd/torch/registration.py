@@ -70,8 +70,8 @@ def register(
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.settings.warn_once("apex", unused, apex_args, precision.name)
-    state.replication = strategy.replication(state, sharding_args)
-    state.exchange = strategy.exchange(state)
+    state.replication = strategy.new_replication(state, sharding_args)
+    state.exchange = strategy.new_exchange(state)
     state.accumulation_steps = check_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )

@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.saved_state import SavedState
 from raysgd.loop.state_schema import check_objects
 from raysgd.torch import collectives
-from raysgd.torch.frozen import KEY, complete, without
+from raysgd.torch.frozen import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import (
     copy_to_cpu,
@@ -55,7 +55,7 @@ class TorchSavedState(SavedState):
         is_any, device = train_state.collectives.is_any, train_state.settings.device
         # Do not read a large state if no other worker can have it.
         if is_any(follows and not train_state.is_new):
-            state = without(self.read(), self._unchanged_digests())
+            state = without_frozen(self.read(), self._unchanged_digests())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
                 state["models"][index] = {k: v for k, v in of_model.items() if k not in buffers}
@@ -92,7 +92,7 @@ class TorchSavedState(SavedState):
         if for_workers:
             frozen = self._train_state.frozen
             known = frozen.digests_of_unchanged(self._models)
-            return without(state, known if frozen.are_reproducible else [])
+            return without_frozen(state, known if frozen.are_reproducible else [])
         digests = self._unchanged_digests()
         changed = [
             f"{name} of model {index}"
@@ -107,7 +107,7 @@ class TorchSavedState(SavedState):
                 "setup, or was frozen after it.",
                 changed[0],
             )
-        return without(state, digests)
+        return without_frozen(state, digests)
 
     def unsharded_models(self) -> list[torch.nn.Module]:
         train_state, count = self._train_state, len(self._train_state.given_models)
@@ -187,7 +187,7 @@ class TorchSavedState(SavedState):
         return {key: value for key, value in state.items() if key not in sharded}
 
     def check(self, state: dict[str, Any]) -> None:
-        state = complete(state, self._unchanged_digests(), self._models)
+        state = with_frozen(state, self._unchanged_digests(), self._models)
         for name, objects, saved in self._stateful(state):
             check_objects(name, objects, saved, state_problem)
         train_state = self._train_state
@@ -233,7 +233,7 @@ class TorchSavedState(SavedState):
                         load = functools.partial(load_optimizer, each, is_exact=keeps_dtypes)
                         own = optimizer_state(each)
                     elif kind == "models" and (
-                        KEY in state or not train_state.replication.is_unsharded(each)
+                        FROZEN_KEY in state or not train_state.replication.is_unsharded(each)
                     ):
                         load = functools.partial(each.load_state_dict, strict=False)
                         own, saved = (self._unsharded_part(each, state) for state in (own, saved))

@@ -28,8 +28,8 @@ from raysgd.loop.replication import Replication
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.strategies.shards import (
-    Layout,
     Piece,
+    ShardLayout,
     Transfer,
     UpdateBuffers,
     elements_of,
@@ -53,7 +53,7 @@ class ShardedOptimizer(Replication, StepFeature):
 
     Args:
         optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
-        copies: see `Layout`.
+        copies: see `ShardLayout`.
         state: the training state.
         parameters: parameters that are sharded too, by rows. None if each worker has the complete
             parameters. The layout then covers the parameters that the optimizer trains.
@@ -83,7 +83,7 @@ class ShardedOptimizer(Replication, StepFeature):
             if parameter.requires_grad and parameter in numbers
         }
         """Maps the index of each updated parameter to its number in the optimizer."""
-        self._layout = Layout(parameters, self._numbers, copies, by_rows)
+        self._layout = ShardLayout(parameters, self._numbers, copies, by_rows)
         self._pieces: list[Piece] = []
         self._stepped: list[Piece] = []
         """Pieces that the optimizer has within a step."""

@@ -103,7 +103,7 @@ class UpdateBuffers(NamedTuple):
         return [buffer.view(torch.uint8) for buffer in self.buffers]
 
 
-class Layout:
+class ShardLayout:
     """The shards of all ranks.
 
     Args:

@@ -25,11 +25,14 @@ from raysgd.torch.train_state import TorchTrainState
 
 
 class Strategy(NamedTuple):
-    """Makes the two ports of a mode. `Options.layout` is the third part of a strategy."""
+    """Makes the `Replication` and the `GradientExchange` of a mode.
 
-    replication: Callable[[TorchTrainState, Mapping[str, Any]], Replication]
+    `Options.layout` is the third part of a strategy.
+    """
+
+    new_replication: Callable[[TorchTrainState, Mapping[str, Any]], Replication]
     """Gets ``sharding_args``."""
-    exchange: Callable[[TorchTrainState], GradientExchange]
+    new_exchange: Callable[[TorchTrainState], GradientExchange]
     sharding_args: Sequence[str] | None = None
     """Keys of ``sharding_args``, if the mode is a value of ``sharding``."""
     check: Callable[[str, Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]], None] = (
@@ -110,7 +113,10 @@ def check_sharding_args(
 
 
 def mode_of(options: TorchOptions, sharding: str | None, distributed: bool) -> str:
-    """Return the key of the strategy for the arguments of the trainer and of ``register``."""
+    """Return the key of the strategy for the arguments of the trainer and of ``register``.
+
+    Options win over `sharding`: `conflicts.py` lists those that a value of `sharding` refuses.
+    """
     if options.layout.has_fixed_parts:
         return "equal bits"
     if not (options.wrap_ddp or options.use_horovod):

@@ -141,7 +141,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
             if len(asked) == 1:  # it could have forgotten the reason afterwards
                 raise ValueError("refused")
 
-    state.overriding["before_commit"].append(SimpleNamespace(before_commit=refuse))
+    state.features_with["before_commit"].append(SimpleNamespace(before_commit=refuse))
     with pytest.raises(ValueError, match="refused"):
         trainer.train()
     assert state.global_step == len(asked) == 1
@@ -166,7 +166,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     def fail(batch_info, when):
         if when == "after" and not refused:
             operator.optimizer.step()
-            state.overriding["before_commit"].append(SimpleNamespace(before_commit=refuse))
+            state.features_with["before_commit"].append(SimpleNamespace(before_commit=refuse))
             raise ValueError("bad batch")
 
     operator.fail = fail
@@ -174,7 +174,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
         trainer.train()
     assert (refused != [], called[-1]) == (True, "roll_back 0")
     assert (state.global_step, state.transaction.is_open, operator.trained) == (0, False, [])
-    state.overriding["before_commit"].pop()
+    state.features_with["before_commit"].pop()
     trainer.train()
     assert operator.trained == list(range(24))
 

@@ -25,7 +25,7 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.strategies.shards import Layout, gather_state, plan_transfers
+from raysgd.torch.strategies.shards import ShardLayout, gather_state, plan_transfers
 from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import (
     HAS_FULL_SHARDING,
@@ -63,7 +63,7 @@ def histories(draw):
 def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
     total, groups = history
     parameters = [torch.empty(total, 2), torch.empty(3)]
-    layout = Layout(parameters, [0, 1], 1, by_rows)
+    layout = ShardLayout(parameters, [0, 1], 1, by_rows)
     everything = {(which, n) for which, p in enumerate(parameters) for n in range(p.numel())}
     held = {groups[0][0]: [(which, 0, p.numel(), 0) for which, p in enumerate(parameters)]}
     for group in groups:
