@@ -16,6 +16,7 @@ import os
 import re
 import tarfile
 import time
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -120,7 +121,7 @@ class Records(ABC):
         """Whether records that are decoded together are read in order."""
         self._versions: dict[int, str] = {}
         """Versions of the local files that this process has indexed."""
-        self.close()
+        self._begin()
         self._indexes = [self._load_index(file) for file in range(len(self.paths))]
         counts = [self._count(index) for index in self._indexes]
         self._ends = np.cumsum(counts, dtype=np.int64)
@@ -132,26 +133,26 @@ class Records(ABC):
         return f"{len(self.paths)} files with {len(self)} records"
 
     def __getstate__(self) -> dict[str, Any]:
-        transient = ("_files", "_pid", "_tables")
+        transient = ("_close_files", "_files", "_pid", "_tables")
         kept = {key: value for key, value in vars(self).items() if key not in transient}
         return {**kept, "_versions": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.close()
+        self._begin()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
-            for file in self._files.values():
-                file.close()
-
-    def close(self) -> None:
-        """Close the files. The next read opens them, and finds out whether they have changed."""
-        self.__del__()
+    def _begin(self) -> None:
         # Forked processes share the positions of open files.
         self._pid = os.getpid()
         self._files: OrderedDict[int, Any] = OrderedDict()
         self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        # `__del__` could come after the files of a reference cycle have warned that they are open.
+        self._close_files = weakref.finalize(self, _close_all, self._files)
+
+    def close(self) -> None:
+        """Close the files. The next read opens them, and finds out whether they have changed."""
+        self._close_files()
+        self._begin()
 
     def stamps(self) -> list[int]:
         """Return a number for each file that changes with its name, size, and version."""
@@ -462,3 +463,9 @@ def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
     bounds = (values[1:] - values[:-1] != step).nonzero()[0] + 1
     return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))
+
+
+def _close_all(files: Mapping[int, Any]) -> None:
+    with contextlib.suppress(Exception):  # fsspec cannot close a file when Python exits
+        for file in files.values():
+            file.close()
