@@ -51,7 +51,7 @@ def register(
         )
     criteria = check_criteria(criterion)
     ddp_args = check_dict("register", "ddp_args", ddp_args)
-    apex_args = check_dict("register", "apex_args", apex_args)
+    apex_args = _check_apex_args(state, apex_args)
     horovod_args = check_dict("register", "horovod_args", horovod_args)
     modules = check_members("models", models, torch.nn.Module)
     state.optimizers = _separate(check_members("optimizers", optimizers, torch.optim.Optimizer))
@@ -67,9 +67,6 @@ def register(
     strategy = STRATEGIES[mode_of(options, sharding, state.context.distributed)]
     _move_models(state, modules, strategy.keeps_parameters)
     state.not_finite = _find_not_finite(modules)
-    if apex_args and options.use_fp16 != "apex":
-        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        state.settings.warn_once("apex", unused, apex_args, precision.name)
     state.replication = strategy.new_replication(state, sharding_args)
     state.exchange = strategy.new_exchange(state)
     state.accumulation_steps = check_int(
@@ -91,6 +88,14 @@ def register(
     if schedulers is not None:
         results.append(schedulers)
     return tuple(results)
+
+
+def _check_apex_args(state: TorchTrainState, arguments: Any) -> dict[str, Any]:
+    apex_args = check_dict("register", "apex_args", arguments)
+    if apex_args and state.settings.options.use_fp16 != "apex":
+        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
+        state.settings.warn_once("apex", unused, apex_args, state.precision.name)
+    return apex_args
 
 
 def _find_not_finite(modules: list[torch.nn.Module]) -> list[str]:
