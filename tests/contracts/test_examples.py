@@ -19,35 +19,13 @@ SAYS = {
     "tune_pbt": [r"trial \w+ +1e-05 +1e-05 +(?!1e-05)(\S+) +\1 +[5-9]\d\.\d\d%"],
 }
 """Patterns that the output of an example must match."""
-NO_RAY = (
-    "callbacks",
-    "checkpoints",
-    "compiled",
-    "creators",
-    "custom_loop",
-    "digits",
-    "gan",
-    "horovod_digits",
-    "language_model",
-    "precision",
-    "segmentation",
-    "sharded_gpt",
-    "sharding",
-    "streaming_text",
-    "tensorflow_creators",
-    "tensorflow_digits",
-    "text_classification",
-)
-"""Examples that run one worker in this process, without Ray."""
+ON_RAY = ("elastic", "functions", "functions_fit", "ray_data", "tune_pbt")
 IN_SOAK_ALONE = ("functions_horovod", "functions_tensorflow", "tune_asha")
 """Examples that only a soak runs. Tests of functions and of Tune cover the same."""
 IN_A_PROCESS = ("out_of_memory",)
 """Examples that limit the memory of their process, and so need their own."""
-ON_RAY = [
-    pytest.param(name, marks=needs_runtime_env if name.startswith("tune") else ())
-    for name in sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY, *IN_A_PROCESS})
-    if IN_SOAK or name not in IN_SOAK_ALONE
-]
+NO_RAY = sorted({p.stem for p in FOLDER.glob("*.py")} - {*ON_RAY, *IN_SOAK_ALONE, *IN_A_PROCESS})
+"""Examples that run one worker in this process, without Ray."""
 
 
 @pytest.fixture
@@ -79,7 +57,13 @@ def test_an_example_runs_in_this_process(name, run_example):
 
 
 @pytest.mark.slow("an example is a whole program, some of them with Tune or TensorFlow")
-@pytest.mark.parametrize("name", ON_RAY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_runtime_env if name.startswith("tune") else ())
+        for name in ON_RAY + IN_SOAK_ALONE * IN_SOAK
+    ],
+)
 def test_an_example_runs_on_workers(name, run_example, ray_cluster):
     if "horovod" in name:
         import_horovod()
