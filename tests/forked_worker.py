@@ -8,7 +8,7 @@ environment, the folder, the group, and the blocked signals that Ray gave to the
 import contextlib
 import functools
 import gc
-import importlib.util
+import importlib
 import json
 import os
 import runpy
@@ -21,6 +21,8 @@ import tempfile
 from pathlib import Path
 
 ADDRESS = "RAYSGD_TEST_FORKS"
+PRELOADED = "raysgd.torch", "pytest", "google.protobuf.struct_pb2", "jsonschema", "requests", "yaml"
+"""What workers import, except Ray, which reads the environment of a worker at its import."""
 
 
 @contextlib.contextmanager
@@ -50,9 +52,9 @@ def forked_workers():
 
 def _fork_for_each(listener):
     """Fork a worker for each connection until the process of the tests closes the input."""
-    sys.path[0] = str(Path(__file__).parents[1])
-    import raysgd.torch  # noqa: F401
-
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    for name in PRELOADED:
+        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leave no zombies
     gc.freeze()
     while listener in select.select([listener, sys.stdin], [], [])[0]:
@@ -66,7 +68,7 @@ def _fork_for_each(listener):
 
 def _become_worker(script):
     with script.makefile() as lines:
-        sys.argv[1:], sys.path[1:], environment, folder, group, blocked = json.loads(next(lines))
+        sys.argv[1:], sys.path[:], environment, folder, group, blocked = json.loads(next(lines))
     os.chdir(folder)
     os.setpgid(0, group)  # Ray kills it after the end of the worker
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -77,10 +79,7 @@ def _become_worker(script):
 
 
 def _run_ray_worker():
-    spec = importlib.util.find_spec("ray")
-    path = Path(spec.origin).parent / "_private" / "workers" / "default_worker.py"
-    sys.argv[0], sys.path[0] = str(path), str(path.parent)
-    runpy.run_path(str(path), run_name="__main__")
+    runpy.run_module("ray._private.workers.default_worker", run_name="__main__", alter_sys=True)
 
 
 def _ask_for_worker():
@@ -88,11 +87,12 @@ def _ask_for_worker():
     place = dict(os.environ), os.getcwd(), os.getpgrp(), blocked
     with socket.socket(socket.AF_UNIX) as forks:
         forks.connect(os.environ[ADDRESS])
-        forks.sendall(json.dumps([sys.argv[1:], sys.path[1:], *place]).encode() + b"\n")
+        forks.sendall(json.dumps([sys.argv[1:], sys.path, *place]).encode() + b"\n")
         forks.recv(1)
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # the folder of this file
     if "--runtime-env-hash=0" in sys.argv:
         _ask_for_worker()
     elif len(sys.argv) > 2:  # the modules may depend on the runtime environment of the worker
