@@ -1,8 +1,9 @@
-"""Fork the Ray workers of the shared cluster from a process that has imported PyTorch.
+"""Fork the Ray workers of the shared cluster from processes that have imported PyTorch.
 
 Ray starts this script for each worker instead of its own, which imports PyTorch again each time. A
 fork saves more than half of the CPU time of the tests on Ray. It takes over the arguments, the
-environment, the folder, the group, and the blocked signals that Ray gave to the script.
+environment, the folder, the group, and the blocked signals that Ray gave to the script. There are
+two processes to fork, so that the hashes of strings differ between workers.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ADDRESS = "RAYSGD_TEST_FORKS"
+FOLDER = "RAYSGD_TEST_FORKS"
 PRELOADED = "raysgd.torch", "pytest", "google.protobuf.struct_pb2", "jsonschema", "requests", "yaml"
 """What workers import, except Ray, which reads the environment of a worker at its import."""
 
@@ -34,20 +35,21 @@ def forked_workers():
     params = functools.partial(parameter.RayParams, worker_path=__file__)
     with (
         tempfile.TemporaryDirectory() as folder,
-        socket.socket(socket.AF_UNIX) as listener,
+        contextlib.ExitStack() as stack,
         pytest.MonkeyPatch.context() as patch,
     ):
-        address = f"{folder}/forks"
-        listener.bind(address)
-        listener.listen()
-        fd = listener.fileno()
-        # A group of its own: Ctrl-C is for the tests. The same session: forks change their group.
-        with subprocess.Popen(
-            [sys.executable, __file__, str(fd)], stdin=-1, pass_fds=[fd], process_group=0
-        ):
-            patch.setenv(ADDRESS, address)
-            patch.setattr(parameter, "RayParams", params)  # ray.init() has no such argument
-            yield
+        for number in range(2):
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"{folder}/{number}")
+            listener.listen()
+            fd = listener.fileno()
+            # A group of its own: Ctrl-C is for the tests. The same session: forks change group.
+            command = [sys.executable, __file__, str(fd)]
+            process = subprocess.Popen(command, stdin=-1, pass_fds=[fd], process_group=0)
+            stack.enter_context(process)
+        patch.setenv(FOLDER, folder)
+        patch.setattr(parameter, "RayParams", params)  # ray.init() has no such argument
+        yield
 
 
 def _fork_for_each(listener):
@@ -74,6 +76,7 @@ def _become_worker(script):
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     os.environ.clear()
     os.environ.update(environment)
+    sys.modules["numpy"].random.seed()  # `random` does so by itself
     _run_ray_worker()
     sys.exit()
 
@@ -86,7 +89,7 @@ def _ask_for_worker():
     blocked = [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())]
     place = dict(os.environ), os.getcwd(), os.getpgrp(), blocked
     with socket.socket(socket.AF_UNIX) as forks:
-        forks.connect(os.environ[ADDRESS])
+        forks.connect(f"{os.environ[FOLDER]}/{os.getpid() % 2}")
         forks.sendall(json.dumps([sys.argv[1:], sys.path, *place]).encode() + b"\n")
         forks.recv(1)
 
