@@ -309,7 +309,8 @@ def pytest_collection_modifyitems(items):
     def place(item):
         is_late = "distributed" in item.path.parts and item.path.name not in FIRST
         starts_own = item.path in enders and "module_cluster" in item._fixtureinfo.argnames
-        ends_shared = item.get_closest_marker("ends_shared") is not None
+        marker = item.get_closest_marker("ends_shared")
+        ends_shared = 0 if marker is None else marker.kwargs.get("place", 1)
         shares = "ray_cluster" not in item.fixturenames
         return is_late, files[item.path], shares, starts_own, ends_shared
 

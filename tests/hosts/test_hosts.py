@@ -226,6 +226,7 @@ def send(processes, number):
             process.send_signal(number)
 
 
+@pytest.mark.ends_shared  # a node
 def test_preempted_workers_leave_early_at_no_cost(run):
     """First Ray drains a node, with room elsewhere. Then a worker gets SIGTERM, without room."""
     began = time.time()
@@ -245,6 +246,7 @@ def test_preempted_workers_leave_early_at_no_cost(run):
     assert run.call("workers").keys() == {run.hosts.address(2)}
 
 
+@pytest.mark.ends_shared(place=2)  # the head
 def test_workers_wait_for_a_driver_that_is_cut_off_and_exit_without_it(run):
     if IN_SOAK:  # a Ray call is in flight only from the second training on
         run.end()
