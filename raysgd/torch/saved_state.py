@@ -176,7 +176,8 @@ class TorchSavedState(SavedState):
         """Return which parameters user code has frozen or thawed after ``setup``, by model."""
         pairs = zip(self._models, self._trained_at_first, strict=True)
         return [
-            dict(ddp.required_gradients(model).items() - first.items()) for model, first in pairs
+            {k: v for k, v in ddp.required_gradients(model).items() if v != first.get(k)}
+            for model, first in pairs
         ]
 
     def _unsharded_part(self, model: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -86,6 +86,8 @@ def test_layer_that_was_trained_before_it_was_frozen_stays(tmp_path, caplog):
         with caplog.at_level(logging.WARNING):
             state = trainer.state_dict(frozen=False)
     assert {"head.weight", "base.weight"} <= state["models"][0].keys()
+    order = ["base.weight", "base.bias", "head.weight", "head.bias"]  # equal on all workers
+    assert list(state["requires_grad"][0]) == order
     assert "head.weight of model 0 is saved, although it is frozen" in caplog.text
 
 
