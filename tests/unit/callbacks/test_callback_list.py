@@ -36,6 +36,8 @@ def test_a_call_returns_the_metrics_that_callbacks_see_and_change(make_trainer):
     (by_worker,) = trainer.train(reduce_results=False)
     assert set(by_worker) == set(result) - {"added"}
     assert reading.seen["epoch"] == 2
+    (validated,) = trainer.validate(reduce_results=False)
+    assert (validated["num_samples"], type(validated["val_loss"])) == (40, float)
 
 
 # ---- order

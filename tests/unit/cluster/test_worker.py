@@ -217,13 +217,6 @@ def test_an_exception_that_cannot_be_sent_arrives_as_remote_error(worker, error)
     assert told.__notes__[-1].startswith("Raised on worker ")
 
 
-def test_sys_exit_is_a_user_error(worker):
-    outcome = call(worker, fail_with(SystemExit(3)))
-    assert outcome.kind == "user"
-    assert isinstance(outcome.exception(), RemoteError)
-    assert "sys.exit(3). Return, or raise an exception" in str(outcome.exception())
-
-
 class OwnBaseError(BaseException):
     pass
 

@@ -99,22 +99,6 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(world):
     assert isinstance(error.__cause__, LostError)
 
 
-def test_steps_of_earlier_calls_count_after_a_call_that_lost_all_workers_twice(world):
-    controller = world.drive(2).controller
-    world.snapshot_every = 1000
-    train(controller, until_step=20)
-
-    def lose_all():
-        for rank in (0, 1):
-            world.lose(rank)
-
-    world.at_step(25, lambda: (lose_all(), world.plan(1.0, lose_all)))
-    with pytest.raises(WorkerLostError):
-        train(controller, max_losses=1)
-    assert controller.progress.global_step >= 20
-    assert not controller.members
-
-
 def test_without_replacements_too_few_survivors_end_the_call(world):
     controller = world.drive(3, min_workers=3, grow=False).controller
     world.at_step(20, lambda: world.lose(1))

@@ -446,14 +446,6 @@ def rate(operator):
     return operator.optimizer.param_groups[0]["lr"] / 0.01
 
 
-def test_schedulers_of_batches_step_with_each_batch(start):
-    trainer, operator = start(config={"scheduler": halving}, scheduler_step_freq="batch")
-    trainer.train(num_steps=3)
-    assert rate(operator) == pytest.approx(0.5**3)
-    trainer.train()
-    assert rate(operator) == pytest.approx(0.5**5)
-
-
 class Wrapping(Recorder):
     """Wraps its iterator, and has the oldest signature."""
 
@@ -490,18 +482,6 @@ def test_a_loop_that_stops_by_itself_ends_its_epoch(start, length):
         assert trainer.epoch == epoch
         assert rate(operator) == pytest.approx(0.5**epoch)
     trainer.train(num_steps=2)
-    assert rate(operator) == pytest.approx(0.25)
-
-
-def test_manual_schedulers_step_with_the_metric_alone(start):
-    def plateau(optimizer):
-        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-
-    trainer, operator = start(config={"scheduler": plateau}, scheduler_step_freq="manual")
-    trainer.train()
-    assert rate(operator) == 1
-    for metric in (1.0, 1.0, 1.0):
-        trainer.update_scheduler(metric)
     assert rate(operator) == pytest.approx(0.25)
 
 

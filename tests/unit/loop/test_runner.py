@@ -189,15 +189,6 @@ def test_state_within_a_data_set_continues_only_in_that_data_set(with_items, fir
     assert other.operator.trained[0] == first
 
 
-def test_snapshot_from_before_a_change_is_not_sent():
-    runner = make_runner(elastic=ElasticConfig(snapshot_every=1))
-    runner.operator._train_state.settings.context = WorkerContext()
-    runner.handle(TrainRequest(number=0, until_step=2))
-    num_changes = runner.progress().num_changes
-    assert runner.snapshot(num_changes)["global_step"] == runner.snapshot()["global_step"] == 2
-    assert runner.snapshot(num_changes + 1) is None
-
-
 def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     """The validation may be long, and the operator may store its result."""
     runner = make_runner()

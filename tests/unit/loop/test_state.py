@@ -50,14 +50,6 @@ def test_a_snapshot_is_taken_at_each_epoch_or_every_n_steps(every, expected):
     assert taken(runner_with_snapshots(every), 12) == expected
 
 
-@pytest.mark.parametrize("every", ["epoch", 1])
-def test_only_rank_0_takes_snapshots(every):
-    runner = runner_with_snapshots(every)
-    runner.operator._train_state.settings.context = WorkerContext(world_rank=1)
-    assert taken(runner, 3) == [None] * 4
-    assert runner.snapshot() is None
-
-
 def test_a_worker_that_becomes_rank_0_takes_a_snapshot():
     runner = runner_with_snapshots("epoch")
     train_state = runner.operator._train_state

@@ -81,15 +81,6 @@ def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
     assert trainer.train()["num_samples"] == 80
 
 
-def test_reduce_results_false_returns_metrics_by_worker(make_trainer):
-    trainer = make_trainer()
-    (trained,) = trainer.train(reduce_results=False)
-    assert {type(value) for value in trained.values()} == {int, float}
-    assert (trained["epoch"], trained["num_samples"]) == (1, 40)
-    (validated,) = trainer.validate(reduce_results=False)
-    assert validated["num_samples"] == 40
-
-
 def test_train_reaches_train_batch_in_thirteen_frames(make_trainer):
     class Deep(Recorder):
         def train_batch(self, batch, batch_info):

@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
-from raysgd.data.partition import MicroBatch
-from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.data_parallel import UserWrappedGradients
@@ -88,21 +86,6 @@ def test_frozen_parameters_stay_frozen_if_a_worker_is_lost_in_a_step(process_gro
     with pytest.raises(RuntimeError, match="connection"):
         wrapped(torch.ones(2, 2)).sum().backward()
     assert not module.bias.requires_grad
-
-
-def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process_group):
-    """The first part of a batch may show that the batch cannot be split."""
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    replication = UserWrappedGradients(SimpleNamespace(models=[model], accumulation_steps=1))
-    replication.wrap()
-    tx = UpdateTransaction()
-    tx.begin_micro_batch(MicroBatch(), is_last=False)
-    replication.begin_micro_batch(tx)
-    assert not model.require_backward_grad_sync
-    replication.commit(tx)
-    tx.begin_micro_batch(MicroBatch())
-    replication.begin_micro_batch(tx)
-    assert model.require_backward_grad_sync
 
 
 @pytest.mark.parametrize("wrapper", [ReplicatedModel, DistributedDataParallel])

@@ -26,8 +26,8 @@ def loader(num=20, **arguments):
 
 
 def prepared(loader, rank=0, size=2, **others):
-    others |= {"device": torch.device("cpu"), "ahead": True, "seed": 0}
-    return PreparedLoader(loader, world_size=size, rank=rank, **others)
+    given = {"device": torch.device("cpu"), "ahead": True, "seed": 0, **others}
+    return PreparedLoader(loader, world_size=size, rank=rank, **given)
 
 
 def rows(loader):
@@ -199,13 +199,11 @@ def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
 ):
     def steps(size, shares):
         loaders = [
-            PreparedLoader(
+            prepared(
                 DataLoader(list(range(total)), batch_size, shuffle=shuffle, drop_last=drop_last),
-                world_size=size,
-                rank=rank,
-                device=None,
+                rank,
+                size,
                 ahead=False,
-                seed=3,
                 full_size=full_size,
                 weigh=shares[rank].append,
             )
@@ -235,16 +233,8 @@ def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
 def test_the_last_batch_of_a_worker_may_be_larger_with_shares():
     used, weights = [], []
     for rank in range(3):
-        worker = PreparedLoader(
-            DataLoader(list(range(17)), 3),
-            world_size=3,
-            rank=rank,
-            device=None,
-            ahead=False,
-            seed=0,
-            shares=(0.3, 0.4, 0.3),
-            weigh=weights.append,
-        )
+        given = {"shares": (0.3, 0.4, 0.3), "weigh": weights.append, "ahead": False}
+        worker = prepared(DataLoader(list(range(17)), 3), rank, size=3, **given)
         batches = [batch.tolist() for batch in worker]
         assert len(worker) == len(batches) == 2
         used += itertools.chain(*batches)
@@ -265,8 +255,7 @@ def test_loader_that_is_not_partitioned_begins_once_in_an_epoch():
             return next(self.rest)
 
     own = Own(torch.arange(6), batch_size=2)
-    device = torch.device("cpu")
-    worker = PreparedLoader(own, world_size=1, rank=0, device=device, ahead=False, seed=0)
+    worker = prepared(own, size=1, ahead=False)
     assert [batch.tolist() for batch in worker] == [[0, 1], [2, 3], [4, 5]]
     assert own.began == 1
 
