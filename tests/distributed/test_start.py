@@ -81,14 +81,16 @@ def check_that_it_is_named(kept, caplog):
         TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
 
 
-def test_reserve_waits_for_room_that_another_thread_holds(ray_cluster):
+def test_reserve_waits_for_room_that_another_thread_holds(ray_cluster, monkeypatch):
     asked = {"bundle": {"CPU": 4}, "num_workers": 1, "min_workers": 1, "timeout_s": 20}
+    monkeypatch.setattr(placement, "SETTLE_S", 0.0)
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(placement.reserve, **asked).result()
         with pytest.raises(InsufficientResourcesError, match=r"within 0\.2 s.*To wait longer"):
             placement.reserve(**{**asked, "timeout_s": 0.2})
-        theirs.release()
-    placement.reserve(**asked).release()
+        given_back = pool.submit(lambda: (wait_until(waiting_requests), theirs.release()))
+        placement.reserve(**asked).release()  # while it waits
+        given_back.result()
 
 
 def test_abandoned_request_is_removed(ray_cluster):
@@ -129,16 +131,3 @@ def test_training_starts_with_what_fits_and_grows_without_a_retry(two_cpus_taken
         kinds = {event.kind for event in trainer.events}
         assert kinds == {"started", "grown"}
         assert ledger_of(trainer).tolist() == [2] * 1200
-
-
-def test_reserve_stops_waiting_when_room_appears(two_cpus_taken, monkeypatch):
-    monkeypatch.setattr(placement, "SETTLE_S", 0.0)
-
-    def give_back():
-        wait_until(waiting_requests)
-        remove_placement_group(two_cpus_taken)
-
-    with ThreadPoolExecutor(1) as pool:
-        given_back = pool.submit(give_back)
-        placement.reserve({"CPU": 3}, num_workers=1, min_workers=1, timeout_s=20).release()
-        given_back.result()

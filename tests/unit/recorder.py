@@ -16,12 +16,15 @@ from raysgd.torch.runner import TorchRunner
 class Recorder(TrainingOperator):
     """An operator that trains on the numbers from 0: each sample is its own index."""
 
+    width = 4
+
     def setup(self, config):
         torch.manual_seed(config.get("seed", 0))
-        layers = [torch.nn.Linear(1, 4), torch.nn.Dropout(config.get("dropout", 0.0))]
+        width = self.width
+        layers = [torch.nn.Linear(1, width), torch.nn.Dropout(config.get("dropout", 0.0))]
         if config.get("batch_norm"):
-            layers.append(torch.nn.BatchNorm1d(4))
-        model = torch.nn.Sequential(*layers, torch.nn.Linear(4, 1))
+            layers.append(torch.nn.BatchNorm1d(width))
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(width, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         given = {}
         if "scheduler" in config:

@@ -80,6 +80,7 @@ def without_last_row(arrays):
 WRONG = {
     "shape of a model": lambda s: s.update(models=[without_last_row(s["models"][0])]),
     "no models": lambda s: s.pop("models"),
+    "no list of models": lambda s: s.update(models=3),
     "too many models": lambda s: s.update(models=s["models"] * 2),
     "no optimizers": lambda s: s.update(optimizers=[]),
     "operator": lambda s: s.update(operator={"best": "high"}),

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raysgd import ElasticConfig
 from raysgd._internal import arguments
-from raysgd.elastic.config import check_elastic
 from raysgd.torch.options import TorchOptions
 from tests.operators import Classifier
 
@@ -39,12 +37,6 @@ def test_a_dict_is_copied():
     assert arguments.check_dict("T", "config", None) == {}
     with pytest.raises(TypeError, match=r"T\(config=\[1\]\): must be a dict"):
         arguments.check_dict("T", "config", [1])
-
-
-def test_elastic_is_an_elastic_config():
-    assert check_elastic("T", None) == ElasticConfig()
-    with pytest.raises(TypeError, match=r"elastic=\{'grow': False\}\): must be an Ela"):
-        check_elastic("T", {"grow": False})
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))

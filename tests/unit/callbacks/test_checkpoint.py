@@ -32,17 +32,6 @@ def weights(trainer):
     return trainer.get_local_operator().model.state_dict()
 
 
-def test_each_epoch_is_saved_and_the_newest_are_kept(make_trainer, tmp_path):
-    trainer = make_trainer(callbacks=[CheckpointCallback(keep=2)], logdir=tmp_path)
-    history = trainer.fit(4)
-    folder = tmp_path / "checkpoints"
-    ends = ["0003-epoch-00003-step-00000015.ckpt", "0004-epoch-00004-step-00000020.ckpt"]
-    assert names(folder) == ends
-    manifest = read_manifest(folder / names(folder)[-1])
-    assert (manifest.operator, manifest.job) == ("Classifier", "Classifier")
-    assert manifest.metrics["train_loss"] == history[-1]["train_loss"]
-
-
 def test_interrupted_run_resumes_with_the_next_sample(make_trainer, tmp_path):
     """It resumes within an epoch, and ends with the same bits as an uninterrupted run."""
     config = {"shuffle": True, "dropout": 0.5}
@@ -122,15 +111,6 @@ def test_trainer_that_has_trained_does_not_resume(make_trainer, tmp_path):
     trainer.fit(1, callbacks=[callback])
     assert callback.restored_from is None
     assert trainer.global_step == 5
-
-
-def test_the_path_of_the_best_is_known_when_fit_has_ended(make_trainer, tmp_path):
-    trainer = make_trainer(callbacks=[Scripted([1, 9, 2, 3])])
-    saving = CheckpointCallback(tmp_path, monitor="score", mode="max", blocking=False)
-    trainer.fit(4, callbacks=[CheckpointCallback(tmp_path / "all"), saving])
-    assert saving.best == str(tmp_path / names(tmp_path)[0])
-    trainer.load(saving.best)
-    assert (trainer.epoch, trainer.global_step) == (2, 10)
 
 
 class Overfitting(Callback):
@@ -293,14 +273,6 @@ class Calling(Callback):
             ValueError, match=r"Two trainers save into .*checkpoints, .* own folder"
         ):
             self._call()
-
-
-@pytest.mark.parametrize("num_calls", [1, 5])
-def test_plain_calls_are_saved_within_an_epoch(make_trainer, tmp_path, num_calls):
-    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, every=2, keep=None)])
-    for _ in range(num_calls):
-        trainer.train(num_steps=5 // num_calls)
-    assert steps(tmp_path) == [2, 4]
 
 
 def test_the_end_by_max_steps_is_saved_once(make_trainer, tmp_path):

@@ -167,11 +167,6 @@ def test_a_log_of_another_program_is_an_error(tmp_path, line):
         make_report(tmp_path)
 
 
-def test_a_folder_without_metrics_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl.*logdir="):
-        make_report(tmp_path)
-
-
 def test_steps_that_a_later_run_repeated_are_not_kept(tmp_path):
     calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
     events = [event("started", 99), event("lost", 115, 8, num_workers=1)]

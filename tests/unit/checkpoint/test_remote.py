@@ -119,12 +119,6 @@ def test_a_folder_is_no_file():
         read_file("memory://run")
 
 
-def test_unknown_protocol_is_an_error():
-    for act in (read_file, lambda url: write_file(STATE, url)):
-        with pytest.raises(CheckpointError, match=r"nowhere://a/b.pt: Protocol not known"):
-            act("nowhere://a/b.pt")
-
-
 @pytest.mark.parametrize("method", ["put_file", "mv"])
 def test_the_old_state_survives_a_failing_upload(failing, method):
     url = "failing://run/state.pt"

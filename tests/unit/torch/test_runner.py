@@ -309,17 +309,7 @@ def test_training_continues_exactly_from_a_state(num_steps):
 class Wide(Recorder):
     """Has weights that do not travel within a pickle."""
 
-    def setup(self, config):
-        torch.manual_seed(config.get("seed", 0))
-        model = torch.nn.Sequential(torch.nn.Linear(1, 5000), torch.nn.Linear(5000, 1))
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.Adam(model.parameters(), lr=1e-4),
-            criterion=torch.nn.MSELoss(),
-        )
-        self.register_data(**self.make_loaders(config))
-        self.trained, self.validated, self.infos = [], [], []
-        self.fail = lambda batch_info, when: None
+    width = 5000
 
     def load_state_dict(self, state):
         if self.config.get("refuses"):

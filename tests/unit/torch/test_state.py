@@ -189,13 +189,6 @@ def test_error_says_why_a_state_does_not_fit(name, held, saved, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("saved", [[], None, 3, "text", [1], {"a": 1}])
-def test_states_must_be_as_many_as_objects(saved):
-    said = "has 0 models, but .* registered 1" if saved == [] else "must be a list of state dicts"
-    with pytest.raises(CheckpointError, match=said):
-        check_fits("models", [network(2, 2)], saved)
-
-
 def test_unknown_options_and_fields_fit():
     class Own(Lr.LambdaLR):
         pass

@@ -90,20 +90,6 @@ def test_resources_of_a_worker(use_gpu, resources, expected):
 
 
 @pytest.mark.parametrize(
-    ("use_gpu", "resources", "error", "match"),
-    [
-        ("yes", None, TypeError, "use_gpu='yes': must be True or False"),
-        (False, {"GPU": 0.5}, ValueError, "'GPU': 0.5} contradicts use_gpu=False"),
-        (True, {"GPU": 0}, ValueError, "'GPU': 0} contradicts use_gpu=True"),
-        (False, ["CPU"], TypeError, "must be a dict"),
-    ],
-)
-def test_wrong_resources_are_refused(use_gpu, resources, error, match):
-    with pytest.raises(error, match=match):
-        executor(use_gpu, resources)
-
-
-@pytest.mark.parametrize(
     "function",
     [
         lambda config: config,

@@ -103,10 +103,6 @@ def test_validate_every_also_validates_the_last_epoch(make_trainer, every, expec
     assert [entry["epoch"] for entry in history if "val_loss" in entry] == expected
 
 
-def test_without_a_validation_loader_there_is_no_validation(make_trainer):
-    assert "val_loss" not in make_trainer(TrainOnly).fit(1)[0]
-
-
 def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
     trainer = make_trainer(Recorder)
     with failure(trainer.get_local_operator(), when="validate") as caught:
