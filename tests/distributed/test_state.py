@@ -113,7 +113,7 @@ class Stranger(threading.Thread):
             for port, pid in self.ports().items():
                 if port not in self.spared and port not in self.attacked:
                     self.attacked[port] = pid
-                    for _ in range(100):
+                    for _ in range(25):  # many more exceed the usual limit of open files
                         with contextlib.suppress(OSError):
                             connection = socket.create_connection(("127.0.0.1", port), 1)
                             self.connections.enter_context(connection)
