@@ -51,13 +51,12 @@ class Rich(Faulty):
         self.seen = state["seen"]
 
 
-@pytest.fixture(scope="module")
-def refilled_workers(module_cluster, tmp_path_factory):
+@pytest.fixture
+def refilled(module_cluster, tmp_path):
     """Two workers, both required. A replacement takes longer to start than the backoff."""
-    folder = tmp_path_factory.mktemp("orders")
     elastic = ElasticConfig(initial_s=0.05, max_s=0.05, max_attempts=1)
     with faulty_trainer(
-        folder,
+        tmp_path,
         2,
         Rich,
         min_workers=2,
@@ -65,12 +64,7 @@ def refilled_workers(module_cluster, tmp_path_factory):
         scheduler_step_freq="batch",
         callbacks=[EMA(0.9)],
     ) as trainer:
-        yield Shared(trainer, folder)
-
-
-@pytest.fixture
-def refilled(refilled_workers):
-    return refilled_workers.fresh()
+        yield Shared(trainer, tmp_path)
 
 
 def schedule_of(trainer):

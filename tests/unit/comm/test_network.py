@@ -75,11 +75,6 @@ def test_remote_workers_get_the_address_of_the_route_to_them(monkeypatch):
     assert asked == [ELSEWHERE]
 
 
-def test_workers_reach_each_other_over_loopback_if_they_reach_the_driver_there():
-    assert network.worker_address(LOOPBACK, ELSEWHERE) == LOOPBACK
-    assert network.worker_address("10.1.2.3", ELSEWHERE) == ELSEWHERE
-
-
 def test_unknown_address_error_lists_the_known_ones(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"10.1.2.3": "eth0", LOOPBACK: "lo"})
     with pytest.raises(RuntimeError, match=re.escape(ELSEWHERE)) as caught:

@@ -172,15 +172,6 @@ def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, cal
     trainer.shutdown()
 
 
-def test_info_reaches_every_batch(start):
-    trainer, operator = start()
-    trainer.train(num_steps=6, info={"a": 1})
-    trainer.validate(info={"a": 1})
-    assert all(info["info"] == {"a": 1} for info in operator.infos)
-    trainer.train(num_steps=1)
-    assert operator.infos[-1]["info"] == {}
-
-
 LOADERS = pytest.mark.parametrize(
     ("method", "name"), [("train", "train"), ("validate", "validation")]
 )

@@ -94,19 +94,6 @@ def test_train_reaches_train_batch_in_thirteen_frames(make_trainer):
     assert len(names) <= 13, names
 
 
-def test_the_newest_metrics_of_train_and_validate_are_kept(make_trainer):
-    trainer = make_trainer()
-    assert trainer.latest_metrics == {}
-    trained = trainer.train()
-    validated = trainer.validate()
-    latest = trainer.latest_metrics
-    assert latest["train_loss"] == trained["train_loss"]
-    assert latest["val_loss"] == validated["val_loss"]
-    assert latest["epoch"] == 1
-    latest.clear()
-    assert trainer.latest_metrics
-
-
 # ---- functions on workers
 
 
