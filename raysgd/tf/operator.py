@@ -216,9 +216,11 @@ class TrainingOperator(OperatorBase):
         if batch_size is not None:
             batch_size = check_int("register_data", "batch_size", batch_size, lowest=1)
             if not any(map(is_arrays, (train_loader, validation_loader))):
-                raise ValueError(
-                    f"register_data(batch_size={batch_size}): only arrays have a batch size. Call "
-                    "dataset.batch(n), or yield batches of n samples."
+                self._train_state.settings.warn_once(
+                    "batch_size",
+                    "register_data(batch_size=%d) does nothing, because only arrays have a batch "
+                    "size. Call dataset.batch(n), or yield batches of n samples.",
+                    batch_size,
                 )
         data = self._train_state.data
         data.batch_size, data.shuffle = batch_size, shuffle

@@ -112,6 +112,9 @@ def build_registered(state: KerasTrainState) -> None:
     for optimizer, variables in state.list_trained():
         if not optimizer.built:
             optimizer.build(variables)
+    names = ("model", "optimizer", "criterion", "metrics")
+    given = {name: state.attributes.get(name) for name in names}
+    state.given = {name: each for name, each in given.items() if each is not None}
     state.compiled = state.compile_arguments()
     state.not_finite = _find_not_finite(state.models)
 

@@ -43,6 +43,7 @@ class KerasTrainState(TrainState):
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
         self.attributes: Mapping[str, Any] = {}  # of the operator
+        self.given: Mapping[str, Any] = {}  # those with registered objects, when `setup` ended
 
     def restoring_models(self) -> contextlib.AbstractContextManager[None]:
         return preserving(self.losses)  # the losses of outputs depend on the batch
@@ -50,14 +51,15 @@ class KerasTrainState(TrainState):
     def compile_arguments(self) -> list[Any]:
         names = ("optimizer", "_compile_loss", "_compile_metrics")
         arguments = [getattr(model, name, None) for model in self.models for name in names]
-        arguments += map(self.attributes.get, ("model", "optimizer", "criterion", "metrics"))
         for options, rate, _ in map(_options_of, self.optimizers):
             arguments += [options, None if isinstance(rate, float) else rate]
         return arguments
 
     def check_compiled(self) -> None:
         """Raise an error for a change after `setup` that would have no effect."""
-        if self.compile_arguments() != self.compiled:
+        now = [(each, self.attributes.get(name)) for name, each in self.given.items()]
+        is_replaced = any(new is not None and new is not each for each, new in now)
+        if is_replaced or self.compile_arguments() != self.compiled:
             raise RuntimeError(
                 "After setup, a model was compiled, an attribute of an optimizer was changed, or "
                 "the model, optimizer, criterion, or metrics of the operator were replaced. But "

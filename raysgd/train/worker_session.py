@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.finite import bad_arrays, is_bad, named_arrays
+from raysgd._internal.finite import is_bad, named_arrays
 from raysgd._internal.values import numbers_in
 from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
@@ -158,9 +158,14 @@ class Session:
     def _find_not_finite(self, checkpoint: dict[str, Any] | None) -> str:
         """Return an array with NaN or infinity that is finite in the newest checkpoint, or ""."""
         newest = self.load()
-        names = [*bad_arrays(checkpoint)] if newest else []
-        earlier = dict(named_arrays(newest.to_dict())) if newest and names else {}
-        return next((name for name in names if name in earlier and not is_bad(earlier[name])), "")
+        try:
+            bad = {n: a.shape for n, a in named_arrays(checkpoint) if is_bad(a)} if newest else {}
+        except RecursionError:  # a checkpoint that contains itself
+            return ""
+        earlier = dict(named_arrays(newest.to_dict())) if newest and bad else {}
+        # A history that has grown may have NaN, such as the AUC of one class.
+        finite = {name: each.shape for name, each in earlier.items() if not is_bad(each)}
+        return next((name for name, shape in bad.items() if finite.get(name) == shape), "")
 
 
 def _pickle(state: Any) -> bytes:

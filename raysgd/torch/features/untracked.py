@@ -20,21 +20,21 @@ def _key(value: Any) -> int:
 class Untracked(StepFeature):
     """Warns if training changes tensors of an operator that are not registered.
 
-    Attributes of an optimizer count too, unless its class defines ``state_dict``. An object in
-    place of a registered one is an error.
+    Attributes of an optimizer count too, unless its class defines ``state_dict``, and objects in
+    place of registered ones.
     """
 
     def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self._operator: Any = None
-        self._names: list[str] = []
+        self._names: set[str] = set()
         self._roles: list[str] = []  # attributes that hold registered objects
         self._before: dict[str, Any] | None = None
 
     def watch(self, operator: Any) -> None:
         """Watch the tensors that ``setup`` created. Tensors of ``train_batch`` may be caches."""
         self._operator = operator
-        self._names = list(self._versions())
+        self._names = {*self._versions()}
         registered = self._registered()
         self._roles = [name for name, each in vars(operator).items() if _key(each) in registered]
 
@@ -47,10 +47,13 @@ class Untracked(StepFeature):
         for name in self._roles:
             value = getattr(self._operator, name, None)
             if value is not None and _key(value) not in registered:
-                raise RuntimeError(
-                    f"self.{name} was replaced by a {type(value).__name__} that is not registered, "
-                    "so workers and checkpoints would lack it. Change the registered object, or "
-                    "register both in setup, as a list."
+                self._state.settings.warn_once(
+                    f"replaced {name}",
+                    "self.%s was replaced by a %s that is not registered. Checkpoints and workers "
+                    "that start later lack it. Change the registered object, or register both in "
+                    "setup, as a list.",
+                    name,
+                    type(value).__name__,
                 )
         if self._before is None:  # otherwise, the call has paused
             self._before = self._versions()

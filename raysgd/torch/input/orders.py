@@ -103,7 +103,7 @@ def draw_order(sampler: Any, seed: int) -> Order:
         # Stop an endless sampler after its length. Let others end, and perhaps count their epochs.
         size = len(sampler)
         keys = list(itertools.islice(sampler, size + 1))[:size]
-    if len(keys) < size:
+    if len(keys) < min(size, len(sampler)):  # `__iter__` may make the length exact
         raise RuntimeError(
             f"{type(sampler).__name__} yields {len(keys)} keys, but its length is {size}. Its "
             "__len__ must return the number of keys that __iter__ yields."

@@ -88,15 +88,16 @@ def test_a_state_that_is_not_loaded_is_a_warning(caplog):
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer"])
-def test_an_object_in_place_of_a_registered_one_is_an_error(name):
+def test_an_object_in_place_of_a_registered_one_is_a_warning(name, caplog):
     with local(Small, {}) as trainer:
         trainer.train(num_steps=1)
         operator = trainer.get_local_operator()
         operator.model = torch.compile(operator.model, backend="eager")
         trainer.train(num_steps=1)
         setattr(operator, name, copy.deepcopy(getattr(operator, name)))
-        with pytest.raises(RuntimeError, match=rf"self\.{name} was replaced by a .*"):
-            trainer.train(num_steps=1)
+        assert "was replaced" not in caplog.text
+        trainer.train(num_steps=1)
+    assert f"self.{name} was replaced by a " in caplog.text
 
 
 def test_validation_needs_no_optimizer():
