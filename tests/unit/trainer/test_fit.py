@@ -155,11 +155,12 @@ def test_callbacks_may_add_a_monitored_metric(make_trainer):
     make_trainer(callbacks=[Scoring()]).fit(1, callbacks=[EarlyStopping("val_score")])
 
 
+@pytest.mark.parametrize("kind", [CheckpointCallback, EarlyStopping])
 def test_a_monitored_metric_that_only_training_may_have_is_a_warning(
-    make_trainer, tmp_path, caplog
+    make_trainer, tmp_path, caplog, kind
 ):
-    with pytest.raises(CallbackError, match="CheckpointCallback") as caught:
-        make_trainer().fit(1, callbacks=[CheckpointCallback(tmp_path, monitor="accuracy")])
+    with pytest.raises(CallbackError, match=kind.__name__) as caught:
+        make_trainer(logdir=tmp_path).fit(1, callbacks=[kind(monitor="accuracy")])
     assert "val_accuracy" in str(caught.value.__cause__)
     assert "validation has 'val_accuracy', but not this metric" in caplog.text
 

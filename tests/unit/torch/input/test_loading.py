@@ -35,14 +35,11 @@ from tests.conftest import wait_until
 from tests.ledger import Ids
 
 
-class Numbers(Dataset):
-    """A data set other than TensorDataset. Each sample is its own index."""
+class Numbers(Ids):
+    """A data set other than TensorDataset, whose samples are tensors."""
 
     def __init__(self, size=20):
-        self.size = size
-
-    def __len__(self):
-        return self.size
+        super().__init__(size)
 
     def __getitem__(self, index):
         return torch.tensor(index)
