@@ -158,7 +158,7 @@ class Worker:
                 self.runner = _unpack(runner, own=not self._remote)
                 self._backend = _unpack(backend)
 
-        return self._attempt(create)
+        return self._outcome_of(create)
 
     def join_group(
         self, context: WorkerContext, rendezvous: Any, leader_rank: int | None, alone: bool = False
@@ -189,7 +189,7 @@ class Worker:
             else:
                 self._hosted.rejoin(context, leader_rank)
 
-        return self._attempt(join)
+        return self._outcome_of(join)
 
     def call(self, request: Request | Parcel | Address, inbox: Address | None = None) -> Outcome:
         """Handle a request, or the large request at an address.
@@ -295,7 +295,7 @@ class Worker:
             )
         return self.runner
 
-    def _attempt(self, function: Callable[[], None]) -> Outcome:
+    def _outcome_of(self, function: Callable[[], None]) -> Outcome:
         try:
             function()
             return self._success(None)

@@ -94,7 +94,7 @@ class Controller:
     def start(self) -> None:
         """Start the workers and set them up. If that fails, stop them."""
         try:
-            with self._supervised():
+            with self._aborting_on_error():
                 self._group.reserve()
                 self._react(machine.StartRequested(min_workers=self.min_workers))
         except BaseException:
@@ -119,7 +119,7 @@ class Controller:
                     self._backend.close()
 
     @contextlib.contextmanager
-    def _supervised(self) -> Iterator[None]:
+    def _aborting_on_error(self) -> Iterator[None]:
         """Clean up after an exception, such as Ctrl-C, or after a `shutdown` in another thread."""
         try:
             yield
@@ -230,7 +230,7 @@ class Controller:
             context.call, self._supervision = call, Supervision(context, call)
             end: GroupEvent | None = None
             try:
-                with self._supervised():
+                with self._aborting_on_error():
                     if len(self.members) < min_workers:
                         self._scale_up.try_again()  # once per call, to limit the attempts
                     end = self._react(machine.CallRequested(budget=budget))
@@ -312,7 +312,7 @@ class Controller:
 
         Also restart without preempted workers if enough other workers remain or fit.
         """
-        with self._supervised():
+        with self._aborting_on_error():
             if self._group.notices.is_ray_silent:
                 return False  # no worker could be started
             if num_leaving := len(self._group.leaving()):

@@ -190,7 +190,7 @@ class _EvaluationBatches:
         self.signal.raise_stop()
         self._batch = None
         try:
-            self._batch = batch = self.signal.read(self._batches)
+            self._batch = batch = self.signal.next_batch(self._batches)
         except StopIteration:
             self.exhausted = True
             raise

@@ -14,14 +14,14 @@ The life of an update. The hooks of features get its state ``tx``, an
             feature.before_update(tx, optimizer)
             optimizer.step()
         # The loop asks for the next batch, or returns:
-        if tx.counts():
+        if tx.should_commit():
             feature.before_commit(tx)         # COMMITTING
             tx.commit()                       # COMMITTED: the steps count
             feature.commit(tx)
             tx.reset()                        # CLOSED
 
     if train_epoch raises:
-        if tx.counts(raised=True):
+        if tx.should_commit(raised=True):
             ...                               # as above
         feature.roll_back(tx)                 # restores what changed since the last commit
         tx.reset()                            # CLOSED: the next attempt trains its batches again
@@ -271,7 +271,8 @@ class Loop:
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.is_any(is_bad)
         if is_bad:
-            self.call_progress.state.ended, self.signal.callback_pause = True, 0
+            self.call_progress.state.ended = True
+            self.signal.callback_pause = 0  # a past step, so that the segment ends now
 
     def _read_rest(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Return the rest of an iteration over a loader."""

@@ -207,7 +207,7 @@ class OperatorBase:
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
-        if self._train_state.transaction.counts():
+        if self._train_state.transaction.should_commit():
             self._train_state.step_iterator.finish()
         meters.count_held()  # of a group that another call of ``train_epoch`` continues
         return meters.summary()

@@ -40,7 +40,7 @@ class Signal:
         if self.must_stop:
             raise StepInterruptedError("The driver asked this worker to stop.")
 
-    def read(self, batches: Iterator[Any], *default: Any) -> Any:
+    def next_batch(self, batches: Iterator[Any], *default: Any) -> Any:
         """Return the next batch. Deliver Ctrl-C immediately, because no step is in progress."""
         self._is_waiting = True
         try:

@@ -168,7 +168,7 @@ class StepIterator:
             )
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
-            rest = self._signal.read(self._batches, _NOTHING)
+            rest = self._signal.next_batch(self._batches, _NOTHING)
             state, source = self._train_state, self._source
             if rest is not _NOTHING and source.steps_left(state.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
@@ -176,7 +176,7 @@ class StepIterator:
 
     def end_after_error(self) -> list[Any]:
         """Undo the update in progress, unless it counts. Return the batches to train again."""
-        if self._tx.counts(raised=True):
+        if self._tx.should_commit(raised=True):
             with contextlib.suppress(Exception):  # the error of the loop is raised
                 self._commit()
         again = [*self._tx.drawn, *self._ahead]
@@ -187,7 +187,7 @@ class StepIterator:
 
     def _commit_if_done(self) -> None:
         """Commit the update in progress, if its last micro-batch has ended."""
-        if self._tx.counts():
+        if self._tx.should_commit():
             self._commit()
             for function in self._after_commit:
                 function()
@@ -213,7 +213,7 @@ class StepIterator:
         timing = self._train_state.timing
         timing.enter(DATA)
         try:
-            batch = self._signal.read(self._batches, _NOTHING)
+            batch = self._signal.next_batch(self._batches, _NOTHING)
         except BaseException:
             self.loader_failed = True
             raise

@@ -83,7 +83,7 @@ class UpdateTransaction:
         """Whether the update has only this micro-batch, and on any number of workers."""
         return self.index <= 0 and self.is_last and not self.has_fixed_parts
 
-    def counts(self, raised: bool = False) -> bool:
+    def should_commit(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if the loop now ends it.
 
         ==================================  =============  =============  =============

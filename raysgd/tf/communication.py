@@ -14,7 +14,7 @@ from raysgd.comm.horovod import check_dtypes
 from raysgd.tf.options import TFSettings
 
 
-class Communication(Collectives):
+class KerasCollectives(Collectives):
     """The collectives of a training step. This class implements them for a single worker."""
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
@@ -42,7 +42,7 @@ class Communication(Collectives):
         return make()
 
 
-class GlooWorkers(Communication):
+class GlooWorkers(KerasCollectives):
     """Workers that use the process group of PyTorch.
 
     A group of TensorFlow needs a server without authentication, and a process can join only one.
@@ -81,7 +81,7 @@ class GlooWorkers(Communication):
         return box[0]
 
 
-class HorovodGroup(Communication):
+class HorovodGroup(KerasCollectives):
     """The workers of a Horovod group."""
 
     def __init__(self, size: int, rank: int) -> None:
@@ -109,10 +109,10 @@ class HorovodGroup(Communication):
         return broadcast_object(make() if self.rank == rank else None, root_rank=rank)
 
 
-def communication_of(settings: TFSettings) -> Communication:
+def communication_of(settings: TFSettings) -> KerasCollectives:
     context = settings.context
     if not context.distributed:
-        return Communication()
+        return KerasCollectives()
     if settings.options.use_horovod:
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist

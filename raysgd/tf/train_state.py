@@ -14,7 +14,7 @@ from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.saved_state import SavedState
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import TrainState
-from raysgd.tf.communication import Communication, communication_of
+from raysgd.tf.communication import KerasCollectives, communication_of
 from raysgd.tf.engine import NEXT_PHASE, Engine
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
@@ -38,7 +38,7 @@ class KerasTrainState(TrainState):
     def __init__(self, settings: TFSettings) -> None:
         super().__init__(settings, settings.options.seed)
         self.data = KerasSources(settings, self.seed)
-        self.collectives: Communication = communication_of(settings)
+        self.collectives: KerasCollectives = communication_of(settings)
         self.engine = Engine()
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended

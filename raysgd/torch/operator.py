@@ -125,7 +125,7 @@ class TrainingOperator(OperatorBase):
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
-                if per_batch and train_state.transaction.counts(raised=True):
+                if per_batch and train_state.transaction.should_commit(raised=True):
                     self.step_schedulers()  # the step counts as done
                 raise
             if not batch_info["batch_idx"]:

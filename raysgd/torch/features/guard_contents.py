@@ -49,7 +49,7 @@ class ReplicaContents:
     has_run = False  # a forward pass may have run since all workers had the same buffers
 
     def __init__(self, state: TorchTrainState, averaging: Averaging) -> None:
-        self._state, self._wraps_all = state, state.exchange.keeps_equal
+        self._state, self._wraps_all = state, state.exchange.keeps_all_equal
         self._averaging = averaging
         self._registrations = _registrations()
         self._seen: tuple[int, list[torch.dtype]] = 0, []

@@ -26,11 +26,11 @@ from raysgd.torch.tensors import (
 class Rollback(StepFeature):
     """Restores parameters and optimizer states if a step is discarded.
 
-    This feature copies only if steps make several updates, or if `train_batch` of an earlier step
-    changed parameters before the update, as sharpness-aware minimization does. With bad steps, it
-    also copies before the first update. Otherwise the version counters of PyTorch show whether a
-    discarded step changed parameters. If so, the state is damaged. The counters do not detect
-    changes through ``parameter.data``.
+    This feature copies only if an update has several optimizer steps, or if `train_batch` of an
+    earlier step changed parameters before the update, as sharpness-aware minimization does. With
+    bad steps, it also copies before the first update. Otherwise the version counters of PyTorch
+    show whether a discarded step changed parameters. If so, the state is damaged. The counters do
+    not detect changes through ``parameter.data``.
     """
 
     def __init__(

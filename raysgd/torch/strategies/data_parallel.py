@@ -55,7 +55,7 @@ class GroupGradients(GradientExchange):
 
     def check_trained(self) -> None:
         models, dtypes = list(map(ddp.unwrap, self._state.models)), self._dtypes
-        if not self.keeps_equal:  # a worker may add parameters, or cast them
+        if not self.keeps_all_equal:  # a worker may add parameters, or cast them
             stepped = [p for each in self._state.optimizers for p in parameters_of(each)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
         check_same_parameters(models, dtypes)
@@ -113,7 +113,7 @@ class UserWrappedGradients(GroupGradients):
         for model in self._state.models:
             if ddp.is_ddp(model):
                 buffers += model.buffers()
-            elif self.keeps_equal:
+            elif self.keeps_all_equal:
                 buffers += ddp.running_statistics(model)
         return buffers
 
@@ -148,7 +148,7 @@ class UserWrappedGradients(GroupGradients):
 class ReplicatedGradients(UserWrappedGradients):
     """Wraps all models that user code has not wrapped."""
 
-    keeps_equal = True
+    keeps_all_equal = True
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         state, num_given = self._state, len(self._state.given_models)

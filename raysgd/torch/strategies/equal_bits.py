@@ -60,7 +60,7 @@ class EqualBitsGradients(GroupGradients):
     ``samples / items of the update``.
     """
 
-    keeps_equal = True
+    keeps_all_equal = True
     needs_helper = 'exact="bits"'
     num_workers = 1  # gradients are summed
 

@@ -18,7 +18,7 @@ class GradientExchange(StepFeature):
     The defaults are those of a worker alone.
     """
 
-    keeps_equal = False
+    keeps_all_equal = False
     """Whether raysgd keeps all registered objects equal, and not only models that user code wraps.
     Workers can then train only parameters that were registered."""
     num_workers = 1

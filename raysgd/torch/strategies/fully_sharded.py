@@ -251,7 +251,7 @@ class FullyShardedModel(ShardedOptimizer):
 class FullyShardedGradients(GroupGradients):
     """Gradients of sharded models. A backward pass leaves each worker the mean of its rows."""
 
-    keeps_equal = True
+    keeps_all_equal = True
     needs_warm_up = False  # a replacement worker has no rows yet
 
     def __init__(self, state: TorchTrainState) -> None:

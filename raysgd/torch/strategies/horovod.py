@@ -24,7 +24,7 @@ class HorovodGradients(GroupGradients):
     user's optimizer waits for the result before its step.
     """
 
-    keeps_equal = True
+    keeps_all_equal = True
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()

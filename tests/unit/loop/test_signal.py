@@ -58,7 +58,7 @@ def test_second_ctrl_c_does_not_wait(handled):
 def test_ctrl_c_between_steps_does_not_wait(handled):
     own = Signal()
     with own.deferring_ctrl_c():
-        assert own.read(iter(press, 0)) is None
+        assert own.next_batch(iter(press, 0)) is None
         assert handled == [signal.SIGINT]
         press()
         assert handled == [signal.SIGINT]

@@ -14,14 +14,14 @@ def build(monkeypatch):
     """A factory of operators that are set up in this process."""
     pytest.importorskip("tensorflow")
     from raysgd.tf import train_state
-    from raysgd.tf.communication import Communication
+    from raysgd.tf.communication import KerasCollectives
     from raysgd.tf.options import TFOptions, TFSettings
     from raysgd.tf.runner import build_operator
 
     def make(operator_cls, config=None, seed=3, workers=1, **options):
         options = TFOptions(seed=seed, **options)
         settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
-        monkeypatch.setattr(train_state, "communication_of", lambda _: Communication(workers))
+        monkeypatch.setattr(train_state, "communication_of", lambda _: KerasCollectives(workers))
         return build_operator(operator_cls, config or {}, settings)
 
     return make

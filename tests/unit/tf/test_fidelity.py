@@ -9,14 +9,14 @@ pytest.importorskip("tensorflow")
 
 from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest
-from raysgd.tf.communication import Communication
+from raysgd.tf.communication import KerasCollectives
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner
 from tests.fidelity import Meeting
 from tests.tf_operators import Digits
 
 
-class Averages(Communication):
+class Averages(KerasCollectives):
     """Exchanges values with workers that are threads."""
 
     def __init__(self, size, rank, meeting):

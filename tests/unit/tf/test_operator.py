@@ -9,7 +9,7 @@ tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.communication import Communication  # noqa: E402
+from raysgd.tf.communication import KerasCollectives  # noqa: E402
 from raysgd.tf.features import ReplicaSync  # noqa: E402
 from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
 from raysgd.tf.train_state import KerasSavedState  # noqa: E402
@@ -219,7 +219,7 @@ def test_register_refuses_optimizers_of_horovod(build):
 def test_integers_of_a_model_are_not_averaged():
     """Horovod rounds their mean. The state of a dropout layer consists of integers."""
 
-    class Zeros(Communication):
+    class Zeros(KerasCollectives):
         def mean(self, tensors):
             return [tf.zeros_like(tensor) for tensor in tensors]
 
