@@ -17,7 +17,7 @@ import ray
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from _workloads import BATCH_SIZE, NUM_WORKERS, make_data, make_model, make_optimizer
+from _workloads import BATCH_SIZES, NUM_WORKERS, make_data, make_model, make_optimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
@@ -31,7 +31,8 @@ def raw_worker(rank, name, num_steps, pipe, compiled=False):
     dist.init_process_group("gloo", rank=rank, world_size=NUM_WORKERS)
     model = make_model(name)
     model = DistributedDataParallel(torch.compile(model) if compiled else model)
-    loop = ByHand(model, make_data(name, num_steps), rank, NUM_WORKERS)
+    data = make_data(name, num_steps)
+    loop = ByHand(model, data, BATCH_SIZES[name], rank, NUM_WORKERS)
     pipe.send("ready")
     while (epoch := pipe.recv()) is not None:
         pipe.send(loop.epoch(epoch))
@@ -41,11 +42,11 @@ def raw_worker(rank, name, num_steps, pipe, compiled=False):
 class ByHand:
     """A loop as in PyTorch's tutorials."""
 
-    def __init__(self, model, data, rank=0, num_workers=1):
+    def __init__(self, model, data, batch_size, rank=0, num_workers=1):
         self.model, self.optimizer = model, make_optimizer(model)
         self.criterion = torch.nn.MSELoss()
         self.sampler = DistributedSampler(data, num_workers, rank)
-        self.loader = DataLoader(data, batch_size=BATCH_SIZE, sampler=self.sampler)
+        self.loader = DataLoader(data, batch_size=batch_size, sampler=self.sampler)
 
     def epoch(self, epoch):
         self.sampler.set_epoch(epoch)
@@ -87,7 +88,7 @@ def accelerate_worker(rank, name, num_steps, pipe):
     order = SharedOrder(data)
     model = make_model(name)
     model, optimizer, loader = accelerator.prepare(
-        model, make_optimizer(model), DataLoader(data, batch_size=BATCH_SIZE, sampler=order)
+        model, make_optimizer(model), DataLoader(data, batch_size=BATCH_SIZES[name], sampler=order)
     )
     criterion = torch.nn.MSELoss()
     pipe.send("ready")
@@ -124,7 +125,7 @@ def lightning_worker(rank, name, num_steps, pipe):
         def configure_optimizers(self):
             return make_optimizer(self.model)
 
-    loader = DataLoader(make_data(name, num_steps), batch_size=BATCH_SIZE, shuffle=True)
+    loader = DataLoader(make_data(name, num_steps), batch_size=BATCH_SIZES[name], shuffle=True)
     fit_on_demand(Module(), loader, pipe, "ddp")
 
 
@@ -247,7 +248,7 @@ def ray_train_worker(config):
     criterion = torch.nn.MSELoss()
     data = make_data(config["name"], config["num_steps"])
     loader = ray.train.torch.prepare_data_loader(
-        DataLoader(data, batch_size=BATCH_SIZE, shuffle=True)
+        DataLoader(data, batch_size=BATCH_SIZES[config["name"]], shuffle=True)
     )
     for epoch in range(config["num_epochs"]):
         ray.get(gate.enter.remote(epoch))
@@ -301,7 +302,8 @@ class Regression(TrainingOperator):
         )
         data = make_data(config["name"], config["num_steps"])
         torch.manual_seed(0)  # the seed of DistributedSampler
-        self.register_data(train_loader=DataLoader(data, batch_size=BATCH_SIZE, shuffle=True))
+        batch_size = BATCH_SIZES[config["name"]]
+        self.register_data(train_loader=DataLoader(data, batch_size=batch_size, shuffle=True))
 
 
 class Raysgd:
@@ -350,7 +352,7 @@ EXACT_PEERS = {
 
 LOCAL_PEERS = {
     "by hand": lambda name, num_steps, num_epochs: ByHand(
-        make_model(name), make_data(name, num_steps)
+        make_model(name), make_data(name, num_steps), BATCH_SIZES[name]
     ),
     "raysgd": lambda name, num_steps, num_epochs: Raysgd(
         name, num_steps, num_workers=1, min_workers=1, use_local=True

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
 
 NUM_WORKERS = 2
-BATCH_SIZE = 32
-NUM_STEPS = {"mlp": 400, "resnet": 12}
+BATCH_SIZES = {"mlp": 32, "resnet": 32, "loader": 512}
+NUM_STEPS = {"mlp": 400, "resnet": 12, "loader": 60}
 LEARNING_RATE = 0.01
 
 
@@ -38,8 +38,10 @@ class Residual(torch.nn.Module):
 
 
 def make_model(name):
-    """Return *mlp*, which measures overhead, or *resnet*, which measures arithmetic."""
+    """Return a model: *mlp* measures overhead, *resnet* arithmetic, *loader* the data loader."""
     torch.manual_seed(0)
+    if name == "loader":
+        return torch.nn.Linear(32, 1)
     if name == "mlp":
         return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     return torch.nn.Sequential(
@@ -58,9 +60,10 @@ def make_optimizer(model):
 
 def make_data(name, num_steps):
     """Return the data of all workers for `num_steps` steps."""
-    size = (32,) if name == "mlp" else (3, 32, 32)
+    size = (3, 32, 32) if name == "resnet" else (32,)
     generator = torch.Generator().manual_seed(1)
-    features = torch.randn(num_steps * BATCH_SIZE * NUM_WORKERS, *size, generator=generator)
+    num_samples = num_steps * BATCH_SIZES[name] * NUM_WORKERS
+    features = torch.randn(num_samples, *size, generator=generator)
     return TensorDataset(features, features.flatten(1).mean(dim=1, keepdim=True))
 
 

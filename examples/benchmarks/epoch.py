@@ -9,7 +9,8 @@
 
 Each side has two workers with one thread each, which stay alive for the whole run. The sides take
 turns, and their losses must agree after each epoch. *mlp* is a tiny network that measures overhead.
-*resnet* measures arithmetic. ``--compiled`` compares raysgd and plain DDP with compiled models,
+*resnet* measures arithmetic, and *loader*, with large batches for a linear model, the loading of
+samples that are in memory. ``--compiled`` compares raysgd and plain DDP with compiled models,
 which compile in the warm-up epochs. ``--guard`` compares raysgd with and without comparisons of the
 replicas, and ``--exact`` with and without ``exact="bits"``. ``--local`` compares raysgd in this
 process with a loop by hand.
@@ -27,7 +28,7 @@ from _peers import COMPILED_PEERS, EXACT_PEERS, GUARD_PEERS, LOCAL_PEERS, PEERS
 from _workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
 
 WARM_UP = 2
-TOLERANCE = {"mlp": 1e-5, "resnet": 0.1}
+TOLERANCE = {"mlp": 1e-5, "resnet": 0.1, "loader": 1e-5}
 """Tolerance of the losses. All sides use the same samples per step. However, not all assign the
 same half to the same worker, which affects batch normalization."""
 
@@ -68,6 +69,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=9, help="counted epochs of each side")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--only", nargs="+", choices=NUM_STEPS, default=list(NUM_STEPS))
     parser.add_argument("--compiled", action="store_true", help="models that torch has compiled")
     parser.add_argument("--guard", action="store_true", help="raysgd with and without a guard")
     parser.add_argument("--exact", action="store_true", help="raysgd with and without equal bits")
@@ -85,7 +87,8 @@ def main():
     # Enough CPUs for the idle workers of the other side.
     ray.init("local", num_cpus=2 * NUM_WORKERS, include_dashboard=False, log_to_driver=False)
     result = {"machine": machine(), "epoch": {}}
-    for name, num_steps in NUM_STEPS.items():
+    for name in args.only:
+        num_steps = NUM_STEPS[name]
         num_steps = max(2, num_steps // 20) if args.smoke_test else num_steps
         rows = result["epoch"][name] = time_epochs(name, num_steps, runs, peers)
         print(f"\nan epoch of {name}: {num_steps} steps, {runs} runs in turn")

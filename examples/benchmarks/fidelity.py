@@ -16,7 +16,7 @@ from pathlib import Path
 
 import ray
 from _peers import Regression
-from _workloads import BATCH_SIZE, NUM_STEPS, in_turn, machine, spread
+from _workloads import BATCH_SIZES, NUM_STEPS, in_turn, machine, spread
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.testing import chaos
@@ -65,7 +65,7 @@ def main():
         }
         times = in_turn(runs, sides, warm_up=2)
     ratios = [few / all_ for few, all_ in zip(times["three"], times["four"], strict=True)]
-    result = {"machine": machine(), "samples": num_steps * BATCH_SIZE * NUM_WORKERS}
+    result = {"machine": machine(), "samples": num_steps * BATCH_SIZES["resnet"] * NUM_WORKERS}
     result |= {name: spread(seconds) for name, seconds in times.items()} | {"ratio": spread(ratios)}
     for name in times:
         print(f"{name:6} workers: {result[name]['median']:.3f} s an epoch of {num_steps} steps")

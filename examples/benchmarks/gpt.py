@@ -6,11 +6,12 @@
 Each side has two workers with one thread each, which stay alive for the whole run. The sides take
 turns, so that the load of the machine is the same for all. Their losses must agree.
 
-*By hand* uses PyTorch's ``fully_shard`` in the loop of its tutorial. *Lightning* uses its
-``ModelParallelStrategy`` (left out if it is not installed). *Full* and *optimizer* are
-``register(sharding=...)`` of raysgd, without and with one replica of each shard. *DDP* is raysgd's
-too, also without comparisons of the replicas. raysgd takes snapshots if 1 % of the time pays for
-them. ``--steps`` sets the length of an epoch, and ``--no-snapshots`` disables snapshots.
+*By hand* uses PyTorch's ``fully_shard`` or DistributedDataParallel in the loop of their tutorials.
+*Lightning* uses its ``ModelParallelStrategy`` (left out if it is not installed). *Full* and
+*optimizer* are ``register(sharding=...)`` of raysgd, without and with one replica of each shard.
+*DDP* is raysgd without ``sharding``, also without comparisons of the replicas. raysgd takes
+snapshots if 1 % of the time pays for them. ``--steps`` sets the length of an epoch, and
+``--no-snapshots`` disables snapshots.
 (Accelerate 1.15 does not shard models on CPUs.)
 """
 
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from _peers import Processes, fit_on_demand
 from _workloads import NUM_WORKERS, in_turn, machine, spread
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
@@ -106,16 +108,19 @@ def loss_of(outputs, target):
     return torch.nn.functional.cross_entropy(outputs, target.flatten())
 
 
-def by_hand(rank, floats, num_steps, pipe):
-    """Train like PyTorch's FSDP2 tutorial."""
+def by_hand(is_sharded, rank, floats, num_steps, pipe):
+    """Train like PyTorch's tutorials on FSDP2 and DistributedDataParallel."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", rank=rank, world_size=NUM_WORKERS)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (NUM_WORKERS,))
     model = make_gpt(floats)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if is_sharded:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (NUM_WORKERS,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
     optimizer = make_adamw(model)
     data = make_texts(num_steps)
     sampler = DistributedSampler(data)
@@ -133,6 +138,10 @@ def by_hand(rank, floats, num_steps, pipe):
             total += loss.item()
         pipe.send(total / len(loader))
     dist.destroy_process_group()
+
+
+fsdp_by_hand = functools.partial(by_hand, True)
+ddp_by_hand = functools.partial(by_hand, False)
 
 
 def by_lightning(rank, floats, num_steps, pipe):
@@ -206,7 +215,8 @@ def divided(sharding, copies):
 
 
 SIDES = {
-    "FSDP2 by hand": lambda floats, num_steps: Processes(by_hand, floats, num_steps),
+    "FSDP2 by hand": lambda floats, num_steps: Processes(fsdp_by_hand, floats, num_steps),
+    "DDP by hand": lambda floats, num_steps: Processes(ddp_by_hand, floats, num_steps),
     "Lightning": lambda floats, num_steps: Processes(by_lightning, floats, num_steps),
     "full": lambda floats, num_steps: Raysgd(floats, num_steps, **divided("full", 0)),
     "full, a copy": lambda floats, num_steps: Raysgd(floats, num_steps, **divided("full", 1)),

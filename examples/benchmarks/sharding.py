@@ -27,7 +27,7 @@ from pathlib import Path
 import ray
 import torch
 from _workloads import (
-    BATCH_SIZE,
+    BATCH_SIZES,
     NUM_STEPS,
     NUM_WORKERS,
     in_turn,
@@ -66,7 +66,7 @@ class Timed(TrainingOperator):
             **config["register"],
         )
         # The data of resnet are sized for two workers.
-        size = BATCH_SIZE * NUM_WORKERS // self.world_size if floats is None else 2
+        size = BATCH_SIZES["resnet"] * NUM_WORKERS // self.world_size if floats is None else 2
         self.register_data(train_loader=DataLoader(data, batch_size=size, shuffle=True))
         self.steps = []
 
