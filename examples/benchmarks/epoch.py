@@ -18,6 +18,7 @@ process with a loop by hand.
 
 import argparse
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -45,7 +46,8 @@ def time_epochs(name, num_steps, runs, peers):
             losses[peer] = sides[peer].epoch(run)
             seconds = time.perf_counter() - started
             expected = losses[peers[0]]
-            if losses[peer] is None or abs(losses[peer] / expected - 1) > TOLERANCE[name]:
+            found = math.nan if losses[peer] is None else losses[peer]
+            if not math.isclose(found, expected, rel_tol=TOLERANCE[name], abs_tol=1e-6):
                 raise SystemExit(
                     f"losses differ in epoch {run}: {expected} with {peers[0]}, {losses[peer]} "
                     f"with {peer}"
