@@ -19,7 +19,7 @@ class StepLayout:
 
     By workers, each worker trains one part. Fixed parts do not depend on the workers: a worker
     trains the parts that it owns one after the other, and the generators of random numbers are
-    seeded for each.
+    seeded for each. `CONTRIBUTING.md` defines these terms.
     """
 
     num_parts: int | None = None  # of a full step; None: one for each current worker
