@@ -28,6 +28,7 @@ _RETURN_S = 0.7
 _NODE_LOSS_S = 10.0
 """Seconds that Ray may take to report a lost node."""
 ANSWER_S = 0.7
+"""Seconds that idle workers may take to answer a short request."""
 BUSY_TICK_S = 0.05
 """Seconds between two looks while workers start or progress is shown."""
 _SILENCE_S = 10.0
@@ -35,7 +36,9 @@ _SILENCE_S = 10.0
 _SALVAGE_S = 10.0
 """Seconds that a worker may take to send its state before all workers restart."""
 _LOOK_EVERY_S = 1.0
+"""Seconds between two checks of workers that have not answered."""
 _ASK_AGAIN_S = 0.05
+"""Seconds to wait before a worker whose answer was lost is asked again."""
 _QUIET_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 
