@@ -103,7 +103,8 @@ class Stranger(threading.Thread):
         driver = psutil.Process()
         for process in (driver, *driver.children(recursive=True)):
             with contextlib.suppress(psutil.Error, IndexError):  # it has ended
-                if process == driver or process.cmdline()[0].startswith("ray::"):
+                command = " ".join(process.cmdline())  # a fork keeps it with Ray 2.44
+                if process == driver or command.startswith("ray::") or "forked_worker" in command:
                     open_ports = process.net_connections("tcp")
                     found |= {c.laddr.port: process.pid for c in open_ports if c.status == "LISTEN"}
         return found
