@@ -294,9 +294,16 @@ FIRST = (
 """Files of `distributed` to run early. They mostly wait, so other tests should run in parallel."""
 
 
+def pytest_xdist_auto_num_workers():
+    """Return the number of processes for `make test`. Tests wait for a quarter of their time."""
+    return psutil.cpu_count() + 1
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Move the tests of `distributed` to the end, except those in `FIRST`.
+    """Move the tests of hosts to the start, and those of `distributed` to the end.
+
+    The former mostly wait, and take longer than any other file. Files in `FIRST` stay between.
 
     In each file, the tests that need a free cluster come first. Tests that end shared workers come
     after those that share them, and before those that start workers of their own, for which there
@@ -307,12 +314,13 @@ def pytest_collection_modifyitems(items):
     enders = {i.path for i in items if i.get_closest_marker("ends_shared")}
 
     def place(item):
+        is_early = "hosts" in item.path.parts
         is_late = "distributed" in item.path.parts and item.path.name not in FIRST
         starts_own = item.path in enders and "module_cluster" in item._fixtureinfo.argnames
         marker = item.get_closest_marker("ends_shared")
         ends_shared = 0 if marker is None else marker.kwargs.get("place", 1)
         shares = "ray_cluster" not in item.fixturenames
-        return is_late, files[item.path], shares, starts_own, ends_shared
+        return is_late - is_early, files[item.path], shares, starts_own, ends_shared
 
     items.sort(key=place)
 
