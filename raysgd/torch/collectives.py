@@ -172,7 +172,7 @@ def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], source:
         size = 0
         for tensor in members:
             if tensor.nbytes >= _MESSAGE_BYTES:
-                _broadcast_large(tensor, device, source)
+                _broadcast_flat([tensor], device, source)
                 continue
             message.append(tensor)
             size += tensor.nbytes
@@ -184,24 +184,16 @@ def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], source:
 
 
 def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, source: int) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    if flat.is_meta:
-        broadcast(torch.empty_like(flat, device=device), source)
-        return
-    broadcast(flat, source)
-    if rank() != source:
+    """Broadcast tensors in parts. These arrive in the memory of a contiguous tensor alone."""
+    if len(tensors) > 1:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    else:
+        flat = tensors[0].resolve_conj().resolve_neg().contiguous().view(-1)
+    for part in flat.split(_MESSAGE_BYTES // flat.element_size()):
+        broadcast(torch.empty_like(part, device=device) if part.is_meta else part, source)
+    if rank() != source and flat.data_ptr() != tensors[0].data_ptr():
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
-
-
-def _broadcast_large(tensor: torch.Tensor, device: torch.device, source: int) -> None:
-    """Broadcast a tensor in parts, which arrive in its memory if it is contiguous."""
-    has_own_memory = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    for part in flat.split(_MESSAGE_BYTES // tensor.element_size()):
-        broadcast(torch.empty_like(part, device=device) if part.is_meta else part, source)
-    if not has_own_memory and rank() != source:
-        tensor.copy_(flat.view_as(tensor))
 
 
 class _Slot(NamedTuple):
