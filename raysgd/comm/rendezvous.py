@@ -53,14 +53,13 @@ class StoreServer:
             return None
         return [self._values[key] for key in keys]
 
-    async def _set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self._values[key] = value
-            self._set_events[key].set()
+    async def _set(self, key: str, value: Any) -> None:
+        self._values[key] = value
+        self._set_events[key].set()
 
     async def _add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount
-        await self._set([key], [str(total).encode()])
+        await self._set(key, str(total).encode())
         return total
 
 

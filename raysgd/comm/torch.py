@@ -62,7 +62,7 @@ class TorchStore(Store):
         self._client.interrupt()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._client.ask("set", [key], [value.encode() if isinstance(value, str) else bytes(value)])
+        self._client.ask("set", key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -168,9 +168,12 @@ class TorchProcessGroup(CollectiveBackend):
                 self._group.use(mesh)
         else:
             rank, size, timeout = ranks
+            # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its
+            # first collective. Then `interrupt` could not end the wait for a lost worker.
+            nccl = "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
             dist.init_process_group(
                 # gloo carries batch counts, Python objects, and CPU tensors.
-                f"cpu:gloo,cuda:{_nccl_name()}",
+                f"cpu:gloo,cuda:{nccl}",
                 store=_store_of_nccl(rendezvous, self._timeout),
                 rank=rank,
                 world_size=size,
@@ -269,15 +272,6 @@ def _mesh(rank: int, key: str) -> Mesh | None:
         if name == chosen:
             return Mesh(rank, address, derive_key(key, "mesh"), 3 * _CONNECT.total_seconds())
     return None
-
-
-def _nccl_name() -> str:
-    """Return the name of the NCCL group that connects in its first collective.
-
-    In PyTorch 2.15, "nccl" is another implementation, which connects in ``init_process_group``.
-    There, `interrupt` could not end the wait for a lost worker.
-    """
-    return "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
 
 
 def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:
