@@ -33,7 +33,9 @@ class TorchCreators(Creators):
         optimizers = self._optimizer_creator(models, config)
         created = {"models": models, "optimizers": optimizers}
         if self._loss_creator is not None:
-            created["criterion"] = _loss(self._loss_creator, config)
+            creator = self._loss_creator
+            is_loss = isinstance(creator, type) and issubclass(creator, _Loss)
+            created["criterion"] = creator() if is_loss else creator(config)
         if self._scheduler_creator is not None:
             created["schedulers"] = self._scheduler_creator(optimizers, config)
         created = {name: value for name, value in created.items() if value is not None}
@@ -43,11 +45,6 @@ class TorchCreators(Creators):
             is_list = isinstance(value, list | tuple)
             setattr(self, name.removesuffix("s"), value[0] if is_list else value)
         self._create_data(config)
-
-
-def _loss(creator: Any, config: dict[str, Any]) -> Any:
-    is_loss = isinstance(creator, type) and issubclass(creator, _Loss)
-    return creator() if is_loss else creator(config)
 
 
 def check_creators(operator_cls: type[Any]) -> None:

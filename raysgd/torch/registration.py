@@ -7,15 +7,13 @@ Buffers and features see wrapped models. For the end, see `Optimization.register
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_dict, check_int
 from raysgd._internal.finite import bad_arrays
-from raysgd.loop.operator_base import as_list, in_shape_of
+from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
@@ -141,11 +139,3 @@ def _move_criteria(state: TorchTrainState, criteria: list[Any], trained: list[An
     return [
         wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
     ]
-
-
-def use_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
-    """Replace registered models with DistributedDataParallel wrappers from user code."""
-    values = [value for attribute in attributes for value in as_list(attribute)]
-    state.exchange.use_wrappers(
-        [each for each in values if isinstance(each, DistributedDataParallel)]
-    )

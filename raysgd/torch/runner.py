@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from raysgd._internal.context import WorkerContext
@@ -15,14 +16,14 @@ from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.large_values import Incoming
-from raysgd.loop.operator_base import create_operator
+from raysgd.loop.generators import Generators
+from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.torch.generators import TorchGenerators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
-from raysgd.torch.registration import use_wrappers
 from raysgd.torch.saved_state import TorchSavedState
+from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.shards import gather_state
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -110,12 +111,33 @@ class TorchRunner(OperatorRunner):
         loop.snapshots.maybe_take()
 
 
+class TorchGenerators(Generators):
+    """The random number generators of Python, NumPy, and PyTorch."""
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        kind, keys, *rest = state["numpy"]
+        # Use a tensor, because `weights_only` loading rejects arrays.
+        state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        super().set(state)
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
 def build_operator(
     operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
-    use_wrappers(operator._train_state, vars(operator).values())
     state = operator._train_state
+    attributes = [each for value in vars(operator).values() for each in as_list(value)]
+    state.exchange.use_wrappers([each for each in attributes if ddp.is_ddp(each)])
     if settings.context.world_rank == 0:
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:

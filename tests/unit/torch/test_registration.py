@@ -144,7 +144,7 @@ def frozen_linear():
 
 def registered(train_state, models, *optimized):
     register(train_state, models, sgd(*optimized))
-    registration.use_wrappers(train_state, [])
+    train_state.exchange.use_wrappers([])
     return train_state
 
 
@@ -152,7 +152,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     model, train_state = linear(), distributed(world_size=1)
     wrapped = register(train_state, model)[0]
     model.requires_grad_(False)
-    registration.use_wrappers(train_state, [])
+    train_state.exchange.use_wrappers([])
     train_state.begin_generation(train_state.context)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
@@ -164,7 +164,7 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
 def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     model, train_state = linear(), distributed()
     wrapped = register(train_state, model, sgd(model), gradient_accumulation_steps=2)[0]
-    registration.use_wrappers(train_state, [])
+    train_state.exchange.use_wrappers([])
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
@@ -209,7 +209,7 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         model, train_state = linear(), distributed(wrap_ddp=wrap_ddp)
         register(train_state, model)
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
-        registration.use_wrappers(train_state, wrappers)
+        train_state.exchange.use_wrappers(wrappers)
         replication = train_state.replication
         assert [replication.follows(False, new) for new in (False, True)] == [follows, True]
         assert not replication.follows(True, False)
