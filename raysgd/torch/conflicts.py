@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +15,7 @@ def check(
     call: str,
     options: Any,
     models: Sequence[torch.nn.Module] = (),
-    ddp_args: Mapping[str, Any] = MappingProxyType({}),
+    ddp_args: Mapping[str, Any] | None = None,
     scales: bool = False,
 ) -> None:
     """Raise ValueError if a mode does not work with something else that user code has chosen.

@@ -45,12 +45,3 @@ class TorchCreators(Creators):
             is_list = isinstance(value, list | tuple)
             setattr(self, name.removesuffix("s"), value[0] if is_list else value)
         self._create_data(config)
-
-
-def check_creators(operator_cls: type[Any]) -> None:
-    """Raise TypeError for a `CreatorOperator` without creators."""
-    if issubclass(operator_cls, TorchCreators) and not hasattr(operator_cls, "_model_creator"):
-        raise TypeError(
-            f"{operator_cls.__name__} has no creators. Pass the result of "
-            f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...)."
-        )

@@ -53,14 +53,6 @@ class Guard:
         set_fields(self, every=check_int("Guard", "every", self.every, 1))
 
 
-def _check_guard(trainer: str, guard: Any) -> Guard | None:
-    if guard is None or isinstance(guard, Guard):
-        return guard
-    if guard == "check":
-        return Guard()
-    raise ValueError(f'{trainer}(guard={guard!r}): must be "check", None, or raysgd.Guard(...).')
-
-
 @dataclass(frozen=True)
 class EqualBits:
     """Train with the same bits on any number of workers: ``TorchTrainer(exact=EqualBits(8))``.
@@ -123,7 +115,12 @@ class TorchOptions(Options):
         check_oldest(self.trainer, "torch", torch.__version__)
         frequencies = (None, "batch", "epoch", "manual")
         check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
-        set_fields(self, guard=_check_guard(self.trainer, self.guard))
+        if self.guard == "check":
+            set_fields(self, guard=Guard())
+        if not isinstance(self.guard, Guard | None):
+            raise ValueError(
+                f'{self.trainer}(guard={self.guard!r}): must be "check", None, or raysgd.Guard(...).'
+            )
         if not isinstance(self.bad_steps, BadSteps | None):
             raise TypeError(
                 f"{self.trainer}(bad_steps={self.bad_steps!r}): must be None or a raysgd.BadSteps."

@@ -20,8 +20,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch import optimizer_options
-from raysgd.torch.creators import check_creators
-from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import BadSteps, EqualBits, Guard, TorchOptions, without_old_arguments
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.strategies.shards import gather_state
@@ -191,7 +190,11 @@ class TorchTrainer(OperatorTrainer):
 
 def _check_operator(operator_cls: Any) -> None:
     check_operator("TorchTrainer", operator_cls, TrainingOperator, "raysgd.TrainingOperator")
-    check_creators(operator_cls)
+    if issubclass(operator_cls, CreatorOperator) and not hasattr(operator_cls, "_model_creator"):
+        raise TypeError(
+            f"{operator_cls.__name__} has no creators. Pass the result of "
+            f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...)."
+        )
 
 
 # Older scripts import it from here. It needs Ray Tune.

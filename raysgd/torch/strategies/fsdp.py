@@ -93,11 +93,8 @@ class ShardedModels:
         device: torch.device,
     ) -> None:
         self.models, self.device = models, device
-        self._policy = (
-            MixedPrecisionPolicy()
-            if dtype is None
-            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        )
+        reduce_dtype = None if dtype is None else torch.float32
+        self._policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
         owners: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
