@@ -67,7 +67,9 @@ class TorchRunner(OperatorRunner):
         operator_cls, config, arguments = self._worker_arguments(context)
         if "tensorflow" in sys.modules:  # a module of the operator has imported it
             refuse_triton()
-        device = _device(bool(self._options.use_gpu), context)
+        device = torch.device("cpu")
+        if self._options.use_gpu:  # `prepare` has set the current one
+            device = torch.device("cuda", torch.cuda.current_device())
         settings = OperatorSettings(device=device, **arguments)
         operator = build_operator(operator_cls, config, settings)
         self.host(operator, TorchSavedState(operator._train_state))
@@ -147,10 +149,3 @@ def build_operator(
     operator._seed_worker()
     operator._step_features.untracked.watch(operator)
     return operator
-
-
-def _device(use_gpu: bool, context: WorkerContext) -> torch.device:
-    if not use_gpu:
-        return torch.device("cpu")
-    index = torch.cuda.current_device() if context.gpu_index is None else context.gpu_index
-    return torch.device("cuda", index)
