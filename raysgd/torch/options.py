@@ -119,7 +119,8 @@ class TorchOptions(Options):
             set_fields(self, guard=Guard())
         if not isinstance(self.guard, Guard | None):
             raise ValueError(
-                f'{self.trainer}(guard={self.guard!r}): must be "check", None, or raysgd.Guard(...).'
+                f'{self.trainer}(guard={self.guard!r}): must be "check", None, or '
+                "raysgd.Guard(...)."
             )
         if not isinstance(self.bad_steps, BadSteps | None):
             raise TypeError(

@@ -67,10 +67,7 @@ class TorchRunner(OperatorRunner):
         operator_cls, config, arguments = self._worker_arguments(context)
         if "tensorflow" in sys.modules:  # a module of the operator has imported it
             refuse_triton()
-        device = torch.device("cpu")
-        if self._options.use_gpu:  # `prepare` has set the current one
-            device = torch.device("cuda", torch.cuda.current_device())
-        settings = OperatorSettings(device=device, **arguments)
+        settings = OperatorSettings(device=_device(bool(self._options.use_gpu)), **arguments)
         operator = build_operator(operator_cls, config, settings)
         self.host(operator, TorchSavedState(operator._train_state))
 
@@ -149,3 +146,8 @@ def build_operator(
     operator._seed_worker()
     operator._step_features.untracked.watch(operator)
     return operator
+
+
+def _device(use_gpu: bool) -> torch.device:
+    # `TorchRunner.prepare` has set the current GPU.
+    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")

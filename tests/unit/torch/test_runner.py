@@ -82,7 +82,7 @@ def test_single_local_worker_uses_the_current_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     alone = WorkerContext(in_driver=True)
     gpu_runner(monkeypatch).prepare(alone)
-    assert _device(True, alone) == torch.device("cuda", 3)
+    assert _device(True) == torch.device("cuda", 3)
     with pytest.raises(RuntimeError, match="must use a GPU"):
         gpu_runner(monkeypatch).prepare(WorkerContext(in_driver=True, world_size=2))
 
