@@ -1,4 +1,4 @@
-"""Features of training steps: replication, updates, and averages of the weights."""
+"""Features of training steps: replication, and updates with averages of the weights."""
 
 from __future__ import annotations
 
@@ -130,21 +130,9 @@ class KerasOptimization(StepFeature):
             tx.is_damaged = True
         self.commit(tx)
 
-
-def _add(left: Any, right: Any) -> Any:
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right
-
-
-class Averages(StepFeature):
-    """Evaluates models with the averaged weights of ``use_ema`` in optimizers, like ``fit()``."""
-
-    def __init__(self, state: KerasTrainState) -> None:
-        self._state = state
-
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
+        """Evaluate with the averaged weights of ``use_ema``, like ``fit()``."""
         saved_values = []
         for optimizer, variables in self._state.list_trained():
             inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -156,3 +144,9 @@ class Averages(StepFeature):
         finally:
             for variable, value in saved_values:
                 variable.assign(value)
+
+
+def _add(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right

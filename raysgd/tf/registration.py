@@ -10,7 +10,7 @@ import tensorflow as tf
 from raysgd._internal.arguments import check_dict
 from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
-from raysgd.tf.features import Averages, KerasOptimization, ReplicaSync
+from raysgd.tf.features import KerasOptimization, ReplicaSync
 from raysgd.tf.keras import named_arrays, scaled_optimizer
 from raysgd.tf.losses import BatchLosses, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
@@ -63,7 +63,7 @@ def register(
         getattr(model, "loss", None) if criterion is None else criterion
     ):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
-    state.set_features([ReplicaSync(state), optimization, state.micro_batching, Averages(state)])
+    state.set_features([ReplicaSync(state), optimization, state.micro_batching])
     state.registered = True
     registered = (
         in_shape_of(models, state.models),
