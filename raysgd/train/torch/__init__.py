@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raysgd.train.callbacks.profile import TorchWorkerProfiler
 from raysgd.train.torch.accelerator import (
     TorchAccelerator,
     accelerate,
@@ -13,7 +14,6 @@ from raysgd.train.torch.accelerator import (
     prepare_optimizer,
 )
 from raysgd.train.torch.config import TorchBackend, TorchConfig, TorchTrainer
-from raysgd.train.torch.profiler import TorchWorkerProfiler
 
 __all__ = [
     "TorchAccelerator",
