@@ -68,13 +68,13 @@ class _ServiceCallback(FileCallback):
     """A writer of `raysgd.callbacks.services`. `_begin` opens it."""
     _step = 0  # of the newest report
 
-    def _numbers(self, result: dict[str, Any]) -> dict[str, float]:
-        return numbers_in(result)
-
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         for result in results:
-            step = result.get(constants.TRAINING_ITERATION, 0)
-            self._run.log(self._numbers(result), step, time.time())
+            self._log(result, result.get(constants.TRAINING_ITERATION, 0))
+
+    def _log(self, metrics: dict[str, Any], step: int) -> None:
+        self._step = step
+        self._run.log(numbers_in(metrics), step, time.time())
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         run, self._run = self._run, None
@@ -136,12 +136,9 @@ class MLflowLoggerCallback(_ServiceCallback):
             path.write_text(self.run_id)
             self._run.log_config(config)
 
-    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        steps = [result.get(constants.TRAINING_ITERATION, 0) for result in results]
-        if all(0 < step <= self._step for step in steps):
-            return  # a restart repeats the report, and MLflow replaces no value
-        self._step = max(steps)
-        super().handle_result(results)
+    def _log(self, metrics: dict[str, Any], step: int) -> None:
+        if not 0 < step <= self._step:  # a restart repeats reports, and MLflow replaces no value
+            super()._log(metrics, step)
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         if self._save_artifact and self._run is not None:
@@ -163,16 +160,10 @@ class TBXLoggerCallback(_ServiceCallback):
         super().__init__(logdir, worker_to_log)
         self._new_board = board_class("TBXLoggerCallback")
 
-    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        for result in results:
-            step = result.get(constants.TRAINING_ITERATION, 0)
-            if self._run is None or 0 < step <= self._step:
-                self.finish_training()
-                # Hide later steps, which were reported after the checkpoint.
-                self._run = self._new_board(str(self.logdir), purge_step=step)
-            self._step = step
-        super().handle_result(results)
-
-    def _numbers(self, result: dict[str, Any]) -> dict[str, float]:
-        shown = {name: value for name, value in result.items() if name not in _NOT_SHOWN}
-        return numbers_in({"ray/train": shown})
+    def _log(self, metrics: dict[str, Any], step: int) -> None:
+        if self._run is None or 0 < step <= self._step:
+            self.finish_training()
+            # Hide later steps, which were reported after the checkpoint.
+            self._run = self._new_board(str(self.logdir), purge_step=step)
+        shown = {name: value for name, value in metrics.items() if name not in _NOT_SHOWN}
+        super()._log({"ray/train": shown}, step)
