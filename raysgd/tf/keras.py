@@ -107,11 +107,3 @@ def policy_name(use_fp16: bool | str) -> str | None:
     if not use_fp16 or isinstance(use_fp16, str):
         return use_fp16 or None
     return "mixed_float16" if tf.config.list_physical_devices("GPU") else "mixed_bfloat16"
-
-
-def scaled_optimizer(optimizer: Any, use_fp16: bool | str) -> Any:
-    """Return an optimizer that scales the loss if gradients are float16."""
-    scales = keras.mixed_precision.LossScaleOptimizer
-    if policy_name(use_fp16) != "mixed_float16" or isinstance(optimizer, scales):
-        return optimizer
-    return scales(optimizer)

@@ -11,7 +11,7 @@ from raysgd._internal.arguments import check_dict
 from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.features import KerasOptimization, ReplicaSync
-from raysgd.tf.keras import named_arrays, scaled_optimizer
+from raysgd.tf.keras import named_arrays, policy_name
 from raysgd.tf.losses import BatchLosses, losses_without_means
 from raysgd.tf.train_state import KerasTrainState
 
@@ -91,7 +91,9 @@ def _check_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
             "register(optimizers=...) got Horovod's DistributedOptimizer, but TFTrainer averages "
             "the gradients. Pass the inner optimizer, and backend='horovod' to the trainer."
         )
-    return scaled_optimizer(optimizer, state.settings.options.use_fp16)
+    scaling = keras.mixed_precision.LossScaleOptimizer
+    is_float16 = policy_name(state.settings.options.use_fp16) == "mixed_float16"
+    return scaling(optimizer) if is_float16 and not isinstance(optimizer, scaling) else optimizer
 
 
 def build_registered(state: KerasTrainState) -> None:

@@ -149,7 +149,6 @@ class Trainer:
             raise RuntimeError("The trainer is not started. Call start() first.")
         if self._iterator is not None:
             self._iterator.abandon()
-            self._iterator = None
         folder = new_folder(self.logdir, (f"run_{number:03d}" for number in itertools.count(1)))
         self.latest_run_dir = folder
         self._executor.start_training(function, folder, dataset, checkpoint, checkpoint_strategy)

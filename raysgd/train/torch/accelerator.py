@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from raysgd._internal.arguments import check_choice, check_flags
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import PRECISIONS, Precision, in_full_precision
-from raysgd.train import worker_session
-from raysgd.train.session import world_rank, world_size
+from raysgd.train.session import get_context, world_size
 from raysgd.train.torch.loading import PreparedLoader
+from raysgd.train.worker_session import num_collectives, process_state
 
 
 class _Accelerator:
@@ -41,9 +41,9 @@ class _Accelerator:
 
 
 def _accelerator() -> _Accelerator:
-    if worker_session.process_state.accelerator is None:
-        worker_session.process_state.accelerator = _Accelerator(amp=False)
-    accelerator: _Accelerator = worker_session.process_state.accelerator
+    if process_state.accelerator is None:
+        process_state.accelerator = _Accelerator(amp=False)
+    accelerator: _Accelerator = process_state.accelerator
     return accelerator
 
 
@@ -53,21 +53,21 @@ def accelerate(amp: bool = False) -> None:
     With `amp`, models from `prepare_model` compute in mixed precision: in float16 on a GPU, and in
     bfloat16 on a CPU. Then use `prepare_optimizer` and `backward` as well.
     """
-    if worker_session.process_state.accelerator is not None:
+    if process_state.accelerator is not None:
         raise RuntimeError(
             "accelerate() has to be called once, and before prepare_model(), "
             "prepare_data_loader(), prepare_optimizer(), and backward()."
         )
-    worker_session.process_state.accelerator = _Accelerator(amp)
+    process_state.accelerator = _Accelerator(amp)
 
 
 def get_device() -> torch.device:
     """Return the device of this worker: its GPU if it has one, otherwise the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if worker_session.process_state.context is None:
+    if process_state.context is None:
         return torch.device("cuda", torch.cuda.current_device())
-    index = worker_session.process_state.context.gpu_index
+    index = process_state.context.gpu_index
     if index is None:
         return torch.device("cpu")
     # Each worker sees only its own GPUs unless the workers of a node share them.
@@ -194,21 +194,21 @@ def prepare_data_loader(
         "prepare_data_loader", "add_dist_sampler", add_dist_sampler, (True, False, "always")
     )
     accelerator = _accelerator()  # makes a later accelerate() raise
-    running, seed = worker_session.process_state.session, worker_session.process_state.seed
+    context, seed = get_context(), process_state.seed
     if seed is None:  # the random numbers of several workers may differ
-        seed = torch.initial_seed() % 2**31 if world_size() == 1 else 0
+        seed = torch.initial_seed() % 2**31 if context.get_world_size() == 1 else 0
     return PreparedLoader(
         data_loader,
-        world_size=world_size(),
-        rank=world_rank(),
+        world_size=context.get_world_size(),
+        rank=context.get_world_rank(),
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
         seed=seed,
         splits=add_dist_sampler,
-        full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
-        shares=worker_session.worker_context().shares,
+        full_size=context.plan.full_size,
+        shares=context.worker.shares,
         weigh=functools.partial(setattr, accelerator, "share"),
-        num_collectives=worker_session.num_collectives,
+        num_collectives=num_collectives,
     )
 
 
@@ -265,7 +265,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     # Deterministic matrix products on CUDA need this.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    worker_session.process_state.seed = seed
+    process_state.seed = seed
 
 
 # Files with whole models contain this name.
