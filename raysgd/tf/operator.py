@@ -45,11 +45,8 @@ class TrainingOperator(OperatorBase):
     _train_state: KerasTrainState
 
     def __init__(self, config: Mapping[str, Any], train_state: KerasTrainState) -> None:
-        from raysgd.tf.features import KerasOptimization
-
         super().__init__(config)
         self._train_state = train_state
-        self._optimization = KerasOptimization(train_state)
 
     # ---- methods to override
 
@@ -179,8 +176,7 @@ class TrainingOperator(OperatorBase):
         from raysgd.tf.registration import register
 
         state = self._train_state
-        given = models, optimizers, criterion, metrics, class_weight
-        registered = register(state, self._optimization, *given)
+        registered = register(state, models, optimizers, criterion, metrics, class_weight)
         if _is_default(self, "train_epoch", "train_batch"):
             self._check_own_steps("train_batch")
         if _is_default(self, "validate", "validate_batch"):
@@ -256,7 +252,7 @@ class TrainingOperator(OperatorBase):
         with train_state.timing.within(BACKWARD):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
         with train_state.timing.within(OPTIMIZER):
-            self._optimization.update(optimizer, gradients, variables)
+            train_state.optimization.update(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:

@@ -18,12 +18,11 @@ from raysgd.tf.train_state import KerasTrainState
 
 def register(
     state: KerasTrainState,
-    optimization: KerasOptimization,
     models: Any,
     optimizers: Any,
     criterion: Any,
     metrics: Any,
-    class_weight: Any = None,
+    class_weight: Any,
 ) -> Any:
     """See :meth:`TrainingOperator.register`."""
     if state.registered:
@@ -63,7 +62,8 @@ def register(
         getattr(model, "loss", None) if criterion is None else criterion
     ):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
-    state.set_features([ReplicaSync(state), optimization, state.micro_batching])
+    state.optimization = KerasOptimization(state)
+    state.set_features([ReplicaSync(state), state.optimization, state.micro_batching])
     state.registered = True
     registered = (
         in_shape_of(models, state.models),

@@ -33,7 +33,8 @@ class KerasTrainState(TrainState):
     settings: TFSettings
     data: KerasSources
     losses: BatchLosses
-    """Set by ``register``."""
+    """Set by ``register``, like `optimization`."""
+    optimization: Any
 
     def __init__(self, settings: TFSettings) -> None:
         super().__init__(settings, settings.options.seed)
