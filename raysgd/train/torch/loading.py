@@ -64,8 +64,7 @@ class PreparedLoader(DataLoader[Any]):
             loader = loader._loader
         full_size = full_size or world_size
         self._worker_sampler: _WorkerSampler | None = None
-        self._device, self._weigh, self._num_collectives = device, weigh, num_collectives
-        self._world_size = world_size
+        self._device, self._weigh, self._world_size = device, weigh, world_size
         self._ahead = ahead and device is not None and device.type == "cuda"
         self._start = 0, 0
         """Epoch of the next pass, and the offset if a state was loaded."""
@@ -112,15 +111,15 @@ class PreparedLoader(DataLoader[Any]):
         if (device := self._device) is not None and self._ahead:
             batches = _prefetch(batches, device)
         elif device is not None:
-            whole = batches
-            batches = (move_to_device(batch, device) for batch in whole)
+            batches = (move_to_device(batch, device) for batch in batches)
         if sampler is not None:
             batches = sampler.count(batches, epoch)
         return self._track_position(batches, epoch, offset)
 
     def _track_position(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
         """Yield the batches of a pass. Set its position, and the weight of each batch."""
-        begun, offset, sampler = self._num_collectives(), start, self._worker_sampler
+        offset, sampler = start, self._worker_sampler
+        begun = None if sampler is None else sampler.num_collectives()
         try:
             for batch in batches:
                 if sampler is None:
@@ -131,7 +130,7 @@ class PreparedLoader(DataLoader[Any]):
                     offset = sampler.source.offset_after(offset, 1)
                 self._pass = epoch, offset, begun
                 yield batch
-                if self._has_trained_since(begun):
+                if sampler is None or sampler.has_trained_since(begun):
                     self._start = epoch + 1, 0
         finally:
             if sampler is not None:
@@ -153,14 +152,13 @@ class PreparedLoader(DataLoader[Any]):
             ValueError: if the order of a loader that is not split is random.
         """
         self._check_order()
-        epoch, offset = self._next_position()
-        if self._pass is not None and self._has_trained_since(self._pass[2]):
+        (epoch, offset), sampler = self._next_position(), self._worker_sampler
+        if self._pass and (sampler is None or sampler.has_trained_since(self._pass[2])):
             epoch, offset, _ = self._pass
-        if self._worker_sampler is None:
+        if sampler is None:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
-        source = self._worker_sampler.source
-        data = dict(source.position(epoch, offset))
-        return {"epoch": epoch, "offset": offset, "seed": self._worker_sampler.seed, "data": data}
+        data = dict(sampler.source.position(epoch, offset))
+        return {"epoch": epoch, "offset": offset, "seed": sampler.seed, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin at the result of `state_dict`.
@@ -171,36 +169,30 @@ class PreparedLoader(DataLoader[Any]):
                 loader, and the state is of another number of workers within an epoch.
         """
         self._check_order()
-        epoch, offset = state["epoch"], state["offset"]
-        if (self._worker_sampler is None) != ("seed" not in state):
+        epoch, offset, sampler = state["epoch"], state["offset"], self._worker_sampler
+        if (sampler is None) != ("seed" not in state):
             raise ValueError(
                 "load_state_dict(...): raysgd splits this loader and not that of the state, or the "
                 "other way round. Pass the same add_dist_sampler to prepare_data_loader()."
             )
-        if self._worker_sampler is None:
+        if sampler is None:
             if offset and state["num_workers"] != self._world_size:
                 raise ValueError(
                     f"load_state_dict(...): the state is of {state['num_workers']} workers within "
                     f"an epoch, and there are {self._world_size}. {_ADVICE}"
                 )
         else:
-            source = self._worker_sampler.source
-            source.check_position(state["data"])
-            self._worker_sampler.seed = state["seed"]
-            source.reseed(state["seed"], state["seed"])
-            source.move_to(state["data"])
-            self._worker_sampler.set_epoch(epoch)
+            sampler.source.check_position(state["data"])
+            sampler.seed = state["seed"]
+            sampler.source.reseed(state["seed"], state["seed"])
+            sampler.source.move_to(state["data"])
+            sampler.set_epoch(epoch)
         self._start, self._pass = (epoch, offset), None
 
     def _next_position(self) -> tuple[int, int]:
         """Return the epoch and the offset of the next pass."""
         epoch = self._start[0] if self._worker_sampler is None else self._worker_sampler.begin()
         return epoch, self._start[1] if self._start[0] == epoch else 0
-
-    def _has_trained_since(self, begun: int | None) -> bool:
-        """Return whether the workers have trained since there were `begun` collectives."""
-        is_alone = self._worker_sampler is None or self._world_size == 1
-        return is_alone or begun is None or begun < (self._num_collectives() or 0)
 
     def _check_order(self) -> None:
         known = isinstance(self._loader.dataset, IterableDataset) or own_ranks(self._loader)
@@ -248,7 +240,7 @@ class _WorkerSampler(DistributedSampler[Any]):
         super().__init__(counted, size, rank, shuffle=shuffle, seed=seed)
         self.source = source
         self.dataset = source.loader.dataset
-        self._num_collectives = num_collectives
+        self.num_collectives = num_collectives
         self._last_pass: tuple[int, int | None] = -1, None
         """Arguments of `_count` for the last complete pass."""
 
@@ -287,7 +279,7 @@ class _WorkerSampler(DistributedSampler[Any]):
         it between its last item and the next pass. Without a count of collectives, a pass counts
         from its second item, or at its end.
         """
-        begun, is_over = self._num_collectives(), False
+        begun, is_over = self.num_collectives(), False
         try:
             for item in items:
                 yield item
@@ -300,9 +292,13 @@ class _WorkerSampler(DistributedSampler[Any]):
                 self._last_pass = epoch, begun
 
     def _count(self, epoch: int, begun: int | None) -> None:
-        has_trained = begun is None or begun < (self._num_collectives() or 0)
-        if self.epoch == epoch and (has_trained or self.source.partition.world_size == 1):
+        if self.epoch == epoch and self.has_trained_since(begun):
             self.set_epoch(epoch + 1)
+
+    def has_trained_since(self, begun: int | None) -> bool:
+        """Return whether the workers have trained since there were `begun` collectives."""
+        is_alone = self.source.partition.world_size == 1
+        return is_alone or begun is None or begun < (self.num_collectives() or 0)
 
 
 def _can_split(loader: DataLoader[Any], splits: bool | Literal["always"], full_size: int) -> bool:
