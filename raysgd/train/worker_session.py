@@ -158,10 +158,7 @@ class Session:
     def _find_not_finite(self, checkpoint: dict[str, Any] | None) -> str:
         """Return an array with NaN or infinity that is finite in the newest checkpoint, or ""."""
         newest = self.load()
-        try:
-            bad = {n: a.shape for n, a in named_arrays(checkpoint) if is_bad(a)} if newest else {}
-        except RecursionError:  # a checkpoint that contains itself
-            return ""
+        bad = {n: a.shape for n, a in named_arrays(checkpoint) if is_bad(a)} if newest else {}
         earlier = dict(named_arrays(newest.to_dict())) if newest and bad else {}
         # A history that has grown may have NaN, such as the AUC of one class.
         finite = {name: each.shape for name, each in earlier.items() if not is_bad(each)}
