@@ -52,8 +52,6 @@ class ReplicaGuard(StepFeature):
         self._problem = ""  # the difference that was found, until a state is loaded
         self._equal_at = 0
         self.begin_generation()
-        for optimizer in state.optimizers:
-            optimizer.register_step_pre_hook(self._begin_update)
 
     # ---- what changes the group or the state
 
@@ -124,10 +122,6 @@ class ReplicaGuard(StepFeature):
             self._contents.check_step()
             if self._steps >= self._next_check:
                 self._compare_in_step()
-
-    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._is_active:
-            self._contents.check_groups(optimizer)
 
     def _compare_in_step(self) -> None:
         self._settle()

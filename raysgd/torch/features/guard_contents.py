@@ -52,7 +52,7 @@ class ReplicaContents:
         self._state, self._wraps_all = state, state.exchange.keeps_all_equal
         self._averaging = averaging
         self._registrations = _registrations()
-        self._seen: tuple[int, list[torch.dtype]] = 0, []
+        self._seen: list[Any] = []
         self._record()
         self.note_buffers()
 
@@ -71,28 +71,25 @@ class ReplicaContents:
         self._renormalized = renormalized_weights(state.models)
         groups = [group for o in state.optimizers for group in o.param_groups]
         self._stepped = {parameter for group in groups for parameter in group["params"]}
-        self._sizes = {optimizer: _sizes_of(optimizer) for optimizer in state.optimizers}
         self._recorded = self._structure()
 
     def _structure(self) -> list[Any]:
-        structure: list[Any] = [_sizes_of(optimizer) for optimizer in self._state.optimizers]
-        structure += map(id, itertools.chain.from_iterable(self._children))
-        structure += map(_dtype, self._parameters)
-        return structure
+        children = map(id, itertools.chain.from_iterable(self._children))
+        return [*children, *self._sizes_and_dtypes()]
+
+    def _sizes_and_dtypes(self) -> list[Any]:
+        groups = [group for o in self._state.optimizers for group in o.param_groups]
+        return [*(len(group["params"]) for group in groups), *map(_dtype, self._parameters)]
 
     def check_step(self) -> None:
-        """Call `check_added` if modules of this process or dtypes have changed since the last call.
+        """Call `check_added` if parameters may have been added since the last call.
 
-        This takes a microsecond. `check_groups` looks at what else may have been added.
+        This takes microseconds, because it only counts the modules that this process registers.
         """
-        seen = self._registrations.count, list(map(_dtype, self._parameters))
+        seen = [self._registrations.count, *self._sizes_and_dtypes()]
         if seen != self._seen:
             self.check_added()
             self._seen = seen
-
-    def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        if _sizes_of(optimizer) != self._sizes[optimizer]:
-            self.check_added()
 
     def check_added(self) -> None:
         """Raise an error if the next step would train what the workers do not keep equal."""
@@ -173,10 +170,6 @@ class ReplicaContents:
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
                     yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))
-
-
-def _sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _of_optimizer(
