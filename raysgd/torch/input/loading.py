@@ -35,7 +35,7 @@ from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import IGNORED, join_samples
 from raysgd.torch.input.orders import (
     EpochOrder,
-    IndexSampler,
+    EpochSampler,
     Order,
     SeededSamples,
     makes_own_batches,
@@ -117,10 +117,11 @@ class PartitionedLoader(PartitionedSource):
     position_key = "order"
 
     def __init__(self, loader: DataLoader[Any], *, seed: int, **partition_arguments: Any) -> None:
-        total, size = len(sampler_of(loader)), loader.batch_size
+        self.epoch_order = EpochOrder(loader)
+        self.order_sampler = self.epoch_order.sampler
+        total, size = len(self.order_sampler), loader.batch_size
         super().__init__(loader, total, size, bool(loader.drop_last), **partition_arguments)
         self._deals_batches = makes_own_batches(loader)
-        self.epoch_order = EpochOrder(loader)
         self.reseed(seed)
         self.knows_sizes = keeps_samples(loader)
         # An item of a `raysgd.data.Dataset` can have several rows.
@@ -131,13 +132,9 @@ class PartitionedLoader(PartitionedSource):
     @property
     def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        if self._partition.total != (total := len(self.epoch_order.sampler)):
+        if self._partition.total != (total := len(self.order_sampler)):
             self._partition = replace(self._partition, total=total)
         return self._partition
-
-    @property
-    def order_sampler(self) -> Any:
-        return self.epoch_order.sampler
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
@@ -148,7 +145,7 @@ class PartitionedLoader(PartitionedSource):
     def _numbered(self) -> NumberedSamples | None:
         """The data set, if it has its own order of each epoch."""
         data: Any = self.loader.dataset
-        keeps_order = type(self.epoch_order.sampler) is SequentialSampler
+        keeps_order = type(self.order_sampler) is SequentialSampler
         return data if keeps_order and isinstance(data, NumberedSamples) else None
 
     def _apart(self) -> Self:
@@ -168,10 +165,8 @@ class PartitionedLoader(PartitionedSource):
         if isinstance(data, NumberedSamples) and self._numbered is None:
             data.set_epoch(epoch)  # the keys of a sampler have no epoch
             self._kept_loader = None  # its processes have copies of the data set
-        loader, seeds = self._reader(), (self._seed, epoch)
-        loader._index_sampler.begin(
-            order, spans, seeds if partition.layout.has_fixed_parts else None
-        )
+        loader = self._reader()
+        loader._index_sampler.keys = self._keys(order, spans, epoch)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * partition.world_size + partition.rank
         loader.generator = torch.Generator().manual_seed(seed)
@@ -181,6 +176,17 @@ class PartitionedLoader(PartitionedSource):
     def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
         keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
         return [each[keys] for each in self._tensors or ()]
+
+    def _keys(self, order: Order, spans: Iterator[tuple[int, int]], epoch: int) -> Iterator[Any]:
+        """Yield the keys of each batch, or each key if the loader makes no batches."""
+        for start, stop in spans:
+            keys = pick_keys(order, start, stop)
+            if self._partition.layout.has_fixed_parts:  # for `SeededSamples`
+                keys = [((self._seed, epoch, start + n), key) for n, key in enumerate(keys)]
+            if self.loader.batch_size is None:
+                yield from keys
+            else:
+                yield keys
 
     def _complete(
         self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]], epoch: int
@@ -218,7 +224,7 @@ class PartitionedLoader(PartitionedSource):
         """Return a copy of the user's loader that draws from a sampler of raysgd."""
         if (reader := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
-            reader = clone(self.loader, **{name: IndexSampler(flat=self.loader.batch_size is None)})
+            reader = clone(self.loader, **{name: EpochSampler()})
             if self._partition.layout.has_fixed_parts:
                 reader = clone(reader, dataset=SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
@@ -233,12 +239,11 @@ class PartitionedLoader(PartitionedSource):
     # ---- the order
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        self.epoch_order.reseed(seed, own_seed)
-        super().reseed(self.epoch_order.seed)
-
-    @property
-    def own_seed(self) -> int | None:  # type: ignore[override]
-        return self.epoch_order.own_seed
+        if (generator := self.loader.generator) is not None:
+            own_seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
+            self.own_seed = seed = own_seed
+        super().reseed(seed)
+        self.epoch_order.seed = seed
 
     def _order_of(self, epoch: int, offset: int = 0) -> Order:
         if self._numbered is not None:
@@ -264,8 +269,8 @@ class PartitionedLoader(PartitionedSource):
 
     def check_position(self, position: Mapping[str, Any]) -> None:
         check_files(self.loader.dataset, position)
-        if "epoch" in position and hasattr(sampler := self.epoch_order.sampler, "set_epoch"):
-            sampler.set_epoch(position["epoch"])  # the length may depend on it
+        if "epoch" in position and hasattr(self.order_sampler, "set_epoch"):
+            self.order_sampler.set_epoch(position["epoch"])  # the length may depend on it
         super().check_position(position)
 
     @functools.cached_property
@@ -276,7 +281,7 @@ class PartitionedLoader(PartitionedSource):
         partition = self.partition
         sizes = f"{partition.total} samples, drop_last {partition.drop_last}"
         if self._deals_batches:
-            sizes = f"{partition.total} batches of its {type(self.epoch_order.sampler).__name__}"
+            sizes = f"{partition.total} batches of its {type(self.order_sampler).__name__}"
         elif self.loader.batch_size is None:
             sizes += ", batch_size None"
         if self.loader.generator is not None:

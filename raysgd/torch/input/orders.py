@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -126,11 +126,6 @@ def pick_keys(order: Order, start: int, stop: int) -> list[Any]:
     return keys.tolist() if isinstance(keys, torch.Tensor) else keys
 
 
-def have_own_repr(order: Order) -> bool:
-    """Return whether the `repr` of the keys is the same in another process."""
-    return " at 0x" not in repr(pick_keys(order, 0, 1))
-
-
 def sampler_of(loader: DataLoader[Any]) -> Any:
     """Return the loader's sampler, or the user's batch sampler."""
     return loader.batch_sampler if makes_own_batches(loader) else loader.sampler
@@ -154,7 +149,11 @@ class EpochOrder:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        sampler = sampler_of(loader)
+        if type(sampler) is DistributedSampler and len(sampler) > HUGE:  # it lists all indices
+            kind: Any = RandomSampler if sampler.shuffle else SequentialSampler
+            sampler = kind(sampler.dataset)
+        self.sampler, self._loader = sampler, loader
         self.seed = 0
         self.saved: Mapping[str, Any] = {}
         """The newest position that was loaded, with the key of its order."""
@@ -162,15 +161,6 @@ class EpochOrder:
         self._order: Order = None
         self._digest: int | None = None  # of the order, once it is known
         self._have_agreed = False
-
-    @property
-    def sampler(self) -> Any:
-        """The loader's sampler, or the user's batch sampler."""
-        sampler = sampler_of(self._loader)
-        if type(sampler) is DistributedSampler and len(sampler) > HUGE:  # it lists all indices
-            kind: Any = RandomSampler if sampler.shuffle else SequentialSampler
-            return kind(sampler.dataset)
-        return sampler
 
     @property
     def shuffles(self) -> bool:
@@ -181,18 +171,6 @@ class EpochOrder:
         with contextlib.suppress(Exception):  # the user's object may count its epochs
             sampler = copy.deepcopy(sampler, {id(data): data})
         return len({repr(draw_order(sampler, seed)) for seed in range(3)}) > 1
-
-    def reseed(self, seed: int, own_seed: int | None) -> None:
-        """Set the seed. The loader's generator takes precedence, and `own_seed` over both."""
-        generator = self._loader.generator
-        if generator is not None:
-            seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
-        self.seed = seed
-
-    @property
-    def own_seed(self) -> int | None:
-        """The seed, if it is that of the loader's generator."""
-        return None if self._loader.generator is None else self.seed
 
     def of(self, epoch: int) -> Order:
         """Return the order of an epoch. Draw it unless it is the newest one."""
@@ -218,8 +196,8 @@ class EpochOrder:
         sampler = self.sampler
         if type(sampler) is SequentialSampler:
             return None
-        if is_plain_shuffle(sampler):
-            return self.own_seed  # with the epoch, this determines the order
+        if is_plain_shuffle(sampler):  # the seed and the epoch determine the order
+            return None if self._loader.generator is None else self.seed
         order = self.of(epoch)
         if self._digest is None:  # keys without their own `repr` never compare equal
             self._digest = int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
@@ -228,7 +206,8 @@ class EpochOrder:
     def _key(self, epoch: int) -> int:
         """Return a number that identifies the order of an epoch in a state, with its seed."""
         digest = self.digest(epoch)
-        if digest is None or not have_own_repr(self.of(epoch)):
+        # The `repr` of an object without its own differs in another process.
+        if digest is None or " at 0x" in repr(pick_keys(self.of(epoch), 0, 1)):
             return zlib.crc32(type(self.sampler).__name__.encode())
         return digest
 
@@ -276,27 +255,13 @@ class EpochOrder:
         self._have_agreed = True
 
 
-class IndexSampler:
-    """A sampler of this worker's part of an epoch, which `begin` sets."""
+class EpochSampler:
+    """A sampler whose keys are set before each epoch, for a loader that lasts several epochs."""
 
-    def __init__(self, flat: bool) -> None:
-        self._flat = flat
-
-    def begin(
-        self, order: Order, spans: Iterator[tuple[int, int]], seeds: tuple[int, int] | None = None
-    ) -> None:
-        """Begin an epoch. If `seeds` are given, they and the position precede each index."""
-        self._order, self._spans, self._seeds = order, spans, seeds
+    keys: Iterable[Any] = ()
 
     def __iter__(self) -> Iterator[Any]:
-        batches = (self._batch(*span) for span in self._spans)
-        return itertools.chain.from_iterable(batches) if self._flat else batches
-
-    def _batch(self, start: int, stop: int) -> Any:
-        keys = pick_keys(self._order, start, stop)
-        if self._seeds is None:
-            return keys
-        return [((*self._seeds, start + number), key) for number, key in enumerate(keys)]
+        return iter(self.keys)
 
 
 class SeededSamples(Dataset[Any]):
