@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch.func import functional_call
 from torch.nn.functional import softplus
 
 from raysgd.metrics import NUM_SAMPLES
@@ -127,10 +127,11 @@ class GAN(ConfiguredOperator):
         self.optimizer_step(self.discriminator_optimizer)
 
         judge = self.unwrapped(self.discriminator)
-        with _freezing(judge):
-            with self.autocast():
-                loss = _loss(in_full_precision(judge(fake)), 1.0)
-            self.backward(loss, num_samples=counted)
+        # Gradients pass through these parameters, but not into them.
+        frozen = {name: parameter.detach() for name, parameter in judge.named_parameters()}
+        with self.autocast():
+            loss = _loss(in_full_precision(functional_call(judge, frozen, fake)), 1.0)
+        self.backward(loss, num_samples=counted)
         self.optimizer_step(self.generator_optimizer)
         return {
             "train_discriminator_loss": (loss_real + loss_fake).detach(),
@@ -176,16 +177,3 @@ def _loss(scores: torch.Tensor, share_real: float) -> torch.Tensor:
     # For D = sigmoid(s), the logarithms are -softplus(-s) and -softplus(s), which do not overflow.
     loss = share_real * softplus(-scores) + (1 - share_real) * softplus(scores)
     return loss.mean()
-
-
-@contextlib.contextmanager
-def _freezing(model: torch.nn.Module) -> Iterator[None]:
-    """Freeze the parameters of a model, but let gradients pass through it."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
