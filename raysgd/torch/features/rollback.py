@@ -109,14 +109,11 @@ class _BeforeImage:
 
     @torch.no_grad()
     def take(self) -> None:
-        self._tensors, self.parameters = [], set()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                # A frozen parameter with state may be trained later in the step.
-                if parameter.requires_grad or parameter in self.optimizer.state:
-                    self._note(parameter)
-                    self.parameters.add(parameter)
-        self._state = map_leaves(self.optimizer.state, self._note)
+        state = self.optimizer.state
+        # A frozen parameter with state may be trained later in the step.
+        trained = [p for p in parameters_of(self.optimizer) if p.requires_grad or p in state]
+        self.parameters, self._tensors = set(trained), [*trained]
+        self._state = map_leaves(state, self._note)
         # Some optimizers keep an estimated step size in the groups.
         self._groups = [
             {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
