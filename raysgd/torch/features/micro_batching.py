@@ -51,18 +51,16 @@ class TorchMicroBatching(MicroBatching):
         self._num_samples = micro_batch.num_samples or 0
         if self.split == 1 or not (self.may_split and self._settings.options.split_on_oom):
             return unsplit
-        split, rows, smallest = self.split, num_rows(batch, self._num_samples), self._smallest_part
-        num_parts = split if rows and smallest == 1 else max(1, min(split, rows // smallest))
+        rows = num_rows(batch, self._num_samples)
+        num_parts = max(1, min(self.split, rows // self._smallest_part))
         # A forward pass may communicate, so all workers make the same number of passes.
-        repeats = split - num_parts if self._settings.context.world_size > 1 else 0
+        repeats = self.split - num_parts if self._settings.context.world_size > 1 else 0
         if num_parts + repeats == 1:
             return unsplit
         spans = [part_of(max(rows, 1), num_parts, index) for index in range(num_parts)]
         parts = [rows_of(batch, *span) if rows else in_own_containers(batch) for span in spans]
         parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
-        # If there are more parts than rows, the others repeat rows.
-        sizes = [stop - first for first, stop in spans[: max(rows, 1)]]
-        sizes += [0] * (len(parts) - len(sizes))
+        sizes = [stop - first for first, stop in spans] + [0] * repeats
         return list(zip(parts, micro_batch.split(sizes), strict=True))
 
     def is_tolerable(self, error: BaseException) -> bool:
