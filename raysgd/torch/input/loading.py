@@ -44,7 +44,7 @@ from raysgd.torch.input.orders import (
     seed_all,
 )
 from raysgd.torch.input.stream_loading import StreamSource, has_samples, keeps_samples, known_length
-from raysgd.torch.input.stream_reading import clone
+from raysgd.torch.input.stream_reading import clone, with_dataset
 
 _MISSING = object()
 
@@ -226,7 +226,7 @@ class PartitionedLoader(PartitionedSource):
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             reader = clone(self.loader, **{name: EpochSampler()})
             if self._partition.layout.has_fixed_parts:
-                reader = clone(reader, dataset=SeededSamples(self.loader.dataset))
+                reader = with_dataset(reader, SeededSamples(self.loader.dataset))
             if self.loader.persistent_workers:
                 self._kept_loader = reader
         return reader

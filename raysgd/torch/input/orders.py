@@ -268,26 +268,13 @@ class SeededSamples(Dataset[Any]):
     """A data set whose random numbers follow from the seed, the epoch, and the position in it.
 
     Its indices are pairs of these seeds and the index, because loader processes have copies of this
-    object. Attributes are those of the user's data set.
+    object.
     """
 
-    __getitems__ = None  # PyTorch would call the method of the user's data set
-
-    def __init__(self, data: Any) -> None:
-        vars(self)["_data"] = data
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     def __getitem__(self, key: tuple[tuple[int, ...], Any]) -> Any:
         seeds, index = key
         seed_all(hash(seeds))
-        return self._data[index]
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_data":  # the attribute is missing while unpickling
-            raise AttributeError(name)
-        return getattr(self._data, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._data, name, value)
+        return self.dataset[index]

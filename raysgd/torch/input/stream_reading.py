@@ -224,11 +224,16 @@ def clone(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
     return cloned
 
 
+def with_dataset(loader: DataLoader[Any], wrapper: Any) -> DataLoader[Any]:
+    """Return a copy of a loader that reads `wrapper`, whose attribute ``dataset`` is the user's."""
+    init = functools.partial(_init, loader.worker_init_fn)
+    return clone(loader, dataset=wrapper, worker_init_fn=init)
+
+
 def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoader[Any]:
     """Return a copy of a loader whose processes read `chunks`."""
     return clone(
-        loader,
-        dataset=chunks,
+        with_dataset(loader, chunks),
         batch_size=None,
         batch_sampler=None,
         drop_last=False,
@@ -236,7 +241,6 @@ def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoad
         pin_memory=False,
         persistent_workers=False,
         generator=torch.Generator().manual_seed(seed),
-        worker_init_fn=functools.partial(_init, loader.worker_init_fn),
     )
 
 

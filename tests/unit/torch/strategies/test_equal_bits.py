@@ -17,6 +17,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.input.loading import PartitionedLoader
 from raysgd.torch.input.orders import SeededSamples
+from raysgd.torch.input.stream_reading import with_dataset
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.conftest import assert_names
@@ -129,14 +130,15 @@ def forward_after_step(operator, batch):
 class Noise(Dataset):
     """Its samples are random numbers. Its ``__getitems__`` does not know pairs of indices."""
 
-    def __len__(self):
-        return 7
-
     def __getitem__(self, index):
         return index + self.scale * torch.rand(())
 
     def __getitems__(self, indices):
         raise TypeError
+
+
+def set_scale(process):
+    torch.utils.data.get_worker_info().dataset.scale = 2.0
 
 
 class Refused(TrainingOperator):
@@ -236,12 +238,10 @@ def test_wrappers_of_user_code_are_refused(process_group):
 
 
 def test_random_numbers_of_a_data_set_follow_the_position_in_the_epoch():
-    data = SeededSamples(Noise())
-    data.scale = 2.0  # as in a worker_init_fn
-    reader = DataLoader(data, batch_sampler=[[((1, 2, position), 5) for position in (3, 4, 3)]])
-    first, second, again = next(iter(reader)).tolist()
+    batches = [[((1, 2, position), 5) for position in (3, 4, 3)]]
+    own = DataLoader(Noise(), batch_sampler=batches, num_workers=1, worker_init_fn=set_scale)
+    ((first, second, again),) = with_dataset(own, SeededSamples(own.dataset))
     assert first == again != second
-    assert len(data) == 7
 
 
 def test_kept_loader_processes_use_a_new_seed():
