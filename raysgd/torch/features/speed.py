@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections import deque
 from typing import Any
@@ -32,11 +31,8 @@ class Speed(StepFeature):
         self._ended: Any = None
         self._size: float | None = None
         self._step: list[tuple[float, Any, Any]] = []
-        self._unread: deque[list[tuple[float, Any, Any]]] = deque(maxlen=_NUM_STEPS)
-        self._speeds: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._steps: deque[list[tuple[float, Any, Any]]] = deque(maxlen=_NUM_STEPS)
         self._is_first = True
-        self._lock = threading.RLock()
-        """Held while a thread uses the unread steps, because several threads answer the driver."""
         for model in state.models:
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -44,13 +40,12 @@ class Speed(StepFeature):
 
     @property
     def samples_per_s(self) -> float:  # type: ignore[override]
-        with self._lock:
-            while self._unread and (not self._on_gpu or self._unread[0][-1][2].query()):
-                step = self._unread.popleft()
-                seconds = sum(self._seconds(began, ended) for _, began, ended in step)
-                if seconds > 0:
-                    self._speeds.append(sum(size for size, _, _ in step) / seconds)
-            return statistics.median(self._speeds) if self._speeds else 0.0
+        # The training thread may append a step in the meantime.
+        steps = [s for s in self._steps.copy() if not self._on_gpu or s[-1][2].query()]
+        sizes = [sum(size for size, _, _ in step) for step in steps]
+        seconds = [sum(self._seconds(began, ended) for _, began, ended in step) for step in steps]
+        speeds = [size / s for size, s in zip(sizes, seconds, strict=True) if s > 0]
+        return statistics.median(speeds) if speeds else 0.0
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
         self._end_batch()
@@ -62,8 +57,7 @@ class Speed(StepFeature):
         self._end_batch()
         if self._step:
             if not self._is_first:  # the first step is slower than others
-                with self._lock:
-                    self._unread.append(self._step)
+                self._steps.append(self._step)
             self._step, self._is_first = [], False
 
     roll_back = commit  # counts a warm-up batch, which is never committed
