@@ -65,7 +65,6 @@ class ReplicaGuard(StepFeature):
         self._is_active = self._in_call = False
         self._pending: Any = None
         self._steps = self._compared_at = self._complete_at = 0
-        self._next_check = 1
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
         self._contents.note_buffers()
@@ -97,7 +96,6 @@ class ReplicaGuard(StepFeature):
             self._contents.check_added()
             number = self._every // max(1, self._steps - self._compared_at)
             self._compare(one_in=1 if self._is_due else max(1, number))
-            self._settle()
         self._is_due = False
 
     def _set_active(self) -> None:
@@ -110,29 +108,24 @@ class ReplicaGuard(StepFeature):
         minimum = self._state.collectives.minimum
         if self._is_active and has_changed and minimum(int(not self._problem)):
             self._compare()
-            self._settle()
 
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
         self._contents.has_run = True
         return super().evaluating()
 
     def begin(self, tx: UpdateTransaction) -> None:
-        if self._is_active:
-            self._contents.has_run = True
-            self._contents.check_step()
-            if self._steps >= self._next_check:
-                self._compare_in_step()
-
-    def _compare_in_step(self) -> None:
-        self._settle()
+        if not self._is_active:
+            return
+        self._contents.has_run = True
+        self._contents.check_step()
+        if self._pending is not None and self._steps - self._compared_at >= _LAG:
+            self._settle()
         # After one step, a replacement has what `train_batch` sets itself.
-        is_new = self._is_new and self._steps > 0
+        is_new = self._is_new and self._steps > self._complete_at
         # A worker that repeats a step does not compare again.
         if is_new or self._steps - self._complete_at >= self._every:
             self._is_new = self._is_new and not is_new
             self._compare(in_step=True, is_new=is_new)
-            if not self._on_gpu:
-                self._settle()
 
     def commit(self, tx: UpdateTransaction) -> None:
         self._steps += 1
@@ -140,7 +133,7 @@ class ReplicaGuard(StepFeature):
     # ---- comparison
 
     def _compare(self, in_step: bool = False, is_new: bool = False, one_in: int = 1) -> None:
-        """Send digests to the other workers. `_settle` reads the result."""
+        """Exchange digests with the other workers. A step does not wait for a GPU to finish it."""
         self._settle()
         digests, is_complete = self._digests(in_step, is_new, one_in)
         minima, event = collectives.minima(torch.cat([digests, ~digests])), None
@@ -151,7 +144,8 @@ class ReplicaGuard(StepFeature):
         self._pending = minima, event, (in_step, is_new), is_complete
         self._compared_at = self._steps
         self._complete_at = self._steps if is_complete else self._complete_at
-        self._next_check = self._steps + min(_LAG, self._every)
+        if not (in_step and self._on_gpu):
+            self._settle()
 
     def _digests(self, in_step: bool, is_new: bool, one_in: int) -> tuple[torch.Tensor, bool]:
         """Return four digests: of options, of names of buffers that count, of tensors, of buffers.
@@ -191,7 +185,6 @@ class ReplicaGuard(StepFeature):
                 self._report_difference(flags)
             elif is_complete:
                 self._equal_at = self._state.global_step
-        self._next_check = self._complete_at + (1 if self._is_new else self._every)
 
     # ---- a difference
 
