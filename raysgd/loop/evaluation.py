@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.collectives import Collectives
@@ -23,7 +24,6 @@ class Evaluation:
         self._operator, self._signal, self._progress = operator, signal, progress
         self._train_state: TrainState = operator._train_state
         self.batches: _EvaluationBatches | None = None
-        self.total: int | None = None
 
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or a number of steps.
@@ -47,7 +47,7 @@ class Evaluation:
             train_state.validation_offset = offset
         else:
             source.close_workers()
-        self.batches = self.total = None
+        self.batches = None
         return progress.result()
 
     def _evaluate(self, source: BatchSource, offset: int, steps_left: int | None, info: Any) -> int:
@@ -57,8 +57,9 @@ class Evaluation:
         while steps_left is None or steps_left > 0:
             left_in_epoch = source.steps_left(offset)
             limit = min((n for n in (steps_left, left_in_epoch) if n is not None), default=None)
-            batches = _EvaluationBatches(source, source.batches(0, offset, limit), self._signal)
-            self.batches, self.total, train_state.meters = batches, limit, None
+            read = source.batches(0, offset, limit)
+            self.batches = batches = _EvaluationBatches(source, read, self._signal, limit)
+            train_state.meters = None
             try:
                 with train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
@@ -70,12 +71,12 @@ class Evaluation:
             metrics = check_result(operator.validate, metrics)
             self._check_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
-            metrics = with_weight(metrics, batches.count or not batches.exhausted)
+            metrics = with_weight(metrics, batches.num_finished_steps or not batches.exhausted)
             self._progress.results.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = limit
             if taken is None or left_in_epoch is None:
-                taken = source.steps_taken(batches.count)
+                taken = source.steps_taken(batches.num_finished_steps)
             if offset == 0 and (left_in_epoch == 0 or (batches.exhausted and taken == 0)):
                 context = train_state.context
                 raise no_batch(
@@ -110,6 +111,7 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state.collectives)
         positions, predictions = source.batch_positions(), []
         with train_state.evaluating():
+            train_state.meters = None
             batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._signal)
             try:
                 for output in operator._predictions(batches):
@@ -162,40 +164,42 @@ def check_samples(source: BatchSource, collectives: Collectives, has_batch: int 
     return has_batch
 
 
+@dataclass(eq=False, repr=False)
 class _EvaluationBatches:
     """An iterator that counts its batches and can be stopped."""
 
-    def __init__(self, source: BatchSource, batches: Iterator[Any], signal: Signal) -> None:
-        self._source, self._batches = source, batches
-        self.signal = signal
-        self.count = 0
-        self.exhausted = False
-        self._batch: Any = None
+    source: BatchSource
+    batches: Iterator[Any]
+    signal: Signal
+    total_steps: int | None = None  # None if unknown
+    num_finished_steps: int = 0
+    exhausted: bool = False
+    batch: Any = None
 
     @property
     def num_joined(self) -> int | None:
         """Samples of the newest batch, if known."""
-        return self._source.num_joined
+        return self.source.num_joined
 
     def describe_place(self) -> str:
         """Return the number of the batch that the loop evaluates, and the batch, as text."""
-        if self._batch is None:
-            return f"when reading batch {self.count + 1}"
-        return f"in batch {self.count}, {describe(self._batch)}"
+        if self.batch is None:
+            return f"when reading batch {self.num_finished_steps + 1}"
+        return f"in batch {self.num_finished_steps}, {describe(self.batch)}"
 
     def __iter__(self) -> _EvaluationBatches:
         return self
 
     def __next__(self) -> Any:
         self.signal.raise_stop()
-        self._batch = None
+        self.batch = None
         try:
-            self._batch = batch = self.signal.next_batch(self._batches)
+            self.batch = self.signal.next_batch(self.batches)
         except StopIteration:
             self.exhausted = True
             raise
-        self.count += 1
-        return batch
+        self.num_finished_steps += 1
+        return self.batch
 
 
 def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:

@@ -121,14 +121,8 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._train_state.step_iterator
-        evaluation, features = self._loop.evaluation, train_state.features
-        if segment is not None:
-            num_done, total = segment.num_finished_steps, segment.total_steps
-        else:
-            batches, total = evaluation.batches, evaluation.total  # the other thread resets both
-            num_done = 0 if batches is None else batches.count
-        is_measuring = segment is not None or total is not None
-        meters = train_state.meters if is_measuring else None
+        running, features = segment or self._loop.evaluation.batches, train_state.features
+        meters = None if running is None else train_state.meters
         is_merged = segment is not None and train_state.transaction.has_fixed_parts
         source, began_at = self._loop.source, self._loop.call_progress.state.began_at
         num_copies = train_state.context.world_size if is_merged else 1
@@ -137,8 +131,8 @@ class OperatorRunner(Runner, ABC):
             in_epoch=train_state.offset > 0,
             global_step=train_state.global_step,
             validation_offset=train_state.validation_offset,
-            num_batches=num_done,
-            total_batches=total,
+            num_batches=0 if running is None else running.num_finished_steps,
+            total_batches=None if running is None else running.total_steps,
             num_samples=0 if meters is None else int(meters.num_samples) // num_copies,
             epoch_samples=0 if source is None else source.epoch_samples,
             step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
