@@ -25,7 +25,6 @@ from raysgd.elastic.call import (
 )
 from raysgd.loop import requests
 from raysgd.loop.generators import Generators
-from raysgd.loop.joining import enter_generation
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.saved_state import SavedState
@@ -54,7 +53,47 @@ class OperatorRunner(Runner, ABC):
 
     def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
         self._set_config_batch(context)
-        enter_generation(self._hosted_loop, context, leader_rank)
+        loop, train_state = self._hosted_loop, self._train_state
+        position = train_state.position()
+        train_state.begin_generation(context)
+        state = self._load_from_leader(leader_rank) if context.distributed else None
+        train_state.is_new = False
+        has_moved = train_state.position() != position
+        if has_moved or loop.source is None or loop.source.is_partitioned:
+            loop.forget_iteration()  # otherwise, the loop continues to read the same batches
+        if not train_state.holdings.complete:
+            loop.snapshots.clear()
+        self.operator.on_world_change()
+        if state is not None:  # the hook may register the data of the leader
+            train_state.data.set_batch_size(state["batching"])  # may differ in the setup
+            train_state.data.check_like(state["fingerprint"])
+        train_state.data.warn_of_stale_ranks()
+
+    def _load_from_leader(self, leader_rank: int) -> Mapping[str, Any] | None:
+        """Load the state of the leader, and return it. Return None on the leader.
+
+        `raysgd.loop.state_schema` has the order of its entries.
+        """
+        loop, train_state = self._hosted_loop, self._train_state
+        is_leader = train_state.context.world_rank == leader_rank
+        state: Mapping[str, Any] = train_state.collectives.broadcast(
+            lambda: state_for("replacement", loop), leader_rank
+        )
+        if not is_leader:
+            train_state.data.set_batch_size(state["batching"])
+            if why := state["why_not_split"]:
+                train_state.micro_batching.refuse(why)
+        follows = train_state.replication.follows(is_leader, train_state.is_new)
+        loop.saved_state.copy_from(leader_rank, follows)
+        if follows:
+            self.operator.load_state_dict(state["operator"])
+            train_state.transaction.is_damaged = state["is_damaged"]
+            loop.saved_state.set_module_modes(state["module_modes"])
+        if is_leader:
+            return None
+        train_state.move_to(state["data"], state["global_step"])
+        loop.call_progress.continue_call(state["call"])
+        return state
 
     def _worker_arguments(self, context: WorkerContext) -> tuple[Any, Any, dict[str, Any]]:
         """Return the operator's class, the config of this worker, and arguments of `Settings`."""
@@ -79,12 +118,11 @@ class OperatorRunner(Runner, ABC):
         self._set_config_batch(train_state.context)
         if train_state.context.world_size > 1:
             # Use the seed of rank 0, because each process may have drawn its own.
-            sources = train_state.data
-            seed, data = train_state.collectives.broadcast(
-                lambda: (train_state.seed, sources.fingerprint(with_batches=True)), 0
+            seed, fingerprint = train_state.collectives.broadcast(
+                lambda: (train_state.seed, train_state.data.fingerprint()), 0
             )
             train_state.reseed(seed)
-            sources.check_like(data, with_batches=True)
+            train_state.data.check_like(fingerprint)
             saved_state.compare_setup(leader_rank=0)
             for feature in train_state.features:
                 feature.start_together()

@@ -145,15 +145,11 @@ class DataSources(ABC):
 
     # ---- agreement between the workers
 
-    def fingerprint(self, with_batches: bool = False) -> dict[str, str]:
-        """Return a text for each partitioned loader that must be equal on all workers.
-
-        Replacement workers do not compare batch sizes, which may differ in their setup.
-        """
+    def fingerprint(self) -> dict[str, str]:
+        """Return a text for each partitioned loader that must be equal on all workers."""
         texts = {name: source.fingerprint() for name, source in self._sources.items()}
-        if with_batches:
-            for name, (size, _) in self.batching().items():
-                texts[name] += f", batch size {size}"
+        for name, (size, _) in self.batching().items():
+            texts[name] += f", batch size {size}"
         return {name: text for name, text in texts.items() if text}
 
     @functools.cached_property
@@ -174,8 +170,8 @@ class DataSources(ABC):
         batching = {name: source.batching() for name, source in self._sources.items()}
         return {name: each for name, each in batching.items() if each is not None}
 
-    def check_like(self, expected: dict[str, str], with_batches: bool = False) -> None:
-        own, rank = self.fingerprint(with_batches), self._settings.context.world_rank
+    def check_like(self, expected: dict[str, str]) -> None:
+        own, rank = self.fingerprint(), self._settings.context.world_rank
         for name in expected.keys() & own.keys():
             if own[name] != expected[name]:
                 raise ValueError(

@@ -1,9 +1,36 @@
 """The keys of the state of a trainer: who receives each, and how it is checked.
 
 Files have the state between calls. A snapshot, from which new workers restart, also has the
-unfinished call. A replacement worker gets the entries that it needs from the leader: `joining` has
-their order. Features add keys to those of the models and optimizers, as schedulers and the loss
+unfinished call. Features add keys to those of the models and optimizers, as schedulers and the loss
 scaler do.
+
+A worker that enters a generation gets the entries that it needs from the leader, the worker whose
+state counts. The leader first sends the small entries in one message, then the models and
+optimizers if they differ, then buffers. Shards come from all workers. The others load them in this
+order:
+
+================================  ====================================  ==========
+entry of the state                loaded by                             on
+================================  ====================================  ==========
+``batching``                      `DataSources.set_batch_size`          all others
+``why_not_split``                 `MicroBatching`                       all others
+shards                            `StepFeature.receive`                 all
+schedulers, optimizers, models,   `SavedState.copy_from`                followers
+and the entries of features
+buffers                           `StepFeature.receive`                 followers
+``operator``                      the operator's ``load_state_dict``    followers
+``is_damaged``                    `UpdateTransaction`                   followers
+``module_modes``                  `SavedState.set_module_modes`         followers
+``data``, ``global_step``         `TrainState.move_to`                  all others
+``call``                          `CallProgress.continue_call`          all others
+``batching``, ``fingerprint``     `DataSources`, after the hook         all others
+                                  ``on_world_change``
+================================  ====================================  ==========
+
+New workers follow the leader. If models are replicated, all others do. Otherwise, survivors keep
+their own models. The leader does not send snapshots, generators of random numbers, and metrics,
+except those that equal bits share. A restart from a snapshot loads ``operator`` first, see
+`OperatorRunner.load_state_dict`.
 """
 
 from __future__ import annotations
