@@ -145,7 +145,7 @@ class OperatorBase:
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, state.epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
-                meters.update(*check_metrics(self.validate_batch, metrics))
+                meters.update(metrics, weight_of(self.validate_batch, metrics))
         if state.step_iterator is not None:
             state.resume_modes()
         return meters.summary()
@@ -193,11 +193,11 @@ class OperatorBase:
             "info": info and info_of_user(info),
         }
 
-    def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
+    def _measure(self, meters: AverageMeterCollection, metrics: Any) -> None:
         """Add the metrics of a batch, or of a part of a batch. They count if its update counts."""
         tx = self._train_state.transaction
         micro_batch = tx.micro_batch
-        metrics, weight = check_metrics(self.train_batch, returned, micro_batch.weight)
+        weight = weight_of(self.train_batch, metrics, micro_batch.weight)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
@@ -240,11 +240,9 @@ class OperatorBase:
         return value
 
 
-def check_metrics(
-    method: Callable[..., Any], metrics: Any, weight: float = 1
-) -> tuple[Mapping[str, Any], float]:
-    """Return the metrics of a batch, and their weight: ``num_samples``, or else `weight`."""
-    return metrics, check_result(method, metrics).get(NUM_SAMPLES, weight)
+def weight_of(method: Callable[..., Any], metrics: Any, default: float = 1) -> Any:
+    """Check the metrics of a batch. Return their weight: ``num_samples``, or else `default`."""
+    return check_result(method, metrics).get(NUM_SAMPLES, default)
 
 
 def check_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
