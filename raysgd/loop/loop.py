@@ -340,13 +340,7 @@ class Loop:
         with train_state.rehearsing(self.operator), contextlib.suppress(WarmedUp):
             train_state.transaction.is_warm_up = True
             segment = train_state.step_iterator = StepIterator(
-                train_state,
-                source,
-                lambda: source.batches(0, 0, 1),
-                limit=1,
-                steps_left=1,
-                have_batches=None,
-                signal=self.signal,
+                train_state, source, lambda: source.batches(0, 0, 1), 1, 1, None, self.signal
             )
             self.operator.train_epoch(segment, *positional, **named)
         source.close_workers()

@@ -7,6 +7,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.nested import describe
@@ -19,6 +20,7 @@ from raysgd.loop.train_state import TrainState
 _NOTHING = object()
 
 
+@dataclass(eq=False, repr=False)
 class StepIterator:
     """Yields the batches of a segment, and commits each update when the next one begins.
 
@@ -30,46 +32,38 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `read` returns the iterator over the source. `have_batches` returns 0 if any rank has no batch,
-    and may compare the samples of ranks. The functions `after_commit` run after each commit, unless
-    the loop has raised.
+    `_read` returns the iterator over the source. `_have_batches` returns 0 if any rank has no
+    batch, and may compare the samples of ranks. The functions `_after_commit` run after each
+    commit, unless the loop has raised.
     """
 
-    def __init__(
-        self,
-        train_state: TrainState,
-        source: BatchSource,
-        read: Callable[[], Iterator[Any]],
-        limit: int | None,
-        steps_left: int | None,
-        have_batches: Callable[[int], int] | None,
-        signal: Signal,
-        after_commit: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        self._train_state = train_state
+    _train_state: TrainState
+    _source: BatchSource
+    _read: Callable[[], Iterator[Any]]
+    _limit: int | None
+    _steps_left: int | None
+    _have_batches: Callable[[int], int] | None
+    _signal: Signal
+    _after_commit: Sequence[Callable[[], None]] = ()
+
+    paused = False
+    drawn_from = False
+    loader_failed = False  # the loader raised an error, so its iterator cannot continue
+    _exhausted = False  # some rank has no more batches in the epoch
+    _ended = False  # `__next__` has raised StopIteration: the epoch or the segment ends
+    _batch_is_last = True  # the newest batch of the source is the last of the update
+
+    def __post_init__(self) -> None:
+        train_state = self._train_state
         train_state.micro_batching.may_split = False  # until `allow_split`
-        self._source = source
-        self._read = read
-        self._steps_left = steps_left
-        self._is_limited = limit is not None
-        # Number of steps in this segment, or None if unknown.
-        self.total_steps = min((n for n in (limit, steps_left) if n is not None), default=None)
-        self._have_batches, self._after_commit = have_batches, after_commit
-        self.start_step = train_state.global_step
-        self._started = time.perf_counter()
-        self._signal = signal
+        limits = [n for n in (self._limit, self._steps_left) if n is not None]
+        self.total_steps = min(limits, default=None)  # of this segment; None if unknown
+        self.start_step, self.start_offset = train_state.global_step, train_state.offset
+        self.num_steps, self._started = 0, time.perf_counter()
         self._tx = train_state.transaction
-        self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
-        self._batch_is_last = True  # the newest batch of the source is the last of the update
+        self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
         self._ahead: deque[Any] = deque()  # batches of the loader that no update has
-        self._exhausted = False  # some rank has no more batches in the epoch
-        self._ended = False  # `__next__` has raised StopIteration: the epoch or the segment ends
-        self.start_offset = train_state.offset
-        self.paused = False
-        self.num_steps = 0
-        self.drawn_from = False
-        self.loader_failed = False  # the loader raised an error, so its iterator cannot continue
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
@@ -112,7 +106,7 @@ class StepIterator:
     @property
     def loop_ends_epoch(self) -> bool:
         """Whether the epoch is over if the loop asks for no further batch."""
-        if not self._ended and not self._is_limited:
+        if not self._ended and self._limit is None:
             return True  # a loop that stops early ends the epoch
         newest = self._tx.micro_batch
         pending = newest.step_index + newest.ends_step if self._tx.is_open else 0
