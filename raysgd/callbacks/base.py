@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 _COUNTS, _MOST_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
-__all__ = ["Callback", "History", "LastCall", "LoggerCallback", "Trainer"]
-
 Trainer = Any
 """An `OperatorTrainer`, whose module imports this one."""
 

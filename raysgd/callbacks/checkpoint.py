@@ -73,8 +73,7 @@ class CheckpointCallback(Callback):
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
             )
         mode = resolve_mode("CheckpointCallback", monitor, mode)
-        flags = {"blocking": blocking, "resume": resume, "provenance": provenance}
-        flags["frozen"] = frozen
+        flags = {"blocking": blocking, "resume": resume, "provenance": provenance, "frozen": frozen}
         check_flags("CheckpointCallback", **flags)
         self._folder = folder
         self.needs_logdir = not folder

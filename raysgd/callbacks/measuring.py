@@ -69,9 +69,7 @@ def _resource_use(operator: Any) -> dict[str, float]:
     return used
 
 
-@functools.cache
-def _process() -> psutil.Process:
-    return psutil.Process()  # `cpu_percent` needs the time of its last call
+_process = functools.cache(psutil.Process)  # `cpu_percent` needs the time of its last call
 
 
 class LearningRateLogger(_Measurement):

@@ -243,14 +243,11 @@ class GroupedStream(Stream):
 
     is_resumable = True
     """Whether reading can continue from a `state_dict`."""
+    _state: dict[str, int] | None = None
+    _start: Mapping[str, int] | None = None
 
     def __len__(self) -> int:
         raise TypeError("A Stream with group or skip_broken has no length before it is read.")
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._state: dict[str, int] | None = None
-        self._start: Mapping[str, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         torch = sys.modules.get("torch.utils.data")
