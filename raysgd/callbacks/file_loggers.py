@@ -89,19 +89,15 @@ class CsvLogger(LoggerCallback):
         path, record = logdir_of(trainer) / "metrics.csv", _record_of(trainer, call)
         end_line(path)
         row = {**record, **scalars(metrics), **record}  # keep the record's order and values
-        columns = _columns_of(path)
+        columns: list[str] = []
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as file:
+                columns = next(csv.reader(file), [])
         if missing := [name for name in row if name not in columns]:
             columns += missing
             _rewrite(path, columns)
         with path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, columns).writerow(row)
-
-
-def _columns_of(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return next(csv.reader(file), [])
 
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:

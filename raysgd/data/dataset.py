@@ -42,7 +42,11 @@ class Dataset:
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         self.batch_size = check_int("Dataset", "batch_size", batch_size, 1)
-        self.items = _items_of(data)
+        if hasattr(data, "gather_sync"):  # an iterator of ``ray.util.iter``
+            if "repeat=True" in repr(data):
+                raise ValueError(f"Dataset(data={data!r}): must end. Leave out repeat=True.")
+            data = data.gather_sync()
+        self.items: Sequence[Any] = data if isinstance(data, Sequence) else list(data)
         self.uid = uuid.uuid4().hex
         self._download = download_func
         self._transform = transform
@@ -74,12 +78,3 @@ class Dataset:
         if name in ("set_num_shards", "get_shard"):  # of RaySGD
             hint = ": trainer.train(dataset=...) partitions the items across the workers"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
-
-
-def _items_of(data: Any) -> Sequence[Any]:
-    """Return data as a sequence. It may be an iterator of ``ray.util.iter``."""
-    if hasattr(data, "gather_sync"):
-        if "repeat=True" in repr(data):
-            raise ValueError(f"Dataset(data={data!r}): must end. Leave out repeat=True.")
-        data = data.gather_sync()
-    return data if isinstance(data, Sequence) else list(data)

@@ -280,27 +280,22 @@ class Records(ABC):
                 os.fchmod(output.fileno(), os.fstat(output.fileno()).st_mode & mode & 0o777)
             output.writelines(decompress(source))
 
-    def _opened_file(self, file: int) -> Any:
-        """Return an open file, which stays open for the next call."""
-        if file not in self._files:
-            self._files[file] = self._open(file)
-            if len(self._files) > _NUM_OPEN:
-                self._files.popitem(last=False)[1].close()
-        self._files.move_to_end(file)
-        return self._files[file]
-
     def _with_file(self, file: int, read: Callable[[Any], T]) -> T:
-        """Call `read` with an open file. Open it again after an error.
+        """Call `read` with an open file, which stays open. Open it again after an error.
 
         Name the file in errors about its content.
         """
 
         def attempt() -> T:
+            if file not in self._files:
+                self._files[file] = self._open(file)
+                if len(self._files) > _NUM_OPEN:
+                    self._files.popitem(last=False)[1].close()
+            self._files.move_to_end(file)
             try:
-                return read(self._opened_file(file))
+                return read(self._files[file])
             except Exception:
-                if file in self._files:
-                    self._files.pop(file).close()
+                self._files.pop(file).close()
                 raise
 
         try:

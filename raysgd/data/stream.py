@@ -35,7 +35,7 @@ class Keys:
     each other, because a worker uses consecutive keys.
     """
 
-    def __init__(self, data: NumberedSamples, epoch: int, offset: int, step: int) -> None:
+    def __init__(self, data: NumberedSamples, epoch: int, offset: int = 0, step: int = 0) -> None:
         self._size, self._parts = len(data), data.interleave if step else 1
         self._epoch, self._offset, self._step = epoch, offset, step
 
@@ -78,10 +78,6 @@ class NumberedSamples(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of samples that are read by their numbers."""
         self.epoch = epoch
-
-    def keys(self, epoch: int, offset: int = 0, step: int = 0) -> Keys:
-        """Return the keys of the samples of an epoch. `Keys` describes the other arguments."""
-        return Keys(self, epoch, offset, step)
 
     def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
         if keys and isinstance(keys[0], tuple):

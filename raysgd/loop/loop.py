@@ -209,7 +209,8 @@ class Loop:
             train_state.check_undamaged()
             return
         except BaseException as error:
-            batch, in_update = segment.batch, segment.in_update
+            batch = segment.batch
+            in_update = train_state.transaction.is_open and not segment.loader_failed
             self.signal.failed_at = segment.describe_place()
             self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching

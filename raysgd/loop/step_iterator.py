@@ -51,7 +51,6 @@ class StepIterator:
     loader_failed = False  # the loader raised an error, so its iterator cannot continue
     _exhausted = False  # some rank has no more batches in the epoch
     _ended = False  # `__next__` has raised StopIteration: the epoch or the segment ends
-    _batch_is_last = True  # the newest batch of the source is the last of the update
 
     def __post_init__(self) -> None:
         train_state = self._train_state
@@ -95,11 +94,6 @@ class StepIterator:
         return f"in {step}, batch {describe(self.batch)}"
 
     @property
-    def in_update(self) -> bool:
-        """Whether an update is in progress, and the loader has not failed."""
-        return self._tx.is_open and not self.loader_failed
-
-    @property
     def epoch_is_over(self) -> bool:
         return self._exhausted or self.num_steps == self._steps_left
 
@@ -140,8 +134,9 @@ class StepIterator:
 
     def _next_micro_batch(self) -> Any:
         part, micro_batch = self._micro_batches.popleft()
+        batch_is_last = self._exhausted or len(self._tx.drawn) == len(self._tx.plan.batches)
         self._train_state.begin_micro_batch(
-            micro_batch, is_last=self._batch_is_last and not self._micro_batches
+            micro_batch, is_last=batch_is_last and not self._micro_batches
         )
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
@@ -195,11 +190,8 @@ class StepIterator:
             num_steps = size if steps_left is None else min(size, steps_left)
             self._tx.plan = self._source.plan(train_state.offset, num_steps)
         planned = self._tx.plan.batches
-        self._batch_is_last = index + 1 == len(planned)
-        if not self._batch_is_last and not self._source.is_partitioned:
-            # The loader may end before its claimed length.
-            self._read_ahead()
-            self._batch_is_last = not self._ahead
+        if index + 1 < len(planned) and not self._source.is_partitioned:
+            self._read_ahead()  # the loader may end before its claimed length
         return planned[index]
 
     def _read_ahead(self) -> None:

@@ -30,7 +30,7 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
 from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_ranks
-from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
+from raysgd.data.stream import Keys, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
 from raysgd.torch.input.batches import IGNORED, join_samples
 from raysgd.torch.input.orders import (
@@ -249,7 +249,7 @@ class PartitionedLoader(PartitionedSource):
         if self._numbered is not None:
             partition = self._partition
             step = partition.step_size if partition.training else 0  # predict keeps the order
-            return self._numbered.keys(epoch, offset, step)
+            return Keys(self._numbered, epoch, offset, step)
         return self.epoch_order.of(epoch)
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
