@@ -56,17 +56,15 @@ from typing import Any
 from raysgd._internal.context import PausedError, RepeatInPartsError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.epoch_arguments import epoch_arguments
 from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
-from raysgd.loop.operator_base import check_result
+from raysgd.loop.operator_base import check_result, epoch_arguments
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.saved_state import SavedState
 from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import state_for
 from raysgd.loop.step_iterator import StepIterator
-from raysgd.loop.train_state import TrainState
+from raysgd.loop.train_state import SavedState, TrainState
 from raysgd.loop.transaction import WarmedUp
 from raysgd.metrics import with_weight
 

@@ -11,9 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.nested import preserving, try_copy
-from raysgd.loop.saved_state import SavedState
 from raysgd.loop.state_schema import check_objects
-from raysgd.loop.train_state import TrainState
+from raysgd.loop.train_state import SavedState, TrainState
 from raysgd.tf.communication import KerasCollectives, communication_of
 from raysgd.tf.engine import NEXT_PHASE, Engine
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags

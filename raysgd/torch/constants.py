@@ -1,7 +1,7 @@
 """Names of older scripts: values of ``scheduler_step_freq``, keys of ``info``, and timeouts."""
 
 from raysgd._internal.config import env_seconds
-from raysgd.loop.epoch_arguments import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.loop.operator_base import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 
 __all__ = [
     "NCCL_TIMEOUT_S",
