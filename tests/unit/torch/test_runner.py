@@ -20,7 +20,6 @@ from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker
 from raysgd.comm.network import LOOPBACK
 from raysgd.elastic.call import LoadRequest
-from raysgd.loop import joining
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.loop.runner import MetricReader
 from raysgd.metrics import AverageMeterCollection
@@ -250,7 +249,7 @@ def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     state = runner.operator._train_state
     monkeypatch.setattr(state, "begin_generation", lambda *_: None)
     monkeypatch.setattr(
-        joining, "_load_from_leader", lambda *_: vars(state).update(offset=2, global_step=2)
+        runner, "_load_from_leader", lambda *_: vars(state).update(offset=2, global_step=2)
     )
     runner.rejoin(WorkerContext(distributed=True), 0)
     runner.handle(TrainRequest(number=1, until_step=3))
