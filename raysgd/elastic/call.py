@@ -12,19 +12,6 @@ from raysgd.cluster.large_values import Inbox, Incoming
 from raysgd.elastic.log_points import LogPoints
 
 
-@dataclass
-class CallRecord:
-    """What has happened to a call so far, and whether callbacks should save."""
-
-    num_losses: int = 0
-    causes: list[str] = field(default_factory=list)
-    """Where and why workers were lost."""
-    departed_results: list[Any] = field(default_factory=list)
-    """Outcomes of the `departure_request` of workers that have left."""
-    save_soon: bool = False
-    """Whether callbacks save as soon as possible, because workers will be preempted."""
-
-
 @dataclass(kw_only=True)
 class Call:
     """One request to the runners.
@@ -55,7 +42,14 @@ class Call:
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
-    record: CallRecord = field(default_factory=CallRecord)
+    num_losses: int = 0
+    """Number of losses so far."""
+    causes: list[str] = field(default_factory=list)
+    """Where and why workers were lost."""
+    departed_results: list[Any] = field(default_factory=list)
+    """Outcomes of the `departure_request` of workers that have left."""
+    save_soon: bool = False
+    """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     @property
     def name(self) -> str:

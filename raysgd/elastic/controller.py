@@ -188,7 +188,7 @@ class Controller:
             case Do.SAVE_STATE:
                 self._supervision.attempt = None  # of an earlier attempt
                 context.preemption.must_save = False
-                context.call.record.save_soon = True
+                context.call.save_soon = True
                 self._rescue_state()
             case Do.INTERRUPT:
                 self.journal.progress = self._supervision.interrupt() or self.progress
@@ -222,7 +222,7 @@ class Controller:
             in_call=True,
             min_workers=min_workers,
             max_losses=call.max_losses,
-            num_losses=call.record.num_losses,
+            num_losses=call.num_losses,
             replaces_state=call.replaces_state,
         )
         with self.alone():
@@ -291,13 +291,14 @@ class Controller:
     # ---- losses
 
     def _remove_lost(self, lost: machine.Losses) -> None:
+        call = self._context.call
         for member, error in lost.items():
             rank, cause = self.journal.ranks.get(member, -1), cause_of(member, error)
             self.journal.record("lost", [member], cause=cause)
-            self._context.call.record.causes.append(f"worker {rank} on {member.name}: {cause}")
+            call.causes.append(f"worker {rank} on {member.name}: {cause}")
             self._scale_up.note_loss(member)
             self._group.discard(member)
-        self._context.call.record.num_losses = self.state.budget.num_losses
+        call.num_losses = self.state.budget.num_losses
         self._scale_up.start_cooldown()
 
     def _rescue_state(self) -> None:

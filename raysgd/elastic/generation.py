@@ -113,7 +113,7 @@ class GroupForming:
         if call.departure_request is None or not members:
             return
         outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
-        call.record.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
+        call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
         call.points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- also for starts

@@ -65,7 +65,7 @@ class GroupStart:
             self._context.check_open()
             self._scale_up.tick(starting)
             if starting and (error := self._scale_up.error) is not None:
-                if isinstance(error, WorkerLostError) and call.record.causes:
+                if isinstance(error, WorkerLostError) and call.causes:
                     raise self._journal.failure(call, str(error), cause=error)
                 raise error
             if self._scale_up.decide_start(min_workers):
@@ -100,7 +100,7 @@ class GroupStart:
             if has_loaded:
                 progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
-        results, step = self._context.call.record.departed_results, progress.global_step
+        results, step = self._context.call.departed_results, progress.global_step
         results[:] = [each for each in results if each.progress.global_step <= step]
         self._scale_up.forget_joined(members)
         if not (self._context.policy.survivors_stay and self._context.elastic.grow):

@@ -126,7 +126,7 @@ class Journal:
         """Return the error that ends a call, with the causes of its losses."""
         what = f"The call of {call.name}() failed" if call.name else "The workers did not start"
         error = WorkerLostError(
-            "\n".join([f"{what}: {why.rstrip('.')}.", *call.record.causes]),
+            "\n".join([f"{what}: {why.rstrip('.')}.", *call.causes]),
             rank=-1 if member is None else self.ranks.get(member, -1),
             node_id="" if member is None else member.info.node_id,
             cause="" if cause is None else cause_of(member, cause),

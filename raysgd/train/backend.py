@@ -339,7 +339,7 @@ class BackendExecutor:
             self.abort()
             if run is None or not isinstance(error, WorkerLostError):
                 raise
-            number, allowed = run.call.record.num_losses, run.call.max_losses
+            number, allowed = run.call.num_losses, run.call.max_losses
             raise WorkerLostError(
                 f"The training function lost workers {number} time{'s' * (number != 1)}, but "
                 f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",

@@ -70,8 +70,8 @@ class TrainCall(Call):
             else:
                 goals = (step + self.num_steps, request.until_step or sys.maxsize)
                 request = replace(request, until_step=min(goals))
-        self.request = replace(request, callback_pause=self.next_pause(step, self.record.save_soon))
-        self.record.save_soon = False
+        self.request = replace(request, callback_pause=self.next_pause(step, self.save_soon))
+        self.save_soon = False
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ class Dispatcher:
             self._note_bad_steps(trainer)
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
-        results += [outcome.value() for outcome in call.record.departed_results]
+        results += [outcome.value() for outcome in call.departed_results]
         merged = self._merge(results)
         num_samples = controller.progress.epoch_samples
         last_call = LastCall(

@@ -157,7 +157,7 @@ class Driver:
 
     @property
     def losses_in_call(self):
-        return self.call.record.num_losses
+        return self.call.num_losses
 
     def shutdown(self):
         self.controller.shutdown()

@@ -14,7 +14,7 @@ from tests.unit.cluster.clock import ManualClock
 
 
 def train(controller, step, max_losses=0):
-    """Train up to a step as the trainer does, and return the record of the call."""
+    """Train up to a step as the trainer does, and return the call."""
     call = Call(
         request=TrainRequest(number=0, until_step=step),
         has_batches=True,
@@ -24,7 +24,7 @@ def train(controller, step, max_losses=0):
     )
     outcomes = controller.run(call)
     assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
-    return call.record
+    return call
 
 
 def kinds(controller):
@@ -128,7 +128,7 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     class Saved(Call):
         def begin(self, progress):
             super().begin(progress)
-            begun.append((progress.global_step, self.record.save_soon, snapshots.state()))
+            begun.append((progress.global_step, self.save_soon, snapshots.state()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
     call = Saved(request=TrainRequest(number=0, until_step=100), has_batches=True, can_pause=True)

@@ -74,8 +74,8 @@ def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
     run = trainer._dispatcher.controller.run
 
     def leave(call):
-        call.record.departed_results += run(call)
-        return call.record.departed_results
+        call.departed_results += run(call)
+        return call.departed_results
 
     monkeypatch.setattr(trainer._dispatcher.controller, "run", leave)
     assert trainer.train()["num_samples"] == 80
