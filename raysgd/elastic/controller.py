@@ -27,7 +27,6 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.generation import GroupForming
-from raysgd.elastic.group_start import GroupStart
 from raysgd.elastic.machine import Do, GroupEvent, State, transition
 from raysgd.elastic.policies import Policy, leaders_progress
 from raysgd.elastic.supervision import Supervision
@@ -83,8 +82,7 @@ class Controller:
         self.journal, self.snapshots = context.journal, context.snapshots
         self.speed = context.speed
         self._scale_up = context.scale_up
-        self._forming = GroupForming(context)
-        self.group_start = GroupStart(context, self._forming)
+        self.forming = GroupForming(context)
         self._supervision = Supervision(context, context.call)
         self._lacks_state = False
         """Whether the workers have the state of their setup, because a load follows."""
@@ -170,17 +168,17 @@ class Controller:
             event = following
 
     def _execute(self, action: machine.Action) -> GroupEvent | None:
-        context, forming = self._context, self._forming
+        context, forming = self._context, self.forming
         match action:
             case Do.SURVEY:
                 return self._survey()
             case Do.AWAIT_WORKERS:
-                self.group_start.await_workers(self.state.budget.min_workers)
+                forming.await_workers(self.state.budget.min_workers)
             case Do.REJOIN:
                 return forming.rejoin()
             case Do.RESTART:
                 self._lacks_state = context.call.replaces_state
-                return self.group_start.restart(self.state.budget.min_workers)
+                return forming.restart(self.state.budget.min_workers)
             case Do.RESCUE_STATE:
                 self._rescue_state()
             case Do.CHECK_SNAPSHOT:

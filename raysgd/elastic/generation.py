@@ -1,23 +1,30 @@
-"""The group of each new generation."""
+"""The group of each new generation: of a start, a restart, or a rejoin."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
 from raysgd._internal.context import Progress
+from raysgd.cluster.large_values import offering
+from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
-from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
-from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
+from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
+from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.journal import list_ranks
-from raysgd.elastic.policies import assign_contexts, choose_members, leaders_progress
-from raysgd.errors import CollectiveError, WorkerTimeoutError
+from raysgd.elastic.policies import (
+    assign_contexts,
+    backoff_s,
+    choose_members,
+    leaders_progress,
+)
+from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +34,7 @@ _RESTART_STRAGGLER_S = 5.0
 """The same limit in seconds for training functions, whose workers restart from a checkpoint."""
 _MENTION_S = 30.0
 """Seconds after which to log what a start or a rejoin is waiting for."""
+_START_TICK_S = 0.01
 
 
 class GroupForming:
@@ -38,6 +46,10 @@ class GroupForming:
         self._journal, self._commands = context.journal, context.commands
         self._scale_up = context.scale_up
         self._backend = context.backend
+        self.on_start: Callable[[], None] = lambda: None
+        """Called after all workers have started, before they load a snapshot."""
+
+    # ---- rejoins
 
     def rejoin(self) -> machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
@@ -46,10 +58,10 @@ class GroupForming:
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
-            return self.note_lost(lost)
+            return self._note_lost(lost)
         joining, leaving = self._context.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self.note_lost(lost), machine.WorkersLost):
+        if isinstance(event := self._note_lost(lost), machine.WorkersLost):
             return event
         self._context.shares.poll(answers)
         by_member = {member: answers[member] for member in self._group.members}
@@ -81,14 +93,14 @@ class GroupForming:
                 if (shards := value_of(outcome)) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
-        attempt = self.join(entering, entering.index(leader))
+        attempt = self._join(entering, entering.index(leader))
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in holdings):
             return machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
             if lost := attempt.lost or dict.fromkeys(joining, attempt.error()):
-                return self.note_lost(lost)
+                return self._note_lost(lost)
             error = attempt.error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
@@ -116,14 +128,125 @@ class GroupForming:
         call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
         call.points.add({member: each.progress for member, each in outcomes.items()}, ())
 
-    # ---- also for starts
+    # ---- starts
 
-    def note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
+    def restart(self, min_workers: int) -> machine.GroupEvent:
+        """Stop the members, and form a group of new workers, with the state of the snapshot."""
+        began, is_first = self._clock.monotonic(), self._scale_up.is_first
+        why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
+        num_before, progress = len(self._group.members), None
+        self._context.discard_members()
+        self._scale_up.begin()
+        while progress is None:
+            self.await_workers(min_workers)
+            progress = self._start_group()
+        members, step = self._group.members, progress.global_step
+        if is_first:
+            self._journal.record("started", members, step=step)
+            return machine.GroupFormed(progress=progress)
+        has_grown = 0 < num_before < len(members)
+        kind: EventKind = "grown" if has_grown else "restarted"
+        if why and len(members) >= num_before:
+            kind = "moved"
+        joining, seconds = members[num_before:], self._clock.monotonic() - began
+        concerned = joining if has_grown else members
+        self._journal.record(kind, concerned, cause=why, step=step, seconds=seconds)
+        return machine.GroupFormed(progress=progress)
+
+    def await_workers(self, min_workers: int) -> None:
+        """Wait until there are enough workers. Each wait for resources is longer than the last."""
+        config, call = self._context.elastic, self._context.call
+        num_members, starting = len(self._group.members), not self._group.members
+        missing = machine.too_few(num_members, min_workers)
+        deadline, num_waits = 0.0, 0
+        while True:
+            self._context.check_open()
+            self._scale_up.tick(starting)
+            if starting and (error := self._scale_up.error) is not None:
+                if isinstance(error, WorkerLostError) and call.causes:
+                    raise self._journal.failure(call, str(error), cause=error)
+                raise error
+            if self._scale_up.decide_start(min_workers):
+                return
+            now = self._clock.monotonic()
+            is_short = num_members + self._scale_up.num_started() < min_workers
+            if is_short and now >= deadline and not self._group.notices.is_ray_silent:
+                room = self._group.room()
+                if num_waits == config.max_attempts:
+                    why = f"{missing}, and the resources for more are not free: {room}"
+                    raise self._journal.failure(call, why)
+                wait_s = backoff_s(num_waits, config)
+                cause = f"{missing}, and {room}"
+                self._journal.record("waiting", [], cause=cause, seconds=wait_s)
+                deadline, num_waits = now + wait_s, num_waits + 1
+            self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
+
+    def _start_group(self) -> Progress | None:
+        """Form a group of the ready workers, and return its progress. None if a worker was lost."""
+        joining = self._scale_up.ready()
+        _, lost = self._commands.probe_or_kill(joining)
+        if lost:
+            self._note_lost(lost)
+            return None
+        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
+        self._journal.assign_ranks(members)
+        progress = Progress()
+        for attempt in self._phases(members):
+            if attempt.failed:
+                self._discard_lost(attempt, members)
+                return None
+            progress = attempt.outcomes[members[0]].progress
+        # All workers repeat the steps after the snapshot, also those of departed workers.
+        results, step = self._context.call.departed_results, progress.global_step
+        results[:] = [each for each in results if each.progress.global_step <= step]
+        self._scale_up.forget_joined(members)
+        if not (self._context.policy.survivors_stay and self._context.elastic.grow):
+            self._scale_up.drop()  # late workers could never join
+        self._scale_up.set_up_alone()
+        return progress
+
+    def _phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
+        """Start a group, and yield the attempt of each phase."""
+        leader = None if self._scale_up.together else 0
+        if leader is not None:  # the other workers get the snapshot from the leader
+            yield from self._load_snapshot(members[:1])
+        yield self._join(members, leader)
+        self._group.members[:] = members
+        self.on_start()
+        if leader is None:
+            yield from self._load_snapshot(members)
+
+    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
+        if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
+            return
+        packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
+        with offering(packed, [member.info.node_ip for member in members]) as offer:
+            calls = {member: member.work(Worker.call, offer) for member in members}
+            attempt = self._await_phase(calls, "load")
+        yield attempt
+
+    def _discard_lost(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
+        """Discard the lost workers of a start, and keep the others. Raise any other failure."""
+        if not attempt.lost:
+            raise attempt.error()
+        # Replace processes that `on_start` may have changed, or that can join only one group.
+        are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
+        self._group.members.clear()
+        _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
+        self._note_lost(attempt.lost | lost)
+        if are_used:
+            self._scale_up.drop(members)
+        self._scale_up.set_up_alone()
+        self._journal.generation += 1  # a late interruption of this one must not reach later work
+
+    # ---- both
+
+    def _note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
         """Discard lost replacement workers, and return the event of the lost members."""
         members = {m: e for m, e in lost.items() if not self._scale_up.fail(m, e)}
         return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
 
-    def join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
+    def _join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
         """Move workers into the next generation, with the state of rank `leader`.
 
         Without a leader, they run their setup.
@@ -147,12 +270,12 @@ class GroupForming:
             for member, context in entries.items()
         }
         task = "set up" if leader is None else "join a new generation"
-        attempt = self.await_phase(calls, task, listening=leader is not None)
+        attempt = self._await_phase(calls, task, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
-    def await_phase(
+    def _await_phase(
         self, calls: Mapping[WorkerHandle, Future[Outcome]], task: str, listening: bool = False
     ) -> Attempt:
         """Wait for one phase of a start or a rejoin, up to `timeout_s`.

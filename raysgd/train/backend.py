@@ -167,7 +167,7 @@ class BackendExecutor:
             supports_live_join=False,
         )
         proxy = weakref.proxy(self)  # a reference would keep the executor from being collected
-        controller.group_start.on_start = lambda: proxy._prepare_workers()
+        controller.forming.on_start = lambda: proxy._prepare_workers()
         self._controller = controller
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)

@@ -616,7 +616,7 @@ def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     world.room = 2
     controller = world.drive(3, can_join=False, resize_cooldown_s=1.0).controller
     started = []
-    controller.group_start.on_start = lambda: started.append(len(controller.members))
+    controller.forming.on_start = lambda: started.append(len(controller.members))
     assert not controller.grow()
     world.room = 3
     assert not controller.grow()  # resize_cooldown_s is not over
