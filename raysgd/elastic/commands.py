@@ -1,36 +1,26 @@
-"""The calls from the driver to the members, and the outcomes of one attempt at a call."""
+"""The calls from the driver to the members."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from queue import Empty
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.cluster.clock import Clock
 from raysgd.cluster.large_values import Inbox
 from raysgd.cluster.serialization import pack, pack_as
 from raysgd.cluster.worker import Outcome, Worker
-from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.attempt import Attempt, results_of
 from raysgd.elastic.journal import Journal, list_ranks
-from raysgd.errors import CollectiveError, WorkerTimeoutError
+from raysgd.errors import WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
-_OWN_STOP_S = 0.05
-"""Seconds to look for the cause of a failure if the driver itself interrupts the workers."""
-_RETURN_S = 0.7
-"""Seconds that interrupted workers may take to return."""
-_NODE_LOSS_S = 10.0
-"""Seconds that Ray may take to report a lost node."""
 ANSWER_S = 0.7
 """Seconds that idle workers may take to answer a short request."""
-BUSY_TICK_S = 0.05
-"""Seconds between two looks while workers start or progress is shown."""
 _SILENCE_S = 10.0
 """Seconds that a stopped process may take to answer."""
 _SALVAGE_S = 10.0
@@ -41,111 +31,6 @@ _ASK_AGAIN_S = 0.05
 """Seconds to wait before a worker whose answer was lost is asked again."""
 _QUIET_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
-
-
-class Attempt:
-    """Collects the outcomes of one call.
-
-    A lost worker and the first error of user code are causes. A failed collective is not.
-    """
-
-    def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
-        self._clock = clock
-        self.members: list[WorkerHandle] = []
-        self.pending: dict[WorkerHandle, Future[Outcome]] = {}
-        self._finished = clock.queue()
-        for member, future in futures.items():
-            self.add(member, future)
-        self.outcomes: dict[WorkerHandle, Outcome] = {}
-        self.lost: dict[WorkerHandle, BaseException] = {}
-        self.first_error: tuple[WorkerHandle, Outcome] | None = None
-        self.needs_new_group = False
-        """Whether the workers must form a group again though none has failed."""
-        self.unanswered: BaseException | None = None
-        """The error of a worker that may live, but whose outcome will never come."""
-
-    def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
-        self.members.append(member)
-        self.pending[member] = future
-        future.add_done_callback(self._finished.put)
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self.pending) and not self.failed
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.lost or self.unanswered) or any(
-            o.kind not in ("ok", "paused") for o in self.outcomes.values()
-        )
-
-    @property
-    def has_cause(self) -> bool:
-        return bool(self.lost) or self.first_error is not None
-
-    def collect(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
-        finished = []
-        with contextlib.suppress(Empty):
-            finished.append(self._finished.get(timeout=max(0.0, timeout_s)))
-            while True:
-                finished.append(self._finished.get_nowait())
-        for member, future in list(self.pending.items()):
-            if future not in finished:
-                continue
-            del self.pending[member]
-            error = future.exception()
-            if error is None:
-                outcome = self.outcomes[member] = future.result()
-                if outcome.kind == "user" and self.first_error is None:
-                    self.first_error = (member, outcome)
-                elif outcome.kind == "cut off":
-                    self.needs_new_group = True
-            elif member.may_live(error):
-                self.unanswered, self.needs_new_group = error, True
-            elif is_loss(error):
-                self.lost[member] = error
-            else:
-                raise error
-        return bool(finished)
-
-    def collect_until(
-        self, timeout_s: float, is_reached: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
-        deadline = self._clock.monotonic() + timeout_s
-        while (
-            self.pending and not is_reached() and (left_s := deadline - self._clock.monotonic()) > 0
-        ):
-            self.collect(left_s)
-
-    def declare_lost(self, member: WorkerHandle, error: BaseException) -> None:
-        """Wait no longer for a worker, and count it as lost."""
-        self.pending.pop(member, None)
-        self.lost[member] = error
-
-    def interrupt_after_cause(self, interrupt: Callable[[], None]) -> None:
-        """Find the cause of a failure, and call `interrupt` to stop the other workers."""
-        reason_s = _OWN_STOP_S if self.needs_new_group else ROOT_CAUSE_S
-        self.collect_until(reason_s, lambda: self.has_cause)
-        interrupt()
-        self.collect_until(_RETURN_S)
-        if not self.needs_new_group:
-            self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.needs_new_group)
-
-    def error(self) -> BaseException:
-        """Return the exception to raise for a failure without a lost worker."""
-        if self.first_error is not None:
-            return self.first_error[1].exception()
-        stopped = ("communication", "stopped", "cut off")
-        reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
-        reason = next(reasons, self.unanswered)
-        error = CollectiveError(
-            f"All workers are alive, but could not communicate: {reason}. Check that all workers "
-            "make the same backward passes and call the same collectives, in the same order."
-        )
-        error.__cause__ = reason
-        return error
 
 
 class Commands:
@@ -229,11 +114,11 @@ class Commands:
         timeout_s: float = _SALVAGE_S,
         inbox: Inbox | None = None,
     ) -> dict[WorkerHandle, Outcome]:
-        """Send a request to idle members. Return the outcomes of those that answer."""
+        """Send a request to idle members. Return the outcomes of those that succeed."""
         packed = pack(request)
         asked = {m: m.work(Worker.call, packed, inbox and inbox.address()) for m in members}
         self._clock.wait(asked.values(), timeout_s)
-        return results_of(asked)
+        return {m: outcome for m, outcome in results_of(asked).items() if outcome.kind == "ok"}
 
     def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that are busy with an interrupted call. Return the lost ones.
@@ -254,11 +139,10 @@ class Commands:
         finally:
             self._unfinished = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"
-        for member in attempt.pending:
-            if not member.remote:  # the driver cannot kill its own process
-                raise WorkerTimeoutError(
-                    f"The worker in the driver's process did not stop within {patience_s:g} s."
-                )
+        if not all(member.remote for member in attempt.pending):  # the driver cannot kill itself
+            raise WorkerTimeoutError(
+                f"The worker in the driver's process did not stop within {patience_s:g} s."
+            )
         return attempt.lost | {m: WorkerTimeoutError(why) for m in attempt.pending}
 
     def probe_or_kill(
@@ -278,9 +162,9 @@ class Commands:
             if self._group.detect_cut_off():
                 began = looked = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
-            is_early = now - began < _SILENCE_S
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
-            again = again if is_early else []
+            if now - began >= _SILENCE_S:
+                again = []
             silent = [member for member, answer in asked.items() if not answer.done()]
             if not (again or silent) or is_over():
                 break
@@ -309,16 +193,6 @@ class Commands:
             stopped = [member for member, is_stopped in results_of(states).items() if is_stopped]
             return dict.fromkeys(stopped, WorkerTimeoutError(f"its process is stopped: {why}"))
         return dict.fromkeys(silent, WorkerTimeoutError(f"{why} (timeout_s)"))
-
-
-def value_of(outcome: Outcome) -> Any:
-    """Return the value of a successful call, otherwise None."""
-    return outcome.value() if outcome.kind == "ok" else None
-
-
-def results_of(asked: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
-    """Return the results of the calls that have succeeded."""
-    return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:

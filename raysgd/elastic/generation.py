@@ -13,8 +13,9 @@ from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic import machine
+from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
-from raysgd.elastic.commands import ANSWER_S, BUSY_TICK_S, Attempt, value_of
+from raysgd.elastic.commands import ANSWER_S
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.journal import list_ranks
@@ -90,7 +91,7 @@ class GroupForming:
         departing = [member for member in self._group.members if member not in staying]
         if not progress.holdings.complete:  # a worker that leaves may have a shard's only copy
             for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
-                if (shards := value_of(outcome)) is not None:
+                if (shards := outcome.value()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
         entering = self._group.in_order([*staying, *joining])
         attempt = self._join(entering, entering.index(leader))
@@ -125,7 +126,7 @@ class GroupForming:
         if call.departure_request is None or not members:
             return
         outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
-        call.departed_results += [e for e in outcomes.values() if value_of(e) is not None]
+        call.departed_results += [e for e in outcomes.values() if e.value() is not None]
         call.points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts

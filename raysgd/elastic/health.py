@@ -1,6 +1,6 @@
 """Supervises a call: logs what hangs, and detects collectives that cannot end.
 
-This module does not detect dead workers: `commands.py` receives the Ray error of a dead worker.
+This module does not detect dead workers: `attempt.py` receives the Ray error of a dead worker.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.commands import Attempt, results_of
+from raysgd.elastic.attempt import Attempt, results_of
 from raysgd.elastic.journal import list_ranks
 
 logger = logging.getLogger(__name__)

@@ -132,7 +132,7 @@ class SnapshotKeeper:
             try:
                 with Inbox([member.info.node_ip for member in members], open_file) as inbox:
                     outcomes = commands.send_to_idle(members, request, inbox=inbox).values()
-                return [self._copy(inbox.resolve(o.payload)) for o in outcomes if o.kind == "ok"]
+                return [self._copy(inbox.resolve(outcome.payload)) for outcome in outcomes]
             except StorageError as error:
                 self._warn_of_disk(error)
         return []

@@ -14,8 +14,8 @@ from raysgd.cluster.large_values import Inbox, offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import Call, LoadRequest
-from raysgd.elastic.commands import BUSY_TICK_S, Attempt
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
 from raysgd.elastic.machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost

@@ -9,14 +9,14 @@ import ray.exceptions
 from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.elastic import commands
-from raysgd.elastic.commands import Attempt, Commands
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.commands import Commands
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name in ("ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
-        monkeypatch.setattr(commands, name, 0.01)
+        monkeypatch.setattr(f"raysgd.elastic.attempt.{name}", 0.01)
 
 
 def outcome(kind, payload=None):

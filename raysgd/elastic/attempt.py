@@ -1,0 +1,131 @@
+"""The outcomes of one attempt at a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from queue import Empty
+from typing import Any
+
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
+from raysgd.errors import CollectiveError
+
+BUSY_TICK_S = 0.05
+"""Seconds between two looks while workers start or progress is shown."""
+_OWN_STOP_S = 0.05
+"""Seconds to look for the cause of a failure if the driver itself interrupts the workers."""
+_RETURN_S = 0.7
+"""Seconds that interrupted workers may take to return."""
+_NODE_LOSS_S = 10.0
+"""Seconds that Ray may take to report a lost node."""
+
+
+class Attempt:
+    """Collects the outcomes of one call.
+
+    A lost worker and the first error of user code are causes. A failed collective is not.
+    """
+
+    def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
+        self._clock = clock
+        self.members: list[WorkerHandle] = []
+        self.pending: dict[WorkerHandle, Future[Outcome]] = {}
+        self._finished = clock.queue()
+        for member, future in futures.items():
+            self.add(member, future)
+        self.outcomes: dict[WorkerHandle, Outcome] = {}
+        self.lost: dict[WorkerHandle, BaseException] = {}
+        self.first_error: tuple[WorkerHandle, Outcome] | None = None
+        self.needs_new_group = False
+        """Whether the workers must form a group again though none has failed."""
+        self.unanswered: BaseException | None = None
+        """The error of a worker that may live, but whose outcome will never come."""
+
+    def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
+        self.members.append(member)
+        self.pending[member] = future
+        future.add_done_callback(self._finished.put)
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self.pending) and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.lost or self.unanswered) or any(
+            o.kind not in ("ok", "paused") for o in self.outcomes.values()
+        )
+
+    @property
+    def has_cause(self) -> bool:
+        return bool(self.lost) or self.first_error is not None
+
+    def collect(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
+        finished = []
+        with contextlib.suppress(Empty):
+            finished.append(self._finished.get(timeout=max(0.0, timeout_s)))
+            while True:
+                finished.append(self._finished.get_nowait())
+        for member in [each for each, future in self.pending.items() if future in finished]:
+            future = self.pending.pop(member)
+            error = future.exception()
+            if error is None:
+                outcome = self.outcomes[member] = future.result()
+                if outcome.kind == "user" and self.first_error is None:
+                    self.first_error = (member, outcome)
+                elif outcome.kind == "cut off":
+                    self.needs_new_group = True
+            elif member.may_live(error):
+                self.unanswered, self.needs_new_group = error, True
+            elif is_loss(error):
+                self.lost[member] = error
+            else:
+                raise error
+        return bool(finished)
+
+    def collect_until(
+        self, timeout_s: float, is_reached: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
+        deadline = self._clock.monotonic() + timeout_s
+        while (
+            self.pending and not is_reached() and (left_s := deadline - self._clock.monotonic()) > 0
+        ):
+            self.collect(left_s)
+
+    def declare_lost(self, member: WorkerHandle, error: BaseException) -> None:
+        """Wait no longer for a worker, and count it as lost."""
+        self.pending.pop(member, None)
+        self.lost[member] = error
+
+    def interrupt_after_cause(self, interrupt: Callable[[], None]) -> None:
+        """Find the cause of a failure, and call `interrupt` to stop the other workers."""
+        reason_s = _OWN_STOP_S if self.needs_new_group else ROOT_CAUSE_S
+        self.collect_until(reason_s, lambda: self.has_cause)
+        interrupt()
+        self.collect_until(_RETURN_S)
+        if not self.needs_new_group:
+            self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.needs_new_group)
+
+    def error(self) -> BaseException:
+        """Return the exception to raise for a failure without a lost worker."""
+        if self.first_error is not None:
+            return self.first_error[1].exception()
+        stopped = ("communication", "stopped", "cut off")
+        reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
+        reason = next(reasons, self.unanswered)
+        error = CollectiveError(
+            f"All workers are alive, but could not communicate: {reason}. Check that all workers "
+            "make the same backward passes and call the same collectives, in the same order."
+        )
+        error.__cause__ = reason
+        return error
+
+
+def results_of(asked: Mapping[WorkerHandle, Future[Any]]) -> dict[WorkerHandle, Any]:
+    """Return the results of the calls that have succeeded."""
+    return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
