@@ -256,8 +256,7 @@ class Controller:
             self._call_lock.release()
 
     def _survey(self) -> GroupEvent:
-        for observer in self._context.observers:
-            observer.poll({})
+        self._context.poll({})
         joining, leaving = self._context.due_changes()
         return machine.Surveyed(
             num_workers=len(self.members),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.actor_group import ActorGroup
@@ -19,13 +19,6 @@ from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
-
-
-class Observer(Protocol):
-    """A component that checks the group, without waiting."""
-
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Use the progress of the members that answered. It is empty before a call."""
 
 
 class DriverContext:
@@ -50,10 +43,19 @@ class DriverContext:
         self.scale_up = ScaleUp(group, elastic, journal, policy, create_arguments, timeout_s)
         self.shares = Shares(group, elastic, journal)
         self.speed = SpeedMonitor(group)
-        self.observers: tuple[Observer, ...]
-        self.observers = (self.snapshots, self.preemption, self.scale_up, self.shares, self.speed)
         self.call = Call()
         """The running call. Only the controller sets it."""
+
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Let the components check the group, without waiting.
+
+        They use the progress of the members that answered, which is empty before a call.
+        """
+        self.snapshots.poll(progress)
+        self.preemption.poll(progress)
+        self.scale_up.poll(progress)
+        self.shares.poll(progress)
+        self.speed.poll(progress)
 
     def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""

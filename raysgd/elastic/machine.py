@@ -180,7 +180,7 @@ class StopRequested(GroupEvent):
 class Do(Enum):
     """An action without arguments."""
 
-    SURVEY = "let the observers act, and count the members, those that join, and those that leave"
+    SURVEY = "let the components act, and count the members, those that join, and those that leave"
     AWAIT_WORKERS = "wait until enough workers are ready"
     REJOIN = "wait for workers that are still busy, and form the next generation"
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"

@@ -115,7 +115,7 @@ class Supervision:
     def _conclude(
         self, call: Call, action: RunCall, attempt: Attempt, polled: Progress | None
     ) -> GroupEvent:
-        """Show the end of an attempt to the observers, and return its event."""
+        """Let the components observe the end of an attempt, and return its event."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
@@ -203,17 +203,13 @@ class Supervision:
             if self._group.detect_cut_off():
                 continue  # the workers wait for the network too
             progress = self._ask_progress(call)
-            newest = (
-                leaders_progress([p for p in (newest, *progress.values()) if p])
-                if progress
-                else newest
-            )
+            if progress:
+                newest = leaders_progress([p for p in (newest, *progress.values()) if p])
             if call.has_batches:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
-            for observer in self._context.observers:
-                observer.poll(progress)
+            self._context.poll(progress)
             if call.can_pause and not self._commands.is_pausing:
                 moves = any(self._context.due_changes()) or self._context.preemption.must_save
                 if moves or self._context.shares.wants_change:
