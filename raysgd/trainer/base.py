@@ -42,9 +42,8 @@ from raysgd.loop.requests import (
 from raysgd.metrics import as_test_metrics, merge_workers
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
-from raysgd.trainer.fit_options import FitOptions
 from raysgd.trainer.info import TrainerInfo
-from raysgd.trainer.results import ResultReporter
+from raysgd.trainer.results import FitOptions, ResultReporter
 from raysgd.trainer.state import StateTransfer
 
 

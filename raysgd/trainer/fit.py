@@ -18,8 +18,7 @@ from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader
 from raysgd.metrics import merge_workers
 from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit_options import FitOptions
-from raysgd.trainer.results import ResultReporter
+from raysgd.trainer.results import FitOptions, ResultReporter
 
 logger = logging.getLogger(__name__)
 
