@@ -69,13 +69,10 @@ def _is_created(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
-def _num_lost(group: PlacementGroup) -> int:
-    """Return how many bundles of a group Ray is rescheduling."""
+def _is_lost(group: PlacementGroup) -> bool:
+    """Return whether Ray is rescheduling all bundles of a group."""
     table = placement_group_table(group)
-    # Single requests cannot replace bundles with a strict placement strategy.
-    if table.get("state") != "RESCHEDULING" or table.get("strategy", "").startswith("STRICT_"):
-        return 0
-    return sum(not node for node in table.get("bundles_to_node_id", {}).values())
+    return table.get("state") == "RESCHEDULING" and not any(table["bundles_to_node_id"].values())
 
 
 def _is_free(group: PlacementGroup) -> bool:
@@ -93,7 +90,7 @@ class Reservation:
     def __init__(
         self, group: PlacementGroup, indexes: Iterable[int], owned: bool, strategy: str = "SPREAD"
     ) -> None:
-        self._owned = owned  # if not, the group is the caller's
+        # Single requests cannot add or replace bundles with a strict placement strategy.
         self._may_grow = owned and not strategy.startswith("STRICT_")
         self.groups = [group] if owned else []  # placement groups that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
@@ -126,15 +123,11 @@ class Reservation:
         Ray reschedules the lost bundles of a group together, and serves no other request meanwhile.
         If other jobs have taken some of the resources, Ray never finishes.
         """
-        if not self._owned:
+        if not self._may_grow:
             return
         in_use, now = {getattr(slot, "group", None) for slot in taken}, time.monotonic()
         sizes = Counter(slot.group for slot in self.slots)
-        lost = [
-            group
-            for group, size in sizes.items()
-            if size > 1 and group not in in_use and _num_lost(group) == size
-        ]
+        lost = [g for g, size in sizes.items() if size > 1 and g not in in_use and _is_lost(g)]
         self._waiting_since = {group: self._waiting_since.get(group, now) for group in lost}
         for group, since in self._waiting_since.items():
             if now - since >= SETTLE_S:

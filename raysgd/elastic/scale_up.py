@@ -168,9 +168,8 @@ class ScaleUp:
 
     def has_room(self) -> bool:
         """Return whether the group may grow and has room. Request resources if it may."""
-        if not self.config.grow or len(self.group.members) >= self.group.options.num_workers:
-            return False
-        if not self._has_cooled_down():
+        is_full = len(self.group.members) >= self.group.options.num_workers
+        if not self.config.grow or is_full or not self._has_cooled_down():
             return False
         return any(slot.is_ready for slot in self.group.vacant_slots())
 
