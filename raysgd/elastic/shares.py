@@ -44,11 +44,28 @@ class Shares:
         return self._shares if _are_uneven(self._shares) else None
 
     def from_config(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
-        """Return the shares that the user's mapping sets for workers. None means equal shares."""
-        if not isinstance(self._config.shares, Mapping):
-            return None
-        shares = self._by_node(members, self._config.shares)
-        return shares if _are_uneven(shares) else None
+        """Return the shares that the user's mapping sets for workers. None means equal shares.
+
+        A node that matches no name in the mapping has share 1.
+        """
+        shares = self._config.shares
+        if not isinstance(shares, Mapping) or len(members) == 1:
+            return None  # Ray may not run if the driver is the only worker
+        if not self._traits.keys() >= {member.node_id for member in members}:
+            self._traits = self._group.node_traits()
+            known = {name for traits in self._traits.values() for name in traits}
+            if missing := [name for name in shares if name not in known]:
+                logger.warning(
+                    "ElasticConfig(shares=...): no node has the label, accelerator type, or "
+                    "resource %s yet. The nodes have %s.",
+                    ", ".join(map(repr, missing)),
+                    ", ".join(sorted(known)),
+                )
+        by_member = []
+        for member in members:
+            traits = self._traits.get(member.node_id, set())
+            by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
+        return _normalize(by_member) if _are_uneven(by_member) else None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Record the speeds of workers, and whether the shares of the members are wrong."""
@@ -67,10 +84,8 @@ class Shares:
     def _choose(self, members: Sequence[WorkerHandle]) -> None:
         self._speeds = {m: speed for m, speed in self._speeds.items() if m in members}
         old_shares = self._shares or (1.0,) * len(members)
-        shares: tuple[float, ...] = (1.0,) * len(members)
-        if isinstance(self._config.shares, Mapping):
-            shares = self._by_node(members, self._config.shares)
-        elif self._config.shares == "measured":
+        shares = self.from_config(members) or (1.0,) * len(members)
+        if self._config.shares == "measured":
             measured = self._by_speed(members)
             shares = measured if _differ(shares, measured) else shares
         self._members, self._shares = list(members), shares
@@ -85,28 +100,6 @@ class Shares:
             shares=shares,
             old_shares=old_shares,
         )
-
-    def _by_node(
-        self, members: Sequence[WorkerHandle], shares: Mapping[str, float]
-    ) -> tuple[float, ...]:
-        """Return the shares of members. A node that matches no name in `shares` has share 1."""
-        if len(members) == 1:
-            return (1.0,)  # Ray may not run if the driver is the only worker
-        if not self._traits.keys() >= {member.node_id for member in members}:
-            self._traits = self._group.node_traits()
-            known = {name for traits in self._traits.values() for name in traits}
-            if missing := [name for name in shares if name not in known]:
-                logger.warning(
-                    "ElasticConfig(shares=...): no node has the label, accelerator type, or "
-                    "resource %s yet. The nodes have %s.",
-                    ", ".join(map(repr, missing)),
-                    ", ".join(sorted(known)),
-                )
-        by_member = []
-        for member in members:
-            traits = self._traits.get(member.node_id, set())
-            by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
-        return _normalize(by_member)
 
     def _by_speed(self, members: Sequence[WorkerHandle]) -> tuple[float, ...]:
         """Return shares proportional to speed. A worker of unknown speed gets the mean."""

@@ -100,8 +100,13 @@ class Supervision:
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
         call.points.begin(self._journal.progress.global_step, members)
-        packed, inbox, inline = self._pack_request(call, members), None, self._group.options.inline
+        request, inbox, inline = call.request, None, self._group.options.inline
+        if call.rank is None:
+            request = request.for_attempt(self._context.shares.of(members), self._split)
         self._split = 0
+        packed: Any = request
+        if not inline:
+            packed = pack_as(f"the arguments of {call.name}", request)
         self._context.check_open()
         hosts = [member.info.node_ip for member in members]
         if call.receives is not None and not inline:
@@ -181,14 +186,6 @@ class Supervision:
         if member is not None:
             self._journal.record("user_error", [member], cause=repr(error), step=step)
         return CallFailed(error=error, progress=progress)
-
-    def _pack_request(self, call: Call, members: Sequence[WorkerHandle]) -> Any:
-        request = call.request
-        if call.rank is None:
-            request = request.for_attempt(self._context.shares.of(members), self._split)
-        if self._group.options.inline:
-            return request
-        return pack_as(f"the arguments of {call.name}", request)
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
