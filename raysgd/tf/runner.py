@@ -44,8 +44,7 @@ class TFRunner(OperatorRunner):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
-            from raysgd.tf.generators import KerasGenerators
-            from raysgd.tf.train_state import KerasSavedState
+            from raysgd.tf.train_state import KerasGenerators, KerasSavedState
 
         options = self._options
         if not (context.in_driver or options.forms_group_with_tensorflow):
