@@ -203,7 +203,6 @@ class KerasGenerators(Generators):
         return state
 
     def set(self, state: Mapping[str, Any]) -> None:
-        super().set(state)
         for name, own in self._seeds().items():
             if (number := len(state.get(name, ()))) == len(own):
                 for variable, seed in zip(own, state[name], strict=True):
@@ -215,6 +214,7 @@ class KerasGenerators(Generators):
                 self._operator._train_state.settings.warn_once(name, text, number, name, len(own))
         if "keras_global" in state:
             global_seed_generator().state.assign(np.asarray(state["keras_global"]))
+        super().set(state)  # last, because a new generator of Keras draws its seed from Python's
 
     def _seeds(self) -> dict[str, list[Any]]:
         models = {id(seed): seed for seed in _seeds_of(self._operator._train_state.models)}
