@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd._internal.arguments import check_flags
+from raysgd._internal.arguments import check_dict, check_flags, check_int
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import load_triton_first
 from raysgd._internal.tracebacks import fold_tracebacks
@@ -17,17 +17,21 @@ from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
-from raysgd.loop.creators import creator_class
+from raysgd.loop.creators import Creators, creator_class
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
 from raysgd.tf import optimizer_options
-from raysgd.tf.creators import KerasCreators, fit_plan, number_of_workers, use_old_names
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
 from raysgd.trainer.base import OperatorTrainer
 from raysgd.trainer.info import argument
 from raysgd.trainer.state import StateTransfer
+
+_KEYS = {
+    "fit_config": ("epochs", "steps_per_epoch", "class_weight", "verbose"),
+    "evaluate_config": ("steps", "verbose"),
+}
 
 
 class KerasStateTransfer(StateTransfer):
@@ -206,6 +210,59 @@ class TFTrainer(OperatorTrainer):
         if "num_replicas" in arguments:
             arguments["num_workers"] = arguments.pop("num_replicas")
         return arguments
+
+
+# ---- creator functions, and their config and metrics, as in older scripts
+
+
+class KerasCreators(Creators):
+    """The methods of an operator whose creators return a compiled model and data sets."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        class_weight = (config.get("fit_config") or {}).get("class_weight")
+        model = self._model_creator(config)
+        self.model, self.optimizer, *_ = self.register(model, class_weight=class_weight)
+        self._create_data(config)
+
+
+def number_of_workers(num_workers: int | None, num_replicas: int | None) -> int:
+    """Return the number that an argument with two names asks for."""
+    number = num_replicas if num_workers is None else num_workers
+    if num_replicas not in (None, number):
+        raise ValueError(
+            f"TFTrainer(num_workers={num_workers}, num_replicas={num_replicas}) got two values for "
+            "one argument with two names. Pass only num_workers."
+        )
+    return 1 if number is None else number
+
+
+def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the numbers of epochs and steps in ``fit_config`` and ``evaluate_config``."""
+    plan: dict[str, int | None] = {}
+    for name, known in _KEYS.items():
+        settings = check_dict("config", name, config.get(name))
+        if unknown := [key for key in settings if key not in known]:
+            raise ValueError(
+                f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "
+                f"{', '.join(map(repr, known))}. Set the batch size in data_creator, and pass "
+                "callbacks to TFTrainer(callbacks=...)."
+            )
+        for key in ("epochs", "steps_per_epoch", "steps"):
+            if key in known:
+                count = settings.get(key)
+                plan[key] = None if count is None else check_int(name, key, count, lowest=1)
+    return plan
+
+
+def use_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a validation with the names of older scripts, including ``loss``."""
+    renamed = {
+        f"validation_{name.removeprefix('val_')}" if name.startswith("val_") else name: value
+        for name, value in metrics.items()
+    }
+    if "validation_loss" in renamed:
+        renamed["loss"] = renamed["validation_loss"]
+    return renamed
 
 
 def _operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> Any:

@@ -12,7 +12,7 @@ from raysgd._internal import step_timing
 from raysgd.callbacks import EMA
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.tf import TrainingOperator
-from raysgd.tf.creators import fit_plan
+from raysgd.tf.trainer import fit_plan
 from tests.tf_operators import Digits, digits, make_model
 
 tf = pytest.importorskip("tensorflow")
