@@ -96,14 +96,11 @@ class Endpoint:
 
 @contextlib.contextmanager
 def _borrowing(descriptor: int) -> Iterator[socket.socket]:
-    copy = os.dup(descriptor)
+    sock = socket.socket(fileno=descriptor)
     try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with sock:
         yield sock
+    finally:
+        sock.detach()  # the descriptor stays open
 
 
 def endpoints() -> list[Endpoint]:
