@@ -129,13 +129,10 @@ class EqualBitsGradients(GroupGradients):
         return self._state.data.source(self._state.data.trains_on).partition  # type: ignore[no-any-return]
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._seed(self._state.epoch)
+        self.end_epoch(self._state.epoch)
 
     def end_epoch(self, epoch: int) -> None:
-        self._seed(epoch)
-
-    def _seed(self, epoch: int) -> None:
-        """Seed the generators for code of ``train_epoch`` before its first batch."""
+        """Seed the generators for code of the next ``train_epoch`` before its first batch."""
         seed_all(hash((self._state.seed, epoch)))
 
     def begin(self, tx: UpdateTransaction) -> None:
