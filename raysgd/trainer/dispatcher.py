@@ -16,9 +16,8 @@ from raysgd._internal.finite import bad_loss
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
-from raysgd.elastic.call import Call, LoadRequest
+from raysgd.elastic.call import Call, LoadRequest, LogPoints, WorkerPoint
 from raysgd.elastic.controller import Controller
-from raysgd.elastic.log_points import LogPoints, WorkerPoint
 from raysgd.loop.requests import DepartureRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 

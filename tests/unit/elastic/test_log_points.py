@@ -6,7 +6,7 @@ import pytest
 
 from raysgd._internal.context import LogPoint, Progress
 from raysgd._internal.step_timing import Totals
-from raysgd.elastic.log_points import LogPoints
+from raysgd.elastic.call import LogPoints
 
 
 class Worker:
