@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from raysgd.train.integrations import _on_worker_0
+from raysgd.train.runner import _on_worker_0
 
 
 def test_a_run_that_ignores_everything_keeps_nothing(run):

@@ -14,8 +14,7 @@ from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train import worker_session
-from raysgd.train.integrations import Finder
-from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
+from raysgd.train.runner import BeginRequest, EndRunRequest, Finder, FunctionRunner, NextRequest
 from raysgd.train.worker_session import Plan
 
 
