@@ -124,7 +124,7 @@ class StepIterator:
             raise StopIteration
         batch = self._ahead.popleft()
         # A partitioned source can read the batch again by its offset.
-        self._tx.draw(None if self._source.is_partitioned else batch)
+        self._tx.drawn.append(None if self._source.is_partitioned else batch)
         micro_batch = self._plan_batch()
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch

@@ -56,13 +56,8 @@ class UpdateTransaction:
 
     # ---- the life of an update
 
-    def draw(self, batch: Any) -> None:
-        """Add a batch of the loader, and open a new update if none is open."""
-        self.is_open, self.is_committing = True, False
-        self.drawn.append(batch)
-
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
-        """Begin a micro-batch. The update follows directly if it `is_last`."""
+        """Begin a micro-batch, and open the update. It follows directly if this `is_last`."""
         self.is_open, self.is_committing = True, False
         self.index += 1
         self.micro_batch, self.is_last, self.steps.requested = micro_batch, is_last, set()

@@ -534,7 +534,6 @@ class SimMember(WorkerHandle):
         """Do a step up to its failure. Return whether the step counts."""
         tx = UpdateTransaction()
         tx.steps.optimizers = [self]
-        tx.draw(None)
         tx.begin_micro_batch(MicroBatch())
         if failure is None or failure > 1:
             tx.steps.running = self

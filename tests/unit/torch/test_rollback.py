@@ -57,7 +57,6 @@ class Steps:
         self.step.steps._max_steps.update({id(optimizer): 2 for optimizer in optimizers})
 
     def begin(self):
-        self.step.draw(None)
         self.step.begin_micro_batch(MicroBatch())
         self.rollback.begin(self.step)
 
