@@ -100,7 +100,13 @@ class OperatorBase:
         if name in ("train_loader", "validation_loader"):
             return self._train_state.data.source(name.removesuffix("_loader"))
         if name == "steps_per_epoch":
-            return self._count_steps()
+            source: BatchSource = self._train_state.data.source("train")
+            if (steps := source.steps_left(0)) is not None:
+                return steps
+            raise RuntimeError(
+                f"steps_per_epoch: the train loader, a {type(source.loader).__name__}, has no "
+                "length. Define its __len__, or do not use steps_per_epoch."
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ---- methods to override
@@ -177,16 +183,6 @@ class OperatorBase:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
         segment: StepIterator | None = self._train_state.step_iterator
         return segment is None or not segment.drawn_from or segment.loop_ends_epoch
-
-    def _count_steps(self) -> int:
-        source: BatchSource = self._train_state.data.source("train")
-        steps = source.steps_left(0)
-        if steps is None:
-            raise RuntimeError(
-                f"steps_per_epoch: the train loader, a {type(source.loader).__name__}, has no "
-                "length. Define its __len__, or do not use steps_per_epoch."
-            )
-        return steps
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int, iterator: Any = None
