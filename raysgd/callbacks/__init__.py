@@ -20,7 +20,7 @@ from raysgd.callbacks.file_loggers import JsonlLogger as JsonlLogger
 from raysgd.callbacks.measuring import DeviceStats as DeviceStats
 from raysgd.callbacks.measuring import LearningRateLogger as LearningRateLogger
 from raysgd.callbacks.measuring import ModelSummary as ModelSummary
-from raysgd.callbacks.profiler import TorchProfiler as TorchProfiler
+from raysgd.callbacks.measuring import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import EpochLines as EpochLines
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
 from raysgd.callbacks.report import RunReport as RunReport
