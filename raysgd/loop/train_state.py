@@ -15,10 +15,9 @@ from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
 from raysgd.cluster.large_values import Incoming
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.feature import UPDATE_HOOKS, StepFeature
+from raysgd.loop.feature import UPDATE_HOOKS, Replication, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
-from raysgd.loop.replication import Replication
 from raysgd.loop.sources import DataSources
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.metrics import AverageMeterCollection

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.step_timing import OTHER
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.replication import Replication
+from raysgd.loop.feature import Replication
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.register_checks import check_same_parameters

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from raysgd._internal.context import Holdings
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint.file import SHARDS
-from raysgd.loop.feature import StepFeature
-from raysgd.loop.replication import Replication
+from raysgd.loop.feature import Replication, StepFeature
 from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch import collectives
 from raysgd.torch.strategies.shards import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raysgd._internal.arguments import check_dict, check_int
-from raysgd.loop.replication import Replication
+from raysgd.loop.feature import Replication
 from raysgd.torch import conflicts
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_fully_shardable, check_shardable

@@ -10,7 +10,7 @@ from raysgd._internal.context import Holdings, WorkerContext
 from raysgd._internal.step_timing import StepTiming
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
-from raysgd.loop.replication import Replication
+from raysgd.loop.feature import Replication
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import check_state

@@ -5,8 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import Guard, TrainingOperator
-from raysgd.loop.feature import StepFeature
-from raysgd.loop.replication import Replication
+from raysgd.loop.feature import Replication, StepFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
 from raysgd.torch.strategies.data_parallel import copy_first
 from raysgd.torch.strategies.exchange import GradientExchange
