@@ -104,7 +104,6 @@ class TorchProcessGroup(CollectiveBackend):
     def _reset(self) -> None:
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
-        self._owns_group = False
         self._connector: Connector | None = None
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
@@ -155,7 +154,6 @@ class TorchProcessGroup(CollectiveBackend):
         address = None if self._mesh is None else self._mesh.address
         mesh_addresses = _exchange(store, "here", context, address)
         before = listeners()
-        self._owns_group = True
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
@@ -233,8 +231,8 @@ class TorchProcessGroup(CollectiveBackend):
             self._mesh.close()
         if self._group is not None:
             self._group.release()
-        # User code may have created the group, so raysgd must not destroy it.
-        if self._owns_group and dist.is_initialized():
+        # Without a connector, user code has created the group.
+        if self._connector is not None and dist.is_initialized():
             dist.destroy_process_group()
         self._reset()
 
