@@ -202,7 +202,6 @@ class ReplicatedModel(DistributedDataParallel):
         super().__init__(*arguments, **keywords)
         del self.training  # __getattr__ then returns the mode of the module
         self._passes = _Passes(self)
-        self._wrapped = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -230,7 +229,7 @@ class ReplicatedModel(DistributedDataParallel):
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
         # The constructor sets attributes of the wrapper.
-        is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
+        is_own = "_passes" not in own or name in own or hasattr(type(self), name)
         if is_own or name == "module":
             super().__setattr__(name, value)
         elif isinstance(value, torch.nn.Module | torch.nn.Parameter) or hasattr(self.module, name):
