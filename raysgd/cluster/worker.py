@@ -373,7 +373,7 @@ def _unpack(value: Any, own: bool = True) -> Any:
 
 def _pack_answer(value: Any) -> Parcel:
     try:
-        return pack(value, getattr(value, "is_portable", False))
+        return pack(value)
     except Exception as error:
         place = ""
         for _ in range(10):  # a dict may contain itself

@@ -45,8 +45,6 @@ class Turn:
     """Number of reports so far, including this one."""
     error: BaseException | None = None
     """The exception that ended the function."""
-    is_portable = True
-    """Makes `pack` assume that the driver may lack GPUs and a process group."""
 
     @property
     def metrics(self) -> Any:
