@@ -103,7 +103,6 @@ def test_phases_have_the_same_order_in_every_mode(process_group, mode):
     state = runner.operator._train_state
     request = TrainRequest(number=0, until_step=1)
     skipped = set() if "replication" in own else {"_begin_step", "_end_step"}
-    skipped |= set() if context.distributed else {"_begin_update"}
     found = calls_of(STEP, lambda: runner.handle(request))
     assert found == [name for name in STEP if name not in skipped]
     ports = dict.fromkeys(map(id, state.replication.features), "replication")
