@@ -87,12 +87,10 @@ class LearningRateLogger(_Measurement):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        rates: dict[str, float] = trainer.apply_all_operators(_rates)[0]
+        rates: dict[str, float] = trainer.apply_all_operators(
+            lambda operator: learning_rates(operator._train_state.optimizers)
+        )[0]
         return rates
-
-
-def _rates(operator: Any) -> dict[str, float]:
-    return learning_rates(operator._train_state.optimizers)
 
 
 class ModelSummary(Callback):

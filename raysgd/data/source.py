@@ -135,10 +135,6 @@ class BatchSource:
         """
         return UpdatePlan(tuple(MicroBatch(step_index=step) for step in range(num_steps)))
 
-    def batch_positions(self) -> Iterator[int]:
-        """Yield a sort key for each batch of this worker. The keys sort all workers' batches."""
-        return itertools.count()
-
     def steps_left(self, offset: int) -> int | None:
         """Return the number of steps from `offset` to the end, or None if unknown."""
         return max(0, len(self.loader) - offset) if self._has_length else None
@@ -338,9 +334,6 @@ class PartitionedSource(BatchSource):
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         partition = self._partition  # of the iteration in progress
         return partition.plan(tuple(partition.step_sizes(offset, num_steps)))
-
-    def batch_positions(self) -> Iterator[int]:
-        return itertools.count(self._partition.rank, self._partition.world_size)
 
     def steps_left(self, offset: int) -> int | None:
         return None if self._length is None else self.partition.num_steps(offset)

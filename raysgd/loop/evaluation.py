@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,13 +110,13 @@ class Evaluation:
         if source.steps_left(0) == 0:
             raise no_batch("given", source)
         source.agree_on_order(0, 0, train_state.collectives)
-        positions, predictions = source.batch_positions(), []
+        # The workers take turns with the batches.
+        keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
         with train_state.evaluating():
             train_state.meters = None
             batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._signal)
             try:
-                for output in operator._predictions(batches):
-                    predictions.append((next(positions), output))
+                predictions = list(zip(keys, operator._predictions(batches), strict=False))
                 self._check_samples(source, batches)
             except BaseException:
                 self._signal.failed_at = batches.describe_place()

@@ -194,7 +194,7 @@ class OperatorBase:
             "global_step": self._train_state.global_step
             + self._train_state.transaction.micro_batch.step_index,
             "epoch_idx": epoch_idx,
-            "info": info and info_of_user(info),
+            "info": info and {k: v for k, v in info.items() if k not in _INFO_KEYS},
         }
 
     def _measure(self, meters: AverageMeterCollection, metrics: Any) -> None:
@@ -266,11 +266,6 @@ def epoch_arguments(
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         named = {name: value for name, value in named.items() if name in parameters}
     return positional, named
-
-
-def info_of_user(info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the info of an epoch without the keys that `epoch_arguments` adds."""
-    return {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
 
 
 def weight_of(method: Callable[..., Any], metrics: Any, default: float = 1) -> Any:
