@@ -202,7 +202,7 @@ class Controller:
                 context.discard_members()
             case machine.Fail(why, lost):
                 if lost:
-                    self._scale_up.poll({})
+                    self._scale_up.poll()
                 if not self.members:  # a restart in this call may have begun before it
                     self.journal.progress = leaders_progress(
                         [self.progress, self._supervision.reached]

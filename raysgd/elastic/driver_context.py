@@ -53,7 +53,7 @@ class DriverContext:
         """
         self.snapshots.poll(progress)
         self.preemption.poll(progress)
-        self.scale_up.poll(progress)
+        self.scale_up.poll()
         self.shares.poll(progress)
         self.speed.poll(progress)
 

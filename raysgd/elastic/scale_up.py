@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd._internal.context import Progress, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.cluster.actor_group import ActorGroup, AnySlot
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
 from raysgd.cluster.worker import Outcome, Worker
@@ -81,18 +81,17 @@ class Replacement:
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
         created = member.work(Worker.create, *self.scale_up.create_arguments)
-        entered = None if self.scale_up.together else self._set_up()  # the worker queues both calls
+        entered = None if self.scale_up.together else self._set_up(member)  # the worker queues both
         yield from self._result(created, "start")
         while self.scale_up.together:
             self.is_ready, self.phase = True, "join"
             yield
-        yield from self._result(entered or self._set_up(), "set up")
+        yield from self._result(entered or self._set_up(member), "set up")
 
-    def _set_up(self) -> Future[Outcome]:
-        assert self.member is not None
+    def _set_up(self, member: WorkerHandle) -> Future[Outcome]:
         if self.context is None:
             (alone,) = assign_contexts(
-                [self.member.info],
+                [member.info],
                 generation=0,
                 distributed=self.group.options.num_workers > 1,
                 num_cpus=self.group.options.num_cpus,
@@ -100,7 +99,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
-        return self.member.work(Worker.join_group, context, None, None, True)
+        return member.work(Worker.join_group, context, None, None, True)
 
     def _result(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
         yield from self._until(answer, phase, self.scale_up.timeout_s)
@@ -152,7 +151,7 @@ class ScaleUp:
         """Whether no group has formed yet."""
         self._has_logged_silence = False
 
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def poll(self) -> None:
         """Advance the replacements. Start missing ones if the group may grow."""
         if self.policy.may_grow and self.policy.supports_live_join:
             self.tick()

@@ -105,8 +105,6 @@ class SpeedMonitor:
     # ---- results
 
     def report(self) -> SpeedReport:
-        if not self._newest:
-            return SpeedReport()
         rows = self._since(self._began)
         workers = self._speeds(rows)
         if not any(worker.num_steps for worker in workers):
@@ -119,10 +117,7 @@ class SpeedMonitor:
         cause = find_cause(workers, since_step, self._links)
         if cause is None or any(each.num_steps < _LEAST_STEPS for each in workers):
             return ""
-        causes, rows = self._causes.copy(), self._since(self._window)
-        if _has_steps(rows):
-            causes[self._cause(rows)] += 1
-        if cause.phase != "save" and causes[cause[:2]] < 0.6 * causes.total():
+        if cause.phase != "save" and self._causes[cause[:2]] < 0.6 * self._causes.total():
             return ""  # noise, or a few slow steps
         return cause.text
 
