@@ -110,13 +110,11 @@ def choose_members(
     members = list(progress)
     leader = members[choose_leader(list(progress.values()))]
     staying = [member for member in members if member not in leaving] or members
-    if leader not in staying:
-        first = staying[choose_leader([progress[member] for member in staying])]
-        is_behind = progress[first].global_step < progress[leader].global_step
-        if is_behind or progress[first].holdings.condition != "good":
-            return leader, members
-        leader = first
-    return leader, staying
+    first = staying[choose_leader([progress[member] for member in staying])]
+    is_behind = progress[first].global_step < progress[leader].global_step
+    if first != leader and (is_behind or progress[first].holdings.condition != "good"):
+        return leader, members
+    return first, staying
 
 
 def leaders_progress(progress: Sequence[Progress]) -> Progress:

@@ -67,13 +67,10 @@ class Replacement:
 
     def _live(self) -> Iterator[None]:
         """Take the phases. Yield while a phase must wait."""
-        looked = -_LOOK_EVERY_S
-        while True:
-            if (now := self.group.clock.monotonic()) - looked >= _LOOK_EVERY_S:
-                looked = now
-                if self.slot.is_ready:
-                    break
-            yield
+        while not self.slot.is_ready:
+            look_at = self.group.clock.monotonic() + _LOOK_EVERY_S
+            while self.group.clock.monotonic() < look_at:
+                yield
         self.member = member = self.group.start_worker(self.slot)
         if not member.info.node_ip:  # the driver's own worker knows its location
             place = member.control(Worker.info)
