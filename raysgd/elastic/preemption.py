@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.cluster.notices import Notice
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
 
@@ -60,19 +59,16 @@ class PreemptionWatch:
         leaving = self._group.leaving()
         news = {member: leaving[member] for member in leaving if member not in self._known_leaving}
         self._known_leaving = set(leaving)
-        if news:
-            self._record(news)
-            soon = self._clock.time() + self._leave_s
-            is_short = any(notice.deadline <= soon for notice in news.values())
-            num_staying = len(self._group.members) - len(leaving)
-            self.must_save |= is_short or num_staying < max(1, self._group.options.min_workers)
-
-    def _record(self, news: Mapping[WorkerHandle, Notice]) -> None:
         for notice in dict.fromkeys(news.values()):
             concerned = [member for member in news if news[member] == notice]
             left_s = max(0.0, notice.deadline - self._clock.time())
             seconds = left_s if math.isfinite(left_s) else 0.0
             self._journal.record("draining", concerned, cause=notice.cause, seconds=seconds)
+        if news:
+            soon = self._clock.time() + self._leave_s
+            is_short = any(notice.deadline <= soon for notice in news.values())
+            num_staying = len(self._group.members) - len(leaving)
+            self.must_save |= is_short or num_staying < max(1, self._group.options.min_workers)
 
     @property
     def _leave_s(self) -> float:

@@ -109,10 +109,9 @@ class SnapshotKeeper:
         Wait for it if a restart could not repeat the call, which has changed the state.
         """
         self.poll(progress)
-        before = self._num_changes_at_end
-        self._num_changes_at_end = next((p.num_changes for p in progress.values()), before)
-        if self._num_changes_at_end != before and self._requested is not None:
+        if self._num_changes != self._num_changes_at_end and self._requested is not None:
             self._group.clock.wait(self._requested[2], _CHANGE_S)
+        self._num_changes_at_end = self._num_changes
 
     def rescue(self, commands: Commands) -> Progress | None:
         """Store the state of a member that answers, and return its progress, if there is one."""
