@@ -37,8 +37,7 @@ from raysgd.train.framework import (
     TrainingWorkerError,
     backend_class,
 )
-from raysgd.train.growth import Growth
-from raysgd.train.report_queue import Turn
+from raysgd.train.report_queue import Growth, Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
 from raysgd.train.worker_group import WorkerGroup, group_options

@@ -7,8 +7,7 @@ import pytest
 from raysgd.elastic.call import Call
 from raysgd.train.backend import BackendConfig, BackendExecutor, _Run
 from raysgd.train.datasets import Datasets
-from raysgd.train.growth import Growth
-from raysgd.train.report_queue import Turn
+from raysgd.train.report_queue import Growth, Turn
 from raysgd.train.worker_session import Plan
 
 TURNS = {
