@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import check_rows
 from raysgd.data.source import BatchSource
 from raysgd.loop.step_iterator import StepIterator
@@ -36,35 +37,26 @@ class OperatorBase:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."""
-        return self._config
-
-    @property
-    def world_rank(self) -> int:
-        """Rank of this worker among all workers."""
-        return self._train_state.context.world_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this worker among the workers of its node."""
-        return self._train_state.context.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Current number of workers."""
-        return self._train_state.context.world_size
-
-    @property
-    def use_fp16(self) -> bool:
-        """Whether training runs in mixed precision."""
-        return self._train_state.settings.options.use_fp16 is not False
-
-    @property
-    def use_tqdm(self) -> bool:
-        """Whether the trainer shows a progress bar."""
-        return self._train_state.settings.options.use_tqdm
+    config: dict[str, Any] = forward_to(
+        "_config", "The trainer's config; ``config[BATCH_SIZE]`` is this worker's share."
+    )
+    world_rank: int = forward_to(
+        "_train_state.context.world_rank", "Rank of this worker among all workers."
+    )
+    local_rank: int = forward_to(
+        "_train_state.context.local_rank", "Rank of this worker among the workers of its node."
+    )
+    world_size: int = forward_to("_train_state.context.world_size", "Current number of workers.")
+    use_fp16: bool = forward_to(
+        lambda self: self._train_state.settings.options.use_fp16 is not False,
+        "Whether training runs in mixed precision.",
+    )
+    use_tqdm: bool = forward_to(
+        "_train_state.settings.options.use_tqdm", "Whether the trainer shows a progress bar."
+    )
+    timers: Any = forward_to(
+        "_train_state.timers", "Timers of this call, see :class:`raysgd.utils.TimerCollection`."
+    )
 
     @property
     def global_step(self) -> int:
@@ -80,11 +72,6 @@ class OperatorBase:
     @global_step.setter
     def global_step(self, value: int) -> None:
         self._train_state.steps_of_user = {self._train_state.global_step: value}
-
-    @property
-    def timers(self) -> Any:
-        """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
-        return self._train_state.timers
 
     if TYPE_CHECKING:
         train_batch: Callable[..., Any]
