@@ -24,12 +24,11 @@ from raysgd.elastic.call import (
     RestartStateRequest,
 )
 from raysgd.loop import requests
-from raysgd.loop.generators import Generators
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.signal import Signal
 from raysgd.loop.state_schema import state_for
-from raysgd.loop.train_state import SavedState, TrainState
+from raysgd.loop.train_state import Generators, SavedState, TrainState
 from raysgd.metrics import AverageMeterCollection
 
 logger = logging.getLogger(__name__)

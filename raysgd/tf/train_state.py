@@ -14,9 +14,8 @@ from keras.src.backend.common import global_state  # Keras 3.15 has no public AP
 from keras.src.random.seed_generator import global_seed_generator
 
 from raysgd._internal.nested import preserving, try_copy
-from raysgd.loop.generators import Generators
 from raysgd.loop.state_schema import check_objects
-from raysgd.loop.train_state import SavedState, TrainState
+from raysgd.loop.train_state import Generators, SavedState, TrainState
 from raysgd.tf.communication import KerasCollectives, communication_of
 from raysgd.tf.engine import NEXT_PHASE, Engine
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags

@@ -16,9 +16,9 @@ from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
 from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.large_values import Incoming
-from raysgd.loop.generators import Generators
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.runner import OperatorRunner
+from raysgd.loop.train_state import Generators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered

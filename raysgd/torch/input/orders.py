@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd._internal.collectives import Collectives
 from raysgd.data.stream import Keys
-from raysgd.loop.generators import Generators
+from raysgd.loop.train_state import Generators
 
 HUGE = 2**24
 """Number of samples above which a shuffled order is computed where it is read."""

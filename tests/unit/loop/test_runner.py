@@ -13,12 +13,12 @@ from raysgd.data import Dataset
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.generators import Generators
 from raysgd.loop.requests import (
     DepartureRequest,
     TrainRequest,
     ValidateRequest,
 )
+from raysgd.loop.train_state import Generators
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.unit import recorder
