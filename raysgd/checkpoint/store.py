@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from raysgd._internal.arguments import check_int, resolve_mode
@@ -21,25 +22,19 @@ from raysgd.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointFolder:
     """The checkpoints in a folder. A subclass names, reads, and writes them."""
 
     _pattern: ClassVar[re.Pattern[str]]
     """Matches the names of checkpoints. The numbers in a name define the order."""
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        keep: int | None,
-        monitor: str | None,
-        mode: Literal["min", "max"],
-    ) -> None:
-        self._folder = Location(folder)
-        self._keep = keep
-        self._monitor = monitor
-        self._mode = mode
-        self._manifests: dict[str, Manifest | None] = {}
-        """Manifests by checkpoint name; None for a manifest that cannot be read."""
+    _folder: Location
+    _keep: int | None
+    _monitor: str | None
+    _mode: Literal["min", "max"]
+    _manifests: dict[str, Manifest | None] = field(default_factory=dict)
+    """Manifests by checkpoint name; None for a manifest that cannot be read."""
 
     def _names(self) -> list[str]:
         """Return the names of the checkpoints, newest first."""
@@ -171,7 +166,7 @@ class CheckpointStore(CheckpointFolder):
         mode = resolve_mode("CheckpointStore", monitor, mode)
         if not isinstance(job, str) or not job:
             raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")
-        super().__init__(folder, keep, monitor, mode)
+        super().__init__(Location(folder), keep, monitor, mode)
         self._job = job
 
     def save(

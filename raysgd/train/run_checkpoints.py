@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd.checkpoint.file import read_pickle, write_pickle
+from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointFolder, name_numbers
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
@@ -40,7 +41,7 @@ class RunCheckpoints(CheckpointFolder):
             raise TypeError(f"checkpoint_strategy={strategy!r}: must be a CheckpointStrategy.")
         keep = 0 if folder is None else strategy.num_to_keep
         score = strategy.checkpoint_score_attribute
-        super().__init__(folder or Path(), keep, score, strategy.checkpoint_score_order)
+        super().__init__(Location(folder or Path()), keep, score, strategy.checkpoint_score_order)
         self._decode = decode
         self.folder = folder
         self.number = number
