@@ -7,7 +7,7 @@ digest of the samples, so a stream that gives them different samples is an error
 from __future__ import annotations
 
 import contextlib
-import itertools
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -68,24 +68,21 @@ class StreamSource(PartitionedSource):
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         self._go_to(epoch, offset)
-        partition = self._partition
-        unit = partition.step_size if partition.training else partition.batch_size
-        turns = 1 if partition.training else partition.world_size
-        self._steps_read = 0
-        for number in itertools.count() if num_steps is None else range(num_steps * turns):
-            self._unit = offset, size = offset, self._ensure(offset, unit)
-            if size == 0 or (partition.drop_last and size < unit):
+        partition, first, self._steps_read = self._partition, offset, 0
+        end = sys.maxsize if num_steps is None else offset + num_steps * partition.step_size
+        turns = partition.world_size * partition.batch_size  # of all workers, in validation
+        unit = partition.step_size if partition.training else turns
+        while offset < end:
+            self._unit = offset, size = offset, self._ensure(offset, min(unit, end - offset))
+            step = replace(partition, total=size)
+            if step.end(0) == 0:
                 return
-            self._steps_read = number // turns + 1
-            if partition.training:
-                step = replace(partition, total=size, drop_last=False)
-                for start, stop in step.batches():
-                    yield self._batch(offset + start, offset + stop)
-            else:
-                if number % turns == partition.rank:
-                    yield self._batch(offset, offset + size)
-                self._buffer.trim(offset + size)
+            self._steps_read = -(-(offset + size - first) // partition.step_size)
+            for start, stop in step.batches():
+                yield self._batch(offset + start, offset + stop)
             offset += size
+            if not partition.training:
+                self._buffer.trim(offset)
         if offset == self._length:
             self._ensure(offset, 1)  # code of the loader after its last batch may matter
 

@@ -103,16 +103,27 @@ def test_steps_are_those_of_a_data_set_that_can_be_indexed(
         assert end == at or drop_last
 
 
-@given(size=st.integers(0, 30), batch_size=st.integers(1, 4), world_size=st.integers(1, 4))
-def test_validation_reads_each_sample_once(size, batch_size, world_size):
-    parts = []
+@given(
+    size=st.integers(0, 30),
+    batch_size=st.integers(1, 4),
+    world_size=st.integers(1, 4),
+    full_size=st.integers(4, 6),
+)
+def test_validation_reads_each_sample_once(size, batch_size, world_size, full_size):
+    parts, of_steps = [], []
     for rank in range(world_size):
         loader = DataLoader(Numbers(size), batch_size=batch_size)
-        source = wrap(loader, training=False, world_size=world_size, rank=rank)
+        arguments = {"world_size": world_size, "rank": rank, "layout": StepLayout(full_size)}
+        source = wrap(loader, training=False, **arguments)
         keys = itertools.count(rank, world_size)
         parts += [(next(keys), numbers_of(batch)) for batch in source.batches(0, 0)]
-        assert source.steps_taken(0) == math.ceil(math.ceil(size / batch_size) / world_size)
+        num_steps, at = source.steps_taken(0), 0
+        assert num_steps == math.ceil(size / (batch_size * full_size))
+        for _ in range(num_steps):
+            of_steps += [n for batch in source.batches(0, at, 1) for n in numbers_of(batch)]
+            at = source.offset_after(at, 1)
     assert [n for _, batch in sorted(parts) for n in batch] == list(range(size))
+    assert sorted(of_steps) == list(range(size))
 
 
 # ---- any source, in any schedule of lost and new workers
