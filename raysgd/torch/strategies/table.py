@@ -30,9 +30,11 @@ class Strategy(NamedTuple):
     `Options.layout` is the third part of a strategy.
     """
 
-    new_replication: Callable[[TorchTrainState, Mapping[str, Any]], Replication]
-    """Gets ``sharding_args``."""
     new_exchange: Callable[[TorchTrainState], GradientExchange]
+    new_replication: Callable[[TorchTrainState, Mapping[str, Any]], Replication] = lambda *_: (
+        Replication()
+    )
+    """Gets ``sharding_args``. By default, every worker has the whole state."""
     sharding_args: Sequence[str] | None = None
     """Keys of ``sharding_args``, if the mode is a value of ``sharding``."""
     check: Callable[[str, Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]], None] = (
@@ -41,10 +43,6 @@ class Strategy(NamedTuple):
     """Raises ValueError if it cannot shard the models or optimizers of a call of ``register``."""
     keeps_parameters: bool = False
     """Whether parameters stay on their device, because each worker moves only its rows."""
-
-
-def _replicated_everywhere(*_: Any) -> Replication:
-    return Replication()
 
 
 def _fully_sharded_model(state: TorchTrainState, sharding_args: Mapping[str, Any]) -> Replication:
@@ -60,15 +58,15 @@ def _fully_sharded_gradients(state: TorchTrainState) -> GradientExchange:
 
 
 STRATEGIES = {
-    "equal bits": Strategy(_replicated_everywhere, EqualBitsGradients),
-    "one worker": Strategy(_replicated_everywhere, UserWrappedGradients),
-    "Horovod": Strategy(_replicated_everywhere, HorovodGradients),
-    "own models": Strategy(OwnModels, UserWrappedGradients),
-    "replicated": Strategy(_replicated_everywhere, ReplicatedGradients),
-    "optimizer": Strategy(ShardedOptimizers, ReplicatedGradients, ("copies",), check_shardable),
+    "equal bits": Strategy(EqualBitsGradients),
+    "one worker": Strategy(UserWrappedGradients),
+    "Horovod": Strategy(HorovodGradients),
+    "own models": Strategy(UserWrappedGradients, OwnModels),
+    "replicated": Strategy(ReplicatedGradients),
+    "optimizer": Strategy(ReplicatedGradients, ShardedOptimizers, ("copies",), check_shardable),
     "full": Strategy(
-        _fully_sharded_model,
         _fully_sharded_gradients,
+        _fully_sharded_model,
         sharding_args=("copies", "wrap"),
         check=check_fully_shardable,
         keeps_parameters=True,

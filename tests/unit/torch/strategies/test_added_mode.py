@@ -62,7 +62,7 @@ class Case(cases.Case):
     def run(self, rank):
         """Return the batch of each step, and the parameters after it."""
         with pytest.MonkeyPatch.context() as patch:
-            local = Strategy(LocalModels, lambda state: GradientExchange(), ["every"])
+            local = Strategy(lambda state: GradientExchange(), LocalModels, ["every"])
             patch.setitem(STRATEGIES, "local", local)
             runner, found = self.start(rank), []
         for step in range(1, NUM_STEPS + 1):
