@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from raysgd.metrics import MergeableMetric, Sums, ratio
+from raysgd.metrics import NUM_SAMPLES, MergeableMetric, Sums, ratio
 from raysgd.tf.keras import overrides
 
 
@@ -77,8 +77,12 @@ class BatchLosses:
             losses.append(self.criterion(target, output, weights))
         return tf.add_n(losses)
 
-    def measure(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
-        """Return the losses of the outputs and the registered metrics of a batch, by name."""
+    def measure(self, prefix: str, loss: Any, parts: Any, output: Any) -> dict[str, Any]:
+        """Return what a batch reports: its loss, losses of the outputs, and registered metrics.
+
+        `parts` is the result of `unpack`.
+        """
+        _, target, weights = parts
         if self._of_outputs is None:  # the first batch creates them
             compiled = self._model if self.are_of_model else self.criterion.compiled
             self._of_outputs = [each for each in compiled.metrics if each.name.endswith("_loss")]
@@ -87,7 +91,14 @@ class BatchLosses:
             each.reset_state()
         values |= {each.name: to_mergeable(each, ((), {})) for each in own_metrics(self._model)}
         values |= self._metrics.measure(target, output, weights)
-        return {f"{prefix}_{name}": value for name, value in values.items()}
+        named = {f"{prefix}_{name}": value for name, value in values.items()}
+        return {f"{prefix}_loss": loss, NUM_SAMPLES: count_samples(parts), **named}
+
+
+def count_samples(parts: Any) -> int:
+    features, target, _ = parts
+    leaves = [leaf for leaf in tf.nest.flatten([target, features]) if leaf is not None]
+    return int(leaves[0].shape[0])
 
 
 def _compile(model: Any, **arguments: Any) -> Any:

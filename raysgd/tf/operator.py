@@ -21,7 +21,7 @@ from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, as_list
 from raysgd.loop.step_iterator import allow_split
-from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection
+from raysgd.metrics import AverageMeterCollection
 
 if TYPE_CHECKING:
     from raysgd.tf.train_state import KerasTrainState
@@ -97,12 +97,7 @@ class TrainingOperator(OperatorBase):
         parts = self._train_state.losses.unpack(batch, training=True)
         loss, output, masks = self.minimize(self._forward, *parts, True)
         self._train_state.check_masks(masks)
-        _, target, weights = parts
-        return {
-            "train_loss": loss,
-            NUM_SAMPLES: _length(parts),
-            **self._train_state.losses.measure("train", target, _set_masks(output, masks), weights),
-        }
+        return self._train_state.losses.measure("train", loss, parts, _set_masks(output, masks))
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, with the arguments of `train_batch`.
@@ -118,12 +113,7 @@ class TrainingOperator(OperatorBase):
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._forward, *parts, False)
         batch_info["output"] = output = _set_masks(output, masks)
-        _, target, weights = parts
-        return {
-            "val_loss": loss,
-            NUM_SAMPLES: _length(parts),
-            **self._train_state.losses.measure("val", target, output, weights),
-        }
+        return self._train_state.losses.measure("val", loss, parts, output)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return a row of output for each sample, for ``trainer.predict``. Lists become tuples.
@@ -132,10 +122,12 @@ class TrainingOperator(OperatorBase):
         """
         import keras
 
+        from raysgd.tf.losses import count_samples
+
         self._check_own_steps("predict_batch")
         parts = self._train_state.losses.unpack(batch, training=False)
         output = keras.tree.lists_to_tuples(self.run(self._predict, parts[0]))
-        check_rows(output, _length(parts))
+        check_rows(output, count_samples(parts))
         return output
 
     # ---- methods for user code
@@ -322,11 +314,3 @@ def _set_masks(output: Any, masks: Any) -> Any:
         if mask is not None:
             tensor._keras_mask = mask
     return output
-
-
-def _length(parts: Any) -> int:
-    import tensorflow as tf
-
-    features, target, _ = parts
-    leaves = [leaf for leaf in tf.nest.flatten([target, features]) if leaf is not None]
-    return int(leaves[0].shape[0])
