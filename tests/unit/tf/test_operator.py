@@ -202,6 +202,16 @@ def test_wrong_arguments_of_register_and_register_data_are_errors(build, given, 
         build(Wrong)
 
 
+def test_a_batch_size_for_data_that_has_its_own_is_a_warning(build, caplog):
+    class Batched(TrainingOperator):
+        def setup(self, config):
+            self.register_data(train_loader=[np.ones((4, 4))], batch_size=8)
+            self.register(make_model(), "sgd", "mse")
+
+    build(Batched)
+    assert "register_data(batch_size=8) does nothing" in caplog.text
+
+
 def test_register_refuses_optimizers_of_horovod(build):
     horovod = import_horovod("horovod.tensorflow.keras")
     horovod.init()

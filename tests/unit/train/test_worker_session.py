@@ -61,8 +61,9 @@ def test_numbers_in_a_checkpoint_rate_it_before_those_of_its_report(run):
 
 def test_a_checkpoint_that_is_not_finite_replaces_no_finite_one(run):
     queue, mask = run(), torch.tensor([0.0, -math.inf])
-    for weight in (1.0, math.nan, 2.0):
-        model = {"mask": mask, "weight": torch.tensor([weight])}
+    for epoch, weight in enumerate((1.0, math.nan, 2.0)):
+        history = np.array([0.5] + epoch * [math.nan])  # may grow by NaN
+        model = {"mask": mask, "weight": torch.tensor([weight]), "history": history}
         train.report({"loss": weight}, checkpoint=Checkpoint.from_dict({"model": model}))
     assert [turn.not_finite for turn in queue.turns] == ["", "model.weight", ""]
     assert [turn.checkpoint is None for turn in queue.turns] == [False, True, False]

@@ -123,6 +123,19 @@ def test_a_sampler_that_is_shorter_than_its_length_is_an_error():
         next(wrap(DataLoader(tensors(), 2, sampler=short(10))).batches(0, 0))
 
 
+class Drawn(Reversed):
+    """A sampler whose length is an estimate until an epoch begins."""
+
+    def __iter__(self):
+        self.size = 7
+        return super().__iter__()
+
+
+def test_a_sampler_may_make_its_length_exact_as_an_epoch_begins():
+    loader = wrap(DataLoader(tensors(), 2, sampler=Drawn(10)))
+    assert indices(loader.batches(0, 0)) == [6, 5, 4, 3, 2, 1, 0]
+
+
 class ByEpoch(Reversed):
     """A sampler whose order depends on `set_epoch`."""
 
