@@ -100,7 +100,8 @@ class GlooGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._mesh: Mesh | None = None
+        self.mesh: Mesh | None = None
+        """Reduces small tensors. All ranks must set it after the same collective."""
         connector, GlooGroup.connector = GlooGroup.connector, Connector()
         self._gloo: Any = connector.connect(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
@@ -124,12 +125,8 @@ class GlooGroup(ProcessGroup):
         groups[group] = (dist.Backend.GLOO, groups[group][1])
         return group
 
-    def use(self, mesh: Mesh) -> None:
-        """Reduce small tensors through `mesh` from now on. All ranks must call this."""
-        self._mesh = mesh
-
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
-        mesh = self._mesh
+        mesh = self.mesh
         if mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
             return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args

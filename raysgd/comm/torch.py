@@ -162,8 +162,7 @@ class TorchProcessGroup(CollectiveBackend):
             if mesh is not None:  # its errors name missing ranks
                 mesh.connect(mesh_addresses)
             self._group = GlooGroup.init(store, *ranks, connector)
-            if mesh is not None:
-                self._group.use(mesh)
+            self._group.mesh = mesh
         else:
             rank, size, timeout = ranks
             # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its

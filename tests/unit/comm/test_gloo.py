@@ -103,7 +103,7 @@ def test_the_wait_for_another_rank_is_a_phase_of_the_step(is_meshed, monkeypatch
             stack.callback(group.release)
             if is_meshed:
                 mesh.connect([each.address for each in made])
-                group.use(mesh)
+                group.mesh = mesh
             options = dist.AllreduceOptions()
             options.asyncOp = False
             tensor = torch.ones(2)
@@ -273,7 +273,7 @@ def trained():
 
 by_gloo = trained()
 mesh.connect(addresses)
-group.use(mesh)
+group.mesh = mesh
 by_mesh = trained()
 assert torch.equal(by_gloo, by_mesh)
 assert mesh._num_started >= 5 * 2, mesh._num_started  # several buckets a step
