@@ -28,7 +28,7 @@ _SMALL = 2**13
 _MOST_SHOWN = 5
 _REMEDY = (
     "Load a checkpoint from before the difference: trainer.load(path). Or continue with the state "
-    "of "
+    "of {}: trainer.load_state_dict(trainer.state_dict())."
 )
 _NOT_IN_STATE = (
     "States do not contain options of modules and losses: first set them on all workers by "
@@ -199,8 +199,8 @@ class ReplicaGuard(StepFeature):
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
             f"After step {state.global_step}, the workers differ. A failure interrupted the report "
-            f"of the differences. They were equal after step {self._equal_at}. {_REMEDY}worker 0: "
-            "trainer.load_state_dict(trainer.state_dict())."
+            f"of the differences. They were equal after step {self._equal_at}. "
+            f"{_REMEDY.format('worker 0')}"
         )
         mine = own, kind, self._equal_at
         reports = [collectives.broadcast_object(mine, r) for r in range(context.world_size)]
@@ -243,7 +243,6 @@ class ReplicaGuard(StepFeature):
             f"After step {self._state.global_step}, {who} differ in: {text}. They were equal "
             f"after step {self._equal_at}. Common causes: code that changes them on one worker "
             "only, such as an option or random numbers with another seed; a damaged copy; broken "
-            f"memory. {_NOT_IN_STATE if of_modules else ''}{_REMEDY}"
-            f"{'the majority' if minority else 'worker 0'}: "
-            "trainer.load_state_dict(trainer.state_dict())."
+            f"memory. {_NOT_IN_STATE if of_modules else ''}"
+            f"{_REMEDY.format('the majority' if minority else 'worker 0')}"
         )

@@ -130,13 +130,12 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
         inputs = _inputs_of(model)
         names = {p.name for p in inputs if p.kind not in _VARIADIC}
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inputs)
-        accepted = {name for name in named if takes_any or name in names}
-        others = [name for name in named if name not in accepted]
+        known = {name: value for name, value in named.items() if takes_any or name in names}
+        others = [name for name in named if name not in known]
         required = {p.name for p in inputs if p.default is p.empty and p.kind not in _VARIADIC}
         if not fields or (required <= fields and len(fields - names) <= 1):
-            if not accepted or len(others) > 1:
+            if not known or len(others) > 1:
                 raise _unclear(batch, model)
-            known = {name: named[name] for name in named if name in accepted}
             return Batch((), known, named[others[0]] if others else None)
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise _unclear(batch, model)
