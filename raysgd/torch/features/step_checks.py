@@ -28,6 +28,7 @@ class StepChecks(StepFeature):
 
     def __init__(self, state: TorchTrainState) -> None:
         self._state, self._precision, self._transaction = state, state.precision, state.transaction
+        self._refuse_split = state.micro_batching.refuse
         self._watched: dict[int, Versions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
@@ -210,9 +211,6 @@ class StepChecks(StepFeature):
         return changed
 
     # ---- errors
-
-    def _refuse_split(self, why: str) -> None:
-        self._state.micro_batching.refuse(why)
 
     def _reject(self, why: str) -> None:
         self._refuse_split(why)
