@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from raysgd._internal.collectives import Collectives
+from raysgd._internal.forwarding import forward_to
 from raysgd.data.partition import BY_WORKERS, EpochPartition, MicroBatch, StepLayout, UpdatePlan
 from raysgd.errors import CheckpointError
 
@@ -295,22 +296,15 @@ class PartitionedSource(BatchSource):
         """This worker's part of an epoch."""
         return self._partition
 
-    @property
-    def _num_items(self) -> int:
-        return self.partition.total
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of this worker per step in a group of full size."""
-        return self._partition.batch_size
+    _num_items: int = forward_to("partition.total", "Items of an epoch of all workers.")
+    batch_size: int = forward_to(
+        "_partition.batch_size", "Samples of this worker per step in a group of full size."
+    )
+    global_batch_size: int = forward_to("_partition.step_size", "Samples of all workers per step.")
 
     @property
     def keeps_step_size(self) -> bool:  # type: ignore[override]
         return self._partition.layout.num_parts is not None
-
-    @property
-    def global_batch_size(self) -> int:  # type: ignore[override]
-        return self._partition.step_size
 
     @property
     def epoch_samples(self) -> int:  # type: ignore[override]

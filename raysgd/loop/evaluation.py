@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.collectives import Collectives
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
@@ -177,10 +178,7 @@ class _EvaluationBatches:
     exhausted: bool = False
     batch: Any = None
 
-    @property
-    def num_joined(self) -> int | None:
-        """Samples of the newest batch, if known."""
-        return self.source.num_joined
+    num_joined = forward_to("source.num_joined", "Samples of the newest batch, if known.")
 
     def describe_place(self) -> str:
         """Return the number of the batch that the loop evaluates, and the batch, as text."""

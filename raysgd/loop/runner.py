@@ -12,6 +12,7 @@ from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import Progress, Request, Runner, WorkerContext
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
 from raysgd.checkpoint.file import facts_of, write_state
@@ -137,19 +138,14 @@ class OperatorRunner(Runner, ABC):
         key = unpicklable_key(self._options.config)
         return "training_operator_cls" if key is None else f"config[{key!r}]"
 
-    @property
-    def operator(self) -> Any:
-        return self._hosted_loop.operator
+    operator: Any = forward_to("_hosted_loop.operator", "The operator, once it is set up.")
+    _train_state: TrainState = forward_to("_hosted_loop.train_state", "Its training state.")
 
     @property
     def _hosted_loop(self) -> Loop:
         if self._loop is None:
             raise RuntimeError("This worker has no operator: its setup has not finished.")
         return self._loop
-
-    @property
-    def _train_state(self) -> TrainState:
-        return self._hosted_loop.train_state
 
     # ---- access from another thread
 

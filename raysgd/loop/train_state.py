@@ -13,6 +13,7 @@ import numpy as np
 
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.context import Holdings, WorkerContext
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves, preserving
 from raysgd._internal.step_timing import StepTiming
 from raysgd._internal.timers import TimerCollection
@@ -61,9 +62,7 @@ class TrainState(ABC):
         self.step_iterator: Any = None
         """The `StepIterator` of the segment in progress, or None."""
 
-    @property
-    def context(self) -> WorkerContext:
-        return self.settings.context
+    context: WorkerContext = forward_to("settings.context", "Rank and resources of this worker.")
 
     @property
     def given_models(self) -> list[Any]:
