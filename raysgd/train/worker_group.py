@@ -206,19 +206,19 @@ class TrainWorkerGroup(list["HostedWorker"]):
         self._executor.shutdown(patience_s > 0, patience_s)
 
 
+@dataclass(eq=False)
 class HostedWorker:
     """One object of the user's class in a worker. Call its methods with ``.remote(...)``."""
 
-    def __init__(self, actor: Any, hosted_id: str) -> None:
-        self.actor = actor
-        """Ray handle of the object's worker, for ``ray.kill``."""
-        self._id = hosted_id
+    actor: Any
+    """Ray handle of the object's worker, for ``ray.kill``."""
+    _hosted_id: str
 
     def __getattr__(self, name: str) -> Any:
         """Return a method, whose ``remote`` returns a reference."""
         if name.startswith("__"):
             raise AttributeError(name)
-        remote = partial(self.actor.execute.remote, _call_hosted, self._id, name)
+        remote = partial(self.actor.execute.remote, _call_hosted, self._hosted_id, name)
         return SimpleNamespace(remote=remote)
 
 

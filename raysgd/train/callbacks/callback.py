@@ -61,10 +61,12 @@ class FileCallback(TrainingCallback):
     """Default folder, relative to the folder of the run."""
 
     def __init__(
-        self, logdir: str | os.PathLike[str] | None, workers: int | list[int] | None
+        self,
+        logdir: str | os.PathLike[str] | None = None,
+        workers_to_log: int | list[int] | None = None,
     ) -> None:
         self._chosen_folder = logdir
-        self.results_preprocessor = IndexedResultsPreprocessor(workers)
+        self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
 
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any

@@ -56,13 +56,6 @@ class TorchTensorboardProfilerCallback(FileCallback):
     _subfolder = "pytorch_profiler"
     RESERVED_KEYS = (PYTORCH_PROFILER_KEY,)
 
-    def __init__(
-        self,
-        logdir: str | os.PathLike[str] | None = None,
-        workers_to_log: int | list[int] | None = None,
-    ) -> None:
-        super().__init__(logdir, workers_to_log)
-
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         for result in results:
             for name, content in result.get(PYTORCH_PROFILER_KEY, ()):
