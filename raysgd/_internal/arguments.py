@@ -10,11 +10,13 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_NOTHING = nullcontext()
 
 MOST_WORKERS = 10_000  # for more, Ray takes minutes to report that there is no room
 
@@ -34,7 +36,7 @@ def unknown_argument(where: str, name: str, known: Iterable[str]) -> TypeError:
     return TypeError(f"{where}() got an unexpected keyword argument {name!r}.{hint}")
 
 
-def name_typos(method: _F) -> _F:
+def name_typos(method: _F, context: AbstractContextManager[None] = _NOTHING) -> _F:
     """Name the closest argument in the error of a call with an unknown one."""
     known = inspect.signature(method).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -44,7 +46,8 @@ def name_typos(method: _F) -> _F:
         for name in () if takes_any else kwargs.keys() - known.keys():
             where = f"{type(args[0]).__name__}.{method.__name__}".removesuffix(".__init__")
             raise unknown_argument(where, name, known)
-        return method(*args, **kwargs)
+        with context:
+            return method(*args, **kwargs)
 
     return cast(_F, call)
 

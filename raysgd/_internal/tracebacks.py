@@ -81,7 +81,7 @@ def shows_all() -> bool:
     return os.environ.get("RAYSGD_TRACEBACK") == "full"
 
 
-class FoldingTracebacks(contextlib.ContextDecorator):
+class FoldingTracebacks(contextlib.AbstractContextManager[None]):
     """Removes frames from the tracebacks of errors, unless RAYSGD_TRACEBACK=full.
 
     Only the first error of a chain keeps a frame: the last one of user code, if there is one.
@@ -116,5 +116,5 @@ def fold_tracebacks(kind: _T) -> _T:
     """Fold the tracebacks of errors that leave public methods of a class."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
-            setattr(kind, name, FoldingTracebacks()(name_typos(method)))
+            setattr(kind, name, name_typos(method, FoldingTracebacks()))
     return kind
