@@ -39,7 +39,7 @@ class Turn:
     """The pickled checkpoint; only worker 0 sends one."""
     has_checkpoint: bool = False
     not_finite: str = ""
-    """Name of an array with NaN or infinity, because of which the checkpoint is not kept."""
+    """Name of an array with NaN or infinity that keeps the checkpoint from being stored."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """The reported numbers, which can rate the checkpoint."""
     iteration: int = 0

@@ -59,6 +59,8 @@ class Session:
         self.report_queue = report_queue
         self.iteration = plan.iteration
         self._checkpoint = plan.checkpoint
+        self._finite: dict[str, Any] | None = None
+        """Shapes of the finite arrays of the newest checkpoint. None if nothing has read it."""
         self._pid = os.getpid()
         self._reported_at = time.monotonic()
         self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
@@ -134,7 +136,7 @@ class Session:
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
         """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
-        blob, not_finite = None, self._find_not_finite(checkpoint)
+        blob, not_finite = None, "" if checkpoint is None else self._find_not_finite(checkpoint)
         if checkpoint is not None and not not_finite:
             if self.plan.metadata:
                 described = Checkpoint(checkpoint)
@@ -155,14 +157,23 @@ class Session:
             )
         )
 
-    def _find_not_finite(self, checkpoint: dict[str, Any] | None) -> str:
+    def _find_not_finite(self, checkpoint: dict[str, Any]) -> str:
         """Return an array with NaN or infinity that is finite in the newest checkpoint, or ""."""
-        newest = self.load()
-        bad = {n: a.shape for n, a in named_arrays(checkpoint) if is_bad(a)} if newest else {}
-        earlier = dict(named_arrays(newest.to_dict())) if newest and bad else {}
-        # A history that has grown may have NaN, such as the AUC of one class.
-        finite = {name: each.shape for name, each in earlier.items() if not is_bad(each)}
-        return next((name for name, shape in bad.items() if finite.get(name) == shape), "")
+        arrays = dict(named_arrays(checkpoint))
+        finite = _finite_shapes(arrays)
+        if self._finite is None and len(finite) < len(arrays):
+            newest = self.load()
+            self._finite = _finite_shapes(dict(named_arrays(newest and newest.to_dict())))
+        for name in sorted(arrays.keys() - finite.keys()):
+            # A history that has grown may have NaN, such as the AUC of one class.
+            if self._finite and self._finite.get(name) == arrays[name].shape:
+                return name
+        self._finite = finite
+        return ""
+
+
+def _finite_shapes(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: array.shape for name, array in arrays.items() if not is_bad(array)}
 
 
 def _pickle(state: Any) -> bytes:
