@@ -43,8 +43,6 @@ from raysgd.torch.tensors import kind_of, multiply_all, parameters_of
 from raysgd.torch.train_state import TorchTrainState
 
 _KEY = "num_shards"
-_WIDTH = 64
-"""Size of a worker's message of metrics, in units of 4 bytes, until one is longer."""
 _SHARDS_DIFFER = (
     "{}: train_batch treats the shards of step {} differently: it makes an update, or counts "
     "items, only for some of them. Call self.backward(loss) and self.optimizer_step(optimizer) "
@@ -70,8 +68,7 @@ class EqualBitsGradients(GroupGradients):
         self._num_shards = state.settings.options.layout.num_full_parts(1)
         self._shard = 0
         self._is_last_of_shard = True  # the shard has no later micro-batch in this update
-        self._buffers = EqualBitsBuffers(state)
-        self._width = _WIDTH
+        self._buffers, self._metrics = EqualBitsBuffers(state), ShardMetrics(state)
         self._clear()
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
@@ -87,16 +84,14 @@ class EqualBitsGradients(GroupGradients):
         copy_first(self._state)
 
     def _clear(self) -> None:
-        self._trees: dict[int, TreeSum] = {}
-        self._earlier: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self._has_gradient: dict[int, list[bool]] = {}
+        self._gradients: dict[int, ShardGradients] = {}  # by ID of the optimizer
         self._buffers.clear()
-        self._stepped: list[int] = []  # optimizers, by number, in the current shard
+        self._stepped: list[int] = []  # IDs of optimizers, in the current shard
         self._stepped_before: list[int] | None = None  # in the earlier shards
 
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
-        self._width = _WIDTH
+        self._metrics = ShardMetrics(self._state)
         if not self._state.context.distributed:
             return
         own = kind_of(self._state.settings.device)
@@ -124,10 +119,6 @@ class EqualBitsGradients(GroupGradients):
 
     # ---- hooks of a step
 
-    @property
-    def _partition(self) -> EpochPartition:
-        return self._state.data.source(self._state.data.trains_on).partition  # type: ignore[no-any-return]
-
     def begin_call(self, logs_steps: bool) -> None:
         self.end_epoch(self._state.epoch)
 
@@ -141,7 +132,7 @@ class EqualBitsGradients(GroupGradients):
         self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
 
     def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        owned = self._partition.owned_parts
+        owned = self._state.data.current.partition.owned_parts
         if tx.index > 0:
             self._end_shard()
             for optimizer in tx.steps.optimizers:  # of losses of other optimizers
@@ -156,24 +147,17 @@ class EqualBitsGradients(GroupGradients):
     def _end_shard(self) -> None:
         """End a shard. Check that it has stepped the optimizers that the shard before has."""
         if self._stepped:
-            self._check_buffers()
+            self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
             raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, self._state.global_step))
         self._stepped, self._stepped_before = [], self._stepped
-
-    def _check_buffers(self) -> None:
-        if self._buffers.have_changed:
-            raise RuntimeError(
-                f"{self.needs_helper}: train_batch changes buffers after self.optimizer_step, for "
-                "example by a forward pass in train mode. Change them before it."
-            )
 
     def before_commit(self, tx: UpdateTransaction) -> None:
         self._end_shard()
         if not self._stepped_before:
             self._agree(0, [])
         if self._state.meters is not None:
-            self._state.meters.exchange_held(self._of_all_workers)
+            self._state.meters.exchange_held(self._metrics.of_all_workers)
 
     def commit(self, tx: UpdateTransaction) -> None:
         if not self._stepped_before:
@@ -188,34 +172,6 @@ class EqualBitsGradients(GroupGradients):
                 scheduler.load_state_dict(state)
         self._clear()
 
-    # ---- metrics
-
-    def _of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
-        """Return the metrics of all workers' shards, so that those of a lost worker are kept."""
-        shards = itertools.product(range(len(updates)), self._partition.owned_parts)  # of each step
-        own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
-        rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
-        rows.sort(key=lambda row: row[0])
-        last = self._num_shards - 1
-        return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
-
-    def _gather(self, own: bytes) -> list[bytes]:
-        """Return the messages of all workers, by rank."""
-        if not dist.is_initialized():
-            return [own]
-        while True:
-            size, content = 4 * self._width, len(own).to_bytes(4, sys.byteorder) + own
-            content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
-            rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
-            rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
-            rows = rows.to(self._state.settings.device)
-            dist.all_reduce(rows)  # the rows of the other workers are zeros
-            parts = [row.tobytes() for row in rows.cpu().numpy()]
-            ends = [4 + int.from_bytes(part[:4], sys.byteorder) for part in parts]
-            if max(ends) <= size:
-                return [part[4:end] for part, end in zip(parts, ends, strict=True)]
-            self._width = max(ends) // 2  # twice as wide as needed
-
     # ---- gradients
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -226,7 +182,6 @@ class EqualBitsGradients(GroupGradients):
                 "leave out collectives and messages, also in hooks of the backward pass.",
             )
         parameters = _trainable(optimizer)
-        key = id(optimizer), self._shard
         gradients = [p.grad for p in parameters]
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
             raise ValueError(
@@ -237,46 +192,30 @@ class EqualBitsGradients(GroupGradients):
         if (count := self._transaction.weights.counted_items) is not None:
             device = self._state.settings.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
-        if (earlier := self._earlier.pop(key, None)) is not None:
-            gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
-        if not self._is_last_of_shard:
-            self._earlier[key] = gradients
-        else:
-            known = self._has_gradient.setdefault(key[0], [False] * len(parameters))
-            leaf: list[Any] = []
-            for index, parameter in enumerate(parameters):
-                gradient = gradients[index]
-                known[index] |= gradient is not None
-                leaf.append(torch.zeros_like(parameter) if gradient is None else gradient)
-            leaf += gradients[len(parameters) :]
-            self._trees.setdefault(key[0], TreeSum()).add(0, self._shard, leaf)
+        of_optimizer = self._gradients.setdefault(id(optimizer), ShardGradients(parameters))
+        of_optimizer.add(self._shard, gradients, self._is_last_of_shard)
         if self._stepped:  # another optimizer
-            self._check_buffers()
+            self._buffers.check_unchanged()
         else:
             self._buffers.store()
-        self._stepped.append(self._number_of(optimizer))
+        self._stepped.append(id(optimizer))
         return True
-
-    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the position of a registered optimizer, from 1."""
-        return [id(each) for each in self._state.optimizers].index(id(optimizer)) + 1
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all shards into the gradients. Every rank must call this."""
-        tx = self._transaction
-        if not tx.is_open or all(optimizer is not each for each in self._state.optimizers):
+        tx, numbers = self._transaction, {id(o): n for n, o in enumerate(self._state.optimizers, 1)}
+        if not tx.is_open or id(optimizer) not in numbers:
             raise RuntimeError(
                 f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
                 "draws from its iterator, and for registered optimizers."
             )
         self.take_gradients(optimizer)
         parameters = _trainable(optimizer)
-        tree = self._trees.pop(id(optimizer))
-        flags = [*self._has_gradient.pop(id(optimizer)), *self._buffers.changes()]
-        kind = 2 * self._number_of(optimizer) + (tx.weights.counted_items is not None)
-        flags = self._agree(kind, flags)
-        partition = self._partition
-        total = sum_over_workers(tree, self._num_shards, partition.shares)
+        own = self._gradients.pop(id(optimizer))
+        kind = 2 * numbers[id(optimizer)] + (tx.weights.counted_items is not None)
+        flags = self._agree(kind, [*own.exist, *self._buffers.changes()])
+        partition: EpochPartition = self._state.data.current.partition
+        total = sum_over_workers(own.tree, self._num_shards, partition.shares)
         if tx.weights.counted_items is not None:
             *total, count = total
             num_items = count.item()
@@ -307,6 +246,72 @@ class EqualBitsGradients(GroupGradients):
         if (max_step, max_kind) != (-minus_min_step, -minus_min_kind):
             raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, -minus_min_step))
         return agreed[: len(flags)]
+
+
+class ShardGradients:
+    """The gradients of one optimizer in the shards of this worker."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.tree = TreeSum()
+        self.exist = [False] * len(parameters)  # in a shard, of each parameter
+        self._parameters = parameters
+        self._earlier: dict[int, list[torch.Tensor | None]] = {}  # of unfinished shards
+
+    def add(self, shard: int, gradients: list[torch.Tensor | None], is_last: bool) -> None:
+        """Add the gradients of the parameters, and the count of items if losses have one.
+
+        `is_last`: whether the shard has no later micro-batch in this update.
+        """
+        if (earlier := self._earlier.pop(shard, None)) is not None:
+            gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
+        if not is_last:
+            self._earlier[shard] = gradients
+            return
+        leaf: list[Any] = [*gradients]
+        for index, parameter in enumerate(self._parameters):
+            if gradients[index] is None:
+                leaf[index] = torch.zeros_like(parameter)
+            else:
+                self.exist[index] = True
+        self.tree.add(0, shard, leaf)
+
+
+class ShardMetrics:
+    """Sends the metrics of each shard to all workers, so that those of a lost worker are kept.
+
+    Each generation has its own object.
+    """
+
+    def __init__(self, state: TorchTrainState) -> None:
+        self._state = state
+        self._width = 64  # of a worker's message, in units of 4 bytes, until one is longer
+
+    def of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
+        """Return the metrics of all workers' shards."""
+        partition: EpochPartition = self._state.data.current.partition
+        shards = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
+        own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
+        rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
+        rows.sort(key=lambda row: row[0])
+        last = (partition.layout.num_parts or 1) - 1
+        return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        """Return the messages of all workers, by rank."""
+        if not dist.is_initialized():
+            return [own]
+        while True:
+            size, content = 4 * self._width, len(own).to_bytes(4, sys.byteorder) + own
+            content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
+            rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
+            rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
+            rows = rows.to(self._state.settings.device)
+            dist.all_reduce(rows)  # the rows of the other workers are zeros
+            parts = [row.tobytes() for row in rows.cpu().numpy()]
+            ends = [4 + int.from_bytes(part[:4], sys.byteorder) for part in parts]
+            if max(ends) <= size:
+                return [part[4:end] for part, end in zip(parts, ends, strict=True)]
+            self._width = max(ends) // 2  # twice as wide as needed
 
 
 def _num_operations() -> int:

@@ -33,10 +33,13 @@ class EqualBitsBuffers:
             self._state.buffers.write(self._start)
         self._versions = self._newest_versions()
 
-    @property
-    def have_changed(self) -> bool:
-        """Whether buffers have changed since the last call of another method."""
-        return self._versions != self._newest_versions()
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if buffers have changed since the last call of another method."""
+        if self._versions != self._newest_versions():
+            raise RuntimeError(
+                'exact="bits": train_batch changes buffers after self.optimizer_step, for example '
+                "by a forward pass in train mode. Change them before it."
+            )
 
     def _newest_versions(self) -> list[Any]:
         buffers = self._state.buffers.tensors()
