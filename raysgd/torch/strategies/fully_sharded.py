@@ -72,8 +72,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     # ---- training step
 
-    def _await_gradients(self) -> None:
-        super()._await_gradients()
+    def _receive_gradients(self) -> None:
         layout, device = self._layout, self._device
         size, rank = layout.size, layout.rank
         self._received, requests = {}, []
@@ -105,13 +104,9 @@ class FullyShardedModel(ShardedOptimizer):
         return gradient[piece.start - first : piece.stop - first]
 
     def _apply_updates(self) -> None:
-        self._wait_for_updates()
+        self._await_workers()
         copy_all((self._current_elements(p), p.value) for p in self._pieces if p.value is not None)
         self._received = {}
-
-    def _wait_for_updates(self) -> None:
-        if self._layout.size > 1:
-            self._train_state.collectives.barrier()
 
     def roll_back(self, tx: UpdateTransaction) -> None:
         super().roll_back(tx)

@@ -107,7 +107,8 @@ class ShardedOptimizer(Replication, StepFeature):
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         _check_step(optimizer, self._num_parameters, args[1:], kwargs)
-        self._await_gradients()
+        self._await_workers()
+        self._receive_gradients()
         layout = self._layout
         self._buffers = {
             shard: layout.new_buffers(shard, self._device) for shard in layout.held_shards()
@@ -141,10 +142,13 @@ class ShardedOptimizer(Replication, StepFeature):
             group["params"] = of_group
         optimizer.state = state
 
-    def _await_gradients(self) -> None:
-        """Wait until all workers have computed the gradients, so that either all or none update."""
+    def _await_workers(self) -> None:
+        """Wait until all workers have come this far, so that either all or none update."""
         if self._layout.size > 1:
             self._train_state.collectives.barrier()
+
+    def _receive_gradients(self) -> None:
+        """Receive gradients of copied shards, if workers have only those of their own."""
 
     def _current_elements(self, piece: Piece) -> torch.Tensor:
         return flat(self._parameters[piece.param_index])[piece.start : piece.stop]

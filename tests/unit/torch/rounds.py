@@ -25,7 +25,6 @@ from raysgd.backends import create_backend
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
-from raysgd.torch.strategies.fully_sharded import FullyShardedModel
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.strategies.shards import gather_state
 from tests.unit.torch import cases
@@ -272,20 +271,20 @@ class Player:
     def watch(self):
         """Patch the steps of optimizers so that they call `at`."""
 
-        def watch(kind, name, before, after):
-            method = getattr(kind, name)
+        def watch(name, *moments):
+            method = getattr(ShardedOptimizer, name)
 
             def watched(divided):
+                before, after = moments[-2:] if divided._buffers else moments[:2]
                 self.at(before)
                 result = method(divided)
                 self.at(after)
                 return result
 
-            setattr(kind, name, watched)
+            setattr(ShardedOptimizer, name, watched)
 
-        watch(ShardedOptimizer, "_await_gradients", "barrier", "passed")
-        watch(ShardedOptimizer, "_exchange", "update", "gathered")
-        watch(FullyShardedModel, "_wait_for_updates", "update", "gathered")
+        watch("_await_workers", "barrier", "passed", "update", "gathered")
+        watch("_exchange", "update", "gathered")
 
     def at(self, moment):
         step = self.runner._train_state.step_iterator and self.runner._train_state.global_step
