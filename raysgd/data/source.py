@@ -278,7 +278,7 @@ class PartitionedSource(BatchSource):
         if follows_config and layout.num_parts is not None and requested_batch is not None:
             size = requested_batch // layout.num_parts
         super().__init__(loader)
-        self._length = total
+        self._length, self.keeps_step_size = total, layout.num_parts is not None
         self._partition = EpochPartition(
             sys.maxsize if total is None else total,
             1 if size is None else size,
@@ -300,15 +300,8 @@ class PartitionedSource(BatchSource):
     batch_size: int = forward_to(
         "_partition.batch_size", "Samples of this worker per step in a group of full size."
     )
-    global_batch_size: int = forward_to("_partition.step_size", "Samples of all workers per step.")
-
-    @property
-    def keeps_step_size(self) -> bool:  # type: ignore[override]
-        return self._partition.layout.num_parts is not None
-
-    @property
-    def epoch_samples(self) -> int:  # type: ignore[override]
-        return self.partition.end(0)
+    global_batch_size: int | None = forward_to("_partition.step_size")
+    epoch_samples: int = forward_to(lambda self: self.partition.end(0))
 
     def __len__(self) -> int:
         if self._length is None:
@@ -344,7 +337,7 @@ class PartitionedSource(BatchSource):
         before, self._partition = self._partition, replace(self._partition, **fields)
         return any(getattr(before, name) != value for name, value in fields.items())
 
-    def batching(self) -> tuple[int, bool]:
+    def batching(self) -> tuple[int, bool] | None:
         return self._partition.batch_size, self._follows_config
 
     def set_batch_size(self, size: int, follows_config: bool) -> None:

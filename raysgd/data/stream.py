@@ -313,6 +313,7 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
                 )
         self._streams, self._weights = list(streams), list(weights)
         self.files = [stream._records for stream in streams]
+        self.shuffles = any(stream.shuffles for stream in streams)
         self._starts: list[int] = []  # numbers of samples at which the set of streams changes
         self._parts: list[tuple[list[int], np.ndarray[Any, Any]]] = []
         self._plan(np.asarray(weights, float))
@@ -342,10 +343,6 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
 
     def __len__(self) -> int:
         return sum(map(len, self._streams))
-
-    @property
-    def shuffles(self) -> bool:  # type: ignore[override]
-        return any(stream.shuffles for stream in self._streams)
 
     @property
     def settings(self) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.collectives import Collectives
+from raysgd._internal.forwarding import forward_to
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout, UpdatePlan, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
@@ -152,7 +153,7 @@ class DatasetSource(PartitionedSource):
     knows_sizes = False
     is_compared = False  # with the data of other workers
     # The partition counts batches, not samples.
-    global_batch_size = None  # type: ignore[assignment]
+    global_batch_size = None
     epoch_samples = 0
 
     def __init__(
@@ -178,13 +179,10 @@ class DatasetSource(PartitionedSource):
             **partition_arguments,
         )
         self._layout, self._training, self._splits = layout, training, splits
+        self.keeps_step_size = layout.num_parts is not None
         self._plan = UpdatePlan()
         self._num_begun = 0
         self._iteration: _Iteration | None = None
-
-    @property
-    def keeps_step_size(self) -> bool:  # type: ignore[override]
-        return self._layout.num_parts is not None
 
     def __len__(self) -> int:
         if (length := self.steps_left(0)) is None:
@@ -195,7 +193,7 @@ class DatasetSource(PartitionedSource):
         iteration = self._iterate(self._num_begun + 1, epoch=-1)  # not in any epoch
         return self._apart()._own_batches(iteration, 0)
 
-    def batching(self) -> None:  # type: ignore[override]
+    def batching(self) -> None:
         return None
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
@@ -279,9 +277,9 @@ class DatasetSource(PartitionedSource):
             return None
         return _slice_rows(batch, *part_of(total, size, rank, shares))
 
-    @property
-    def update_digest(self) -> int:  # type: ignore[override]
-        return 0 if self._iteration is None else self._iteration.digest
+    update_digest: int = forward_to(
+        lambda self: 0 if self._iteration is None else self._iteration.digest
+    )
 
     def step_digest(self) -> int | None:
         # In training, each update compares `update_digest`.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
 from raysgd.loop.transaction import UpdateTransaction
@@ -36,10 +37,13 @@ class StepChecks(StepFeature):
         if state.context.distributed:
             collectives.watch_user_code(self._note_collective)
 
-    @property
-    def needs_helper(self) -> str:  # type: ignore[override]
-        steps = self._state.accumulation_steps
-        return f"gradient_accumulation_steps={steps}" if steps > 1 else ""
+    needs_helper: str = forward_to(
+        lambda self: (
+            f"gradient_accumulation_steps={self._state.accumulation_steps}"
+            if self._state.accumulation_steps > 1
+            else ""
+        )
+    )
 
     # ---- hooks of a step
 

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd._internal.collectives import Collectives
+from raysgd._internal.forwarding import forward_to
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.formats import Records
 from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
@@ -119,6 +120,9 @@ class PartitionedLoader(PartitionedSource):
     def __init__(self, loader: DataLoader[Any], *, seed: int, **partition_arguments: Any) -> None:
         self.epoch_order = EpochOrder(loader)
         self.order_sampler = self.epoch_order.sampler
+        data, keeps_order = loader.dataset, type(self.order_sampler) is SequentialSampler
+        # The data set, if it has its own order of each epoch.
+        self._numbered = data if keeps_order and isinstance(data, NumberedSamples) else None
         total, size = len(self.order_sampler), loader.batch_size
         super().__init__(loader, total, size, bool(loader.drop_last), **partition_arguments)
         self._deals_batches = makes_own_batches(loader)
@@ -136,17 +140,9 @@ class PartitionedLoader(PartitionedSource):
             self._partition = replace(self._partition, total=total)
         return self._partition
 
-    @property
-    def shuffles(self) -> bool:  # type: ignore[override]
-        numbered = self._numbered
-        return self.epoch_order.shuffles if numbered is None else numbered.shuffles
-
-    @property
-    def _numbered(self) -> NumberedSamples | None:
-        """The data set, if it has its own order of each epoch."""
-        data: Any = self.loader.dataset
-        keeps_order = type(self.order_sampler) is SequentialSampler
-        return data if keeps_order and isinstance(data, NumberedSamples) else None
+    shuffles: bool = forward_to(
+        lambda self: (self.epoch_order if self._numbered is None else self._numbered).shuffles
+    )
 
     def _apart(self) -> Self:
         apart = super()._apart()

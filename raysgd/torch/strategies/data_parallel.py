@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import OTHER
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import Replication
@@ -29,9 +30,7 @@ class OwnModels(Replication):
     def __init__(self, state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
         self._state = state
 
-    @property
-    def replicates(self) -> bool:  # type: ignore[override]
-        return any(map(ddp.is_ddp, self._state.models))
+    replicates: bool = forward_to(lambda self: any(map(ddp.is_ddp, self._state.models)))
 
 
 class GroupGradients(GradientExchange):
@@ -41,17 +40,22 @@ class GroupGradients(GradientExchange):
         self._state = state
         self._dtypes: Mapping[Any, torch.dtype] = {}
 
+    needs_warm_up: bool = forward_to(
+        lambda self: (
+            self._state.settings.device.type == "cuda"
+            or any(map(ddp.is_compiled, self._state.models))
+        )
+    )
+    num_workers: int = forward_to(
+        lambda self: self._state.context.world_size if self._averages else 1
+    )
+
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         self._dtypes = {p: p.dtype for model in self._state.models for p in model.parameters()}
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
         self._state.models = [wrapped.get(id(model), model) for model in self._state.models]
-
-    @property
-    def needs_warm_up(self) -> bool:  # type: ignore[override]
-        on_gpu = self._state.settings.device.type == "cuda"
-        return on_gpu or any(map(ddp.is_compiled, self._state.models))
 
     def check_trained(self) -> None:
         models, dtypes = list(map(ddp.unwrap, self._state.models)), self._dtypes
@@ -69,10 +73,6 @@ class GroupGradients(GradientExchange):
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         return [buffer for model in self._state.models for buffer in model.buffers()]
-
-    @property
-    def num_workers(self) -> int:  # type: ignore[override]
-        return self._state.context.world_size if self._averages else 1
 
     def total(self, number: float) -> float:
         return collectives.total(number, self._state.settings.device) if self._averages else number

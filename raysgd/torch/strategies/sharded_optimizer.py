@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd._internal.context import Holdings
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication, StepFeature
@@ -357,14 +358,13 @@ class ShardedOptimizers(Replication):
             if any(parameter.requires_grad for parameter in parameters_of(each))
         ]
 
-    @property
-    def holdings(self) -> Holdings:  # type: ignore[override]
-        lost = [each.holdings for each in self.features if each.holdings.condition == "lost"]
-        return lost[0] if lost else Holdings(complete=False)
-
-    @property
-    def in_sync(self) -> bool:  # type: ignore[override]
-        return all(each.in_sync for each in self.features)
+    holdings: Holdings = forward_to(
+        lambda self: next(
+            (each.holdings for each in self.features if each.holdings.condition == "lost"),
+            Holdings(complete=False),
+        )
+    )
+    in_sync: bool = forward_to(lambda self: all(each.in_sync for each in self.features))
 
     def is_unsharded(self, each: Any) -> bool:
         return all(feature.is_unsharded(each) for feature in self.features)

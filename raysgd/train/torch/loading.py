@@ -101,7 +101,7 @@ class PreparedLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return len(self._loader if self._worker_sampler is None else self._worker_sampler.source)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Any:
         sampler, (epoch, offset) = self._worker_sampler, self._next_position()
         self._pass = None
         if sampler is None:
