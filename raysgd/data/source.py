@@ -39,6 +39,14 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def with_epoch(loader: Any, epoch: int | None) -> Any:
+    """Return a loader whose sampler knows the `epoch`, if given."""
+    set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+    if set_epoch is not None and epoch is not None:
+        set_epoch(epoch)
+    return loader
+
+
 def own_ranks(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
@@ -74,6 +82,7 @@ class BatchSource:
     update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
     reads_everything = False  # every worker reads all samples, and uses its part
     position_key = "length"  # of `_KINDS`
+    who_reads = "every worker reads and uses all of it"  # the samples, for messages
 
     def __init__(
         self,
@@ -84,6 +93,8 @@ class BatchSource:
     ) -> None:
         self.loader = loader
         self.by_user = by_user or own_ranks(loader) is not None  # user code selects the part
+        if self.by_user and not self.is_partitioned:
+            self.who_reads = "your code selects the part of each worker"
         self.why_not_partitioned = why_not_partitioned
         self._has_length = has_length and length_of(loader) is not None
         self._unfinished: dict[tuple[int, int], Iterator[Any]] = {}  # by the epoch and the offset
@@ -95,14 +106,7 @@ class BatchSource:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the current epoch, for loops in user code."""
-        return iter(self._ordered_loader(self.current_epoch))
-
-    def _ordered_loader(self, epoch: int | None) -> Any:
-        """Return the iterable of this worker, in the order of `epoch` if given."""
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None and epoch is not None:
-            set_epoch(epoch)
-        return self.loader
+        return iter(with_epoch(self.loader, self.current_epoch))
 
     def __getattr__(self, name: str) -> Any:
         """Return attributes of the user's loader, such as ``dataset``."""
@@ -119,7 +123,7 @@ class BatchSource:
         """
         iterator, self._unfinished = self._unfinished.get((epoch, offset)), {}
         if iterator is None or offset == 0:
-            iterator = self._iteration = once(self._ordered_loader(epoch))
+            iterator = self._iteration = once(with_epoch(self.loader, epoch))
             for _ in itertools.islice(iterator, offset):
                 pass
         yield from itertools.islice(iterator, num_steps)
@@ -229,14 +233,6 @@ class BatchSource:
         """Return a text that must be equal on all workers, to compare their data."""
         return ""
 
-    def describe_reading(self) -> str:
-        """Describe which samples each worker reads."""
-        if self.is_partitioned:
-            return f"{self.describe()}: each worker reads only its samples"
-        if self.by_user:
-            return f"{self.describe()}: your code selects the part of each worker"
-        return f"{self.describe()}: every worker reads and uses all of it"
-
     def describe(self) -> str:
         """Describe the data for messages."""
         kind: Any = type(self.loader)
@@ -257,6 +253,7 @@ class PartitionedSource(BatchSource):
 
     is_partitioned = True
     knows_sizes = True
+    who_reads = "each worker reads only its samples"
 
     def __init__(
         self,

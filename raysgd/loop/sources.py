@@ -68,9 +68,10 @@ class DataSources(ABC):
                 advice = "use the Stream without group and skip_broken"
             self._settings.warn_once(
                 advice,
-                "%s: %s. To read each sample on one worker only, %s.",
+                "%s: %s: %s. To read each sample on one worker only, %s.",
                 argument,
-                source.describe_reading(),
+                source.describe(),
+                source.who_reads,
                 advice,
             )
         is_read_by_all = not source.is_partitioned and not source.by_user
@@ -210,7 +211,7 @@ class DataSources(ABC):
 
     def describe(self) -> dict[str, str]:
         """Describe how the workers read each loader."""
-        return {name: source.describe_reading() for name, source in self._sources.items()}
+        return {name: f"{s.describe()}: {s.who_reads}" for name, s in self._sources.items()}
 
     def own_seeds(self) -> dict[str, int]:
         seeds = {name: source.own_seed for name, source in self._sources.items()}

@@ -46,6 +46,11 @@ class StreamSource(PartitionedSource):
         super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
         self.knows_sizes = self._joins and keeps_samples(loader)
         self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
+        resumes = can_jump(self._dataset)
+        self.who_reads = (
+            "every worker reads all samples, and uses its part. A resumed run begins to read "
+            f"{'where a checkpoint ends' if resumes else 'at the start of the epoch'}"
+        )
         self._saved: Mapping[str, Any] = {}
         self.close_workers()
 
@@ -143,15 +148,6 @@ class StreamSource(PartitionedSource):
     def describe(self) -> str:
         what = f"{self.batch_size} samples" if self._joins else "one batch"
         return f"a stream, {name_of(self._dataset)}, with {what} per worker and step"
-
-    def describe_reading(self) -> str:
-        again = (
-            "where a checkpoint ends" if can_jump(self._dataset) else "at the start of the epoch"
-        )
-        return (
-            f"{self.describe()}: every worker reads all samples, and uses its part. A resumed run "
-            f"begins to read {again}"
-        )
 
     # ---- reading
 
