@@ -10,7 +10,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.strategies.ddp_model import ReplicatedModel, is_trainable
+from raysgd.torch.strategies.ddp_model import ReplicatedModel, is_trainable, uncompiled
 
 
 def wrap(
@@ -56,9 +56,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 def plain(model: torch.nn.Module) -> torch.nn.Module:
     """Return the user's module, without DistributedDataParallel and torch.compile."""
-    module = unwrap(model)
-    plain: torch.nn.Module = getattr(module, "_orig_mod", module)
-    return plain
+    return uncompiled(unwrap(model))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -102,7 +100,7 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> str:
         require_gradients(model.module, before)
     if isinstance(model, ReplicatedModel):
         model._passes.trained_last_update = False  # as on a replacement worker
-    model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
+    model._static_graph_delay_allreduce_enqueued = False
     # Set these flags as on a replacement worker, because a forward pass without gradients or
     # synchronization has changed them.
     model.require_forward_param_sync = model.require_backward_grad_sync = True

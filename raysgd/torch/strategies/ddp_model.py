@@ -13,15 +13,16 @@ The workers average gradients in the last micro-batch of an update:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors
 
 from raysgd._internal import step_timing
+from raysgd._internal.nested import named_values
 from raysgd.torch.collectives import average_gradients
 from raysgd.torch.tensors import version_of
 
@@ -52,6 +53,8 @@ _METHODS_OF_THE_MODULE = (
 )
 """Methods of a wrapper that call the module's methods, so that names have no prefix."""
 
+_pass_numbers = itertools.count()
+
 
 class _Passes:
     """The backward passes of a replicated model in an update, and what they have averaged.
@@ -61,9 +64,11 @@ class _Passes:
 
     def __init__(self, model: ReplicatedModel) -> None:
         self._model = model
-        self.reduced = [p for p in model._module_parameters if p.requires_grad]
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        self.parameters = [parameter for name, parameter in named if name not in ignored]
+        self.reduced = [p for p in self.parameters if p.requires_grad]
         """The parameters whose gradients a backward pass averages."""
-        self.frozen_at_first = [p for p in model._module_parameters if not p.requires_grad]
+        self.frozen_at_first = [p for p in self.parameters if not p.requires_grad]
         self.awaits_pass = False
         """Whether the next backward pass averages gradients, because a forward pass prepared it."""
         self.is_in_backward = False
@@ -82,12 +87,15 @@ class _Passes:
     def end_forward(self, output: Any) -> None:
         """Watch for the backward pass of an output."""
         self.awaits_pass, self.is_in_backward = True, False  # an earlier pass may have failed
-        for tensor in _find_tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self.begin_pass)
-        if not self.watches_parameters and _may_hide_tensors(output):
+        may_hide_tensors = False
+        for leaf in _leaves(output):
+            if not isinstance(leaf, torch.Tensor):
+                may_hide_tensors |= not isinstance(leaf, int | float | str | None)
+            elif leaf.requires_grad:
+                leaf.register_hook(self.begin_pass)
+        if may_hide_tensors and not self.watches_parameters:
             self.watches_parameters = True
-            for parameter in filter(is_trainable, self._model._module_parameters):  # now or later
+            for parameter in filter(is_trainable, self.parameters):  # now or later
                 required = parameter.requires_grad
                 parameter.requires_grad_(True).register_hook(self.begin_pass)
                 parameter.requires_grad_(required)
@@ -95,7 +103,7 @@ class _Passes:
     def begin_pass(self, _: torch.Tensor) -> None:
         # Otherwise, this is within a pass, such as one that recomputes a checkpoint.
         if not self.is_in_backward and self._model.require_backward_grad_sync:
-            self.is_in_backward, number = True, torch._C._current_graph_task_id()
+            self.is_in_backward = True
             before = list(map(gradient_of, self.reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
             queue = Variable._execution_engine.queue_callback
@@ -105,12 +113,12 @@ class _Passes:
                 # DistributedDataParallel now waits for the averages.
                 computing = step_timing.enter(step_timing.WAIT, any_thread=True)
                 step_phase = computing if phase is None else phase
-                queue(lambda: self._end_pass(number, before, step_phase))
+                queue(lambda: self._end_pass(before, step_phase))
 
             queue(complete)
 
-    def _end_pass(self, number: int, before: Sequence[Any], phase: int | None) -> None:
-        """Average what backward pass `number` has not averaged. `before`: earlier gradients.
+    def _end_pass(self, before: Sequence[Any], phase: int | None) -> None:
+        """Average what a backward pass has not averaged. `before`: earlier gradients.
 
         DistributedDataParallel averages only the first backward pass after a forward pass. The mean
         of averaged and local gradients is right too, because a mean is linear.
@@ -120,16 +128,16 @@ class _Passes:
         if list(map(gradient_of, self.reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
         if not self.trained_this_update:
-            self.trained_this_update, self.first_pass = True, number
+            self.trained_this_update, self.first_pass = True, next(_pass_numbers)
         if self.awaits_pass:
             pairs = zip(self.reduced, before, strict=True)
             self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
             local = [p for p in self.frozen_at_first if p.requires_grad]
         else:
-            local = self._model._module_parameters
+            local = self.parameters
         if local:
             average_gradients(local)
-        self.averaged = {p: gradient_of(p) for p in self._model._module_parameters}
+        self.averaged = {p: gradient_of(p) for p in self.parameters}
 
     def _complete(self, missing: Sequence[torch.nn.Parameter]) -> None:
         """Complete the averages that other workers wait for, if a loss does not use parameters.
@@ -241,7 +249,7 @@ class ReplicatedModel(DistributedDataParallel):
 def _of_module(name: str) -> Callable[..., Any]:
     def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
         if name == "__bool__":  # a module that has no length has no such method
-            return bool(getattr(self.module, "_orig_mod", self.module))
+            return bool(uncompiled(self.module))
         result = getattr(self.module, name)(*args, **kwargs)
         return self if result is self.module else result
 
@@ -253,13 +261,20 @@ for _name in _METHODS_OF_THE_MODULE:
     setattr(ReplicatedModel, _name, _of_module(_name))
 
 
-def _may_hide_tensors(output: Any) -> bool:
-    """Return whether an output may contain tensors in objects of unknown classes."""
-    if isinstance(output, Mapping):
-        return any(map(_may_hide_tensors, output.values()))
-    if isinstance(output, list | tuple):
-        return any(map(_may_hide_tensors, output))
-    return not isinstance(output, torch.Tensor | int | float | str | None)
+def _leaves(output: Any) -> Iterator[Any]:
+    """Iterate over the values in dicts, data classes, lists, and tuples."""
+    named = None if isinstance(output, torch.Tensor) else named_values(output)
+    if named is not None or isinstance(output, list | tuple):
+        for each in output if named is None else named.values():
+            yield from _leaves(each)
+    else:
+        yield output
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or `module` itself."""
+    wrapped: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return wrapped
 
 
 def is_trainable(parameter: torch.nn.Parameter) -> bool:
