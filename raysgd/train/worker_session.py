@@ -5,6 +5,7 @@ A worker process has one session at a time, shared by all of its threads.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -59,8 +60,8 @@ class Session:
         self.report_queue = report_queue
         self.iteration = plan.iteration
         self._checkpoint = plan.checkpoint
-        self._finite: dict[str, Any] | None = None
-        """Shapes of the finite arrays of the newest checkpoint. None if nothing has read it."""
+        self._newest_arrays: dict[str, tuple[Any, bool]] | None = None
+        """Result of `_shapes_of` for the newest checkpoint. None if nothing has read it."""
         self._pid = os.getpid()
         self._reported_at = time.monotonic()
         self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
@@ -159,21 +160,27 @@ class Session:
 
     def _find_not_finite(self, checkpoint: dict[str, Any]) -> str:
         """Return an array with NaN or infinity that is finite in the newest checkpoint, or ""."""
-        arrays = dict(named_arrays(checkpoint))
-        finite = _finite_shapes(arrays)
-        if self._finite is None and len(finite) < len(arrays):
+        arrays = _shapes_of(checkpoint)
+        bad = {name: shape for name, (shape, is_finite) in arrays.items() if not is_finite}
+        if self._newest_arrays is None and bad:
             newest = self.load()
-            self._finite = _finite_shapes(dict(named_arrays(newest and newest.to_dict())))
-        for name in sorted(arrays.keys() - finite.keys()):
+            self._newest_arrays = _shapes_of(newest and newest.to_dict())
+        for name, shape in bad.items():
             # A history that has grown may have NaN, such as the AUC of one class.
-            if self._finite and self._finite.get(name) == arrays[name].shape:
+            if self._newest_arrays and self._newest_arrays.get(name) == (shape, True):
                 return name
-        self._finite = finite
+        self._newest_arrays = arrays
         return ""
 
 
-def _finite_shapes(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: array.shape for name, array in arrays.items() if not is_bad(array)}
+def _shapes_of(state: Any) -> dict[str, tuple[Any, bool]]:
+    """Return the shape of each array that has one, and whether it is finite."""
+    shapes = {}
+    with contextlib.suppress(RecursionError):  # a state that contains itself
+        for name, each in named_arrays(state):
+            with contextlib.suppress(Exception):  # of a tensor without a shape, such as a lazy one
+                shapes[name] = each.shape, not is_bad(each)
+    return shapes
 
 
 def _pickle(state: Any) -> bytes:

@@ -64,6 +64,7 @@ def test_a_checkpoint_that_is_not_finite_replaces_no_finite_one(run):
     for epoch, weight in enumerate((1.0, math.nan, 2.0)):
         history = np.array([0.5] + epoch * [math.nan])  # may grow by NaN
         model = {"mask": mask, "weight": torch.tensor([weight]), "history": history}
+        model |= {"lazy": torch.nn.UninitializedParameter(), "parents": [model]}
         train.report({"loss": weight}, checkpoint=Checkpoint.from_dict({"model": model}))
     assert [turn.not_finite for turn in queue.turns] == ["", "model.weight", ""]
     assert [turn.checkpoint is None for turn in queue.turns] == [False, True, False]
