@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch.func import functional_call
 from torch.nn.functional import softplus
 
 from raysgd.metrics import NUM_SAMPLES
@@ -127,11 +127,14 @@ class GAN(ConfiguredOperator):
         self.optimizer_step(self.discriminator_optimizer)
 
         judge = self.unwrapped(self.discriminator)
-        # Gradients pass through these parameters, but not into them.
-        frozen = {name: parameter.detach() for name, parameter in judge.named_parameters()}
-        with self.autocast():
-            loss = _loss(in_full_precision(functional_call(judge, frozen, fake)), 1.0)
-        self.backward(loss, num_samples=counted)
+        # Gradients pass through these parameters. Checkpointing reads them again in `backward`.
+        with contextlib.ExitStack() as stack:
+            for parameter in judge.parameters():
+                stack.callback(parameter.requires_grad_, parameter.requires_grad)
+                parameter.requires_grad_(False)
+            with self.autocast():
+                loss = _loss(in_full_precision(judge(fake)), 1.0)
+            self.backward(loss, num_samples=counted)
         self.optimizer_step(self.generator_optimizer)
         return {
             "train_discriminator_loss": (loss_real + loss_fake).detach(),

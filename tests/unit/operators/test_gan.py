@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from raysgd.operators import GAN
 from raysgd.testing import run_operator
@@ -43,14 +44,14 @@ def test_learns_to_make_digits():
 
 
 class Plain(nn.Module):
-    """Multiplies its input by one parameter."""
+    """Multiplies its input by one parameter, and does so again in the backward pass."""
 
     def __init__(self, weight):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(float(weight)))
 
     def forward(self, samples):
-        return self.weight * samples
+        return checkpoint(lambda each: self.weight * each, samples, use_reentrant=False)
 
 
 def plain(**config):
