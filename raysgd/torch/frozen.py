@@ -1,4 +1,4 @@
-"""Frozen parameters that are still as ``setup`` made them, which states can leave out."""
+"""What stays as ``setup`` made it: frozen parameters, and the modes of models with only these."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ FROZEN_KEY = "frozen"
 class FrozenParameters(StepFeature):
     """The parameters of the models that are frozen at the end of ``setup``.
 
+    Models without other parameters keep their train or eval modes from ``register``.
+
     A state that lacks some of them has their digests instead, and is completed with the parameters
     that ``setup`` of the receiver has made.
     """
@@ -29,6 +31,14 @@ class FrozenParameters(StepFeature):
         self._digests_at_setup = [self._digests_of(model) for model in models]
         self.are_reproducible = False
         """Whether ``setup`` of all workers has made the same."""
+        frozen = [model for model in models if _is_frozen(model)]
+        self._modes = [(model, [(m, m.training) for m in model.modules()]) for model in frozen]
+
+    def restore_modes(self) -> None:
+        """Set the modes from ``register`` in models that are still frozen."""
+        for model, modes in self._modes:
+            for module, mode in modes if _is_frozen(model) else ():
+                module.training = mode
 
     def digests_of_unchanged(self, models: Sequence[torch.nn.Module]) -> list[dict[str, int]]:
         """Return the digests of the parameters that have the bytes of ``setup``, by model."""
@@ -61,6 +71,10 @@ class FrozenParameters(StepFeature):
             digest = int(digest_of([parameter.detach()], parameter.device)) >> 1  # fits 64 bits
             self._digest_cache[parameter] = version_of(parameter), digest
         return digest
+
+
+def _is_frozen(model: torch.nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def without_frozen(

@@ -78,7 +78,6 @@ def register(
     features.optimization.register_hooks()
     features.averaging.use_training_weights()  # as a loaded state
     state.criteria = criteria = _move_criteria(state, criteria, trained)
-    state.note_frozen_modes()
     state.registered = True
     results = [in_shape_of(models, state.given_models), optimizers]
     if criterion is not None:

@@ -50,24 +50,13 @@ class TorchTrainState(TrainState):
         self.frozen = FrozenParameters()
         self.not_finite: list[str] = []
         """Names of the buffers with NaN or infinity at `register`, such as masks."""
-        self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
-        """Models without trainable parameters, with the modes of their modules at `register`."""
-
-    def note_frozen_modes(self) -> None:
-        self.frozen_modes = [
-            (model, [(module, module.training) for module in model.modules()])
-            for model in self.models
-            if not any(parameter.requires_grad for parameter in model.parameters())
-        ]
 
     def set_mode(self, training: bool) -> None:
         """Set train or eval mode. In training, frozen models keep their mode from `register`."""
         for model in self.models:
             model.train(training)
-        for model, modes in self.frozen_modes if training else ():
-            if not any(parameter.requires_grad for parameter in model.parameters()):
-                for module, mode in modes:
-                    module.training = mode
+        if training:
+            self.frozen.restore_modes()
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """Iterate over all modules of the models."""

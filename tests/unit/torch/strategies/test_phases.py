@@ -17,7 +17,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 
 REGISTER = ["mode_of", "_move_models", "prepare", "wrap", "features_of", "register_hooks"]
-REGISTER += ["wrap_steps", "_move_criteria", "note_frozen_modes"]
+REGISTER += ["wrap_steps", "_move_criteria"]
 # The hooks of user code come first, because they may reject a step, and shards come last.
 STEP = ["average", "before_of_user", "_before_optimizer_step", "_begin_step"]
 STEP += ["after_of_user", "_end_step", "_after_optimizer_step"]
