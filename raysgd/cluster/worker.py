@@ -304,7 +304,7 @@ class Worker:
 
     def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
         payload = value
-        if self._remote and inbox is not None and isinstance(value, Content):
+        if inbox is not None and isinstance(value, Content):
             try:
                 payload = send(inbox, pickle.dumps(value.facts), (), value.write)
             except Exception as error:  # the answer is why the content could not be written

@@ -21,7 +21,7 @@ from raysgd.checkpoint.file import OpenFile
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import HashingFile
 from raysgd.checkpoint.weights import check_suffix
-from raysgd.cluster.large_values import Content, Inbox, StorageError
+from raysgd.cluster.large_values import Inbox, StorageError
 from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import WorkerLostError
@@ -136,16 +136,20 @@ class StateTransfer:
             return self._save(path, provenance, frozen)
 
     def _save(self, path: str | os.PathLike[str], provenance: bool, frozen: bool) -> str:
+        """Write a checkpoint file. Worker 0 streams its content if possible.
+
+        This takes half the time, and no memory of the driver. The driver collects the state and
+        writes it if there are shards, no workers, a worker in this process, or types that only this
+        process may read.
+        """
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
+        members, is_complete = controller.members, controller.progress.holdings.complete
         manifest = checkpoint.Manifest(
-            world_size=len(controller.members),
-            operator=self.options.training_operator_cls.__qualname__,
+            world_size=len(members), operator=self.options.training_operator_cls.__qualname__
         )
-        is_complete = controller.progress.holdings.complete
-        # Worker 0 writes the content of the file, unless there are shards, no workers, or types
-        # that only this process may read.
-        if not (is_complete and controller.members) or _allows_own_types():
+        is_remote = bool(members) and all(member.remote for member in members)
+        if not (is_complete and is_remote) or _allows_own_types():
             state = self.collect("save", provenance, frozen)
             return checkpoint.write_file(state, target.name, manifest)
         of_driver, errors = self._of_driver(provenance), []
@@ -168,9 +172,6 @@ class StateTransfer:
                 raise
             if isinstance(answer, Exception):
                 raise answer
-            if isinstance(answer, Content):  # of a worker in this process
-                answer.write(hashing)
-                answer = answer.facts
             hashing.seal(replace(manifest, **answer))
 
         return target.write(fill, reraised=errors)
