@@ -229,11 +229,8 @@ class Loop:
         train_state.call_began_at = train_state.global_step  # if user code calls train_epoch itself
         # If the loop returns before its iterator ends, the epoch is over too.
         if segment.epoch_is_over or (limit is None and not segment.paused):
-            train_state.offset = 0
-            train_state.epoch += 1
             self._batches = None
-            for feature in train_state.features:
-                feature.end_epoch(train_state.epoch)
+            train_state.end_epoch()
 
     def _new_segment(
         self, source: BatchSource, limit: int | None, request: TrainRequest

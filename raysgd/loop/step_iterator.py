@@ -225,16 +225,13 @@ class StepIterator:
 
     def _commit(self) -> None:
         num_steps = self._tx.micro_batch.step_index + 1
+        offset = self._source.offset_after(self.start_offset, self.num_steps + num_steps)
         try:
-            self._train_state.commit(num_steps)
+            self._train_state.commit(num_steps, offset)
         finally:
             if not self._tx.is_open:
                 self.batch = None
                 self.num_steps += num_steps
-                self._train_state.offset = self._source.offset_after(
-                    self.start_offset, self.num_steps
-                )
-                self._train_state.timing.num_steps += num_steps
 
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:

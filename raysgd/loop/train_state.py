@@ -40,27 +40,29 @@ class TrainState(ABC):
         self.timers = TimerCollection()
         self.timers.enabled = False
         self.timing = StepTiming()
+        self.is_new = False  # joins the group, and does not have its state yet
+        # Set by `register`, like `accumulation_steps` and `replication`.
         self.models: list[Any] = []
         self.num_criteria = 0
         """Number of criteria with trained parameters, which are the last of `models`."""
         self.optimizers: list[Any] = []
         self.registered = False
-        self.is_new = False  # joins the group, and does not have its state yet
+        # The position, which commits, ends of epochs, evaluations, and loaded states change.
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
+        self.seed = seed
+        # The segment in progress. The loop sets these, and ``train_epoch`` creates the meters.
+        self.step_iterator: Any = None  # a `StepIterator`, or None between segments
         self.call_began_at = 0  # global step at which the call in progress began
         self.sets_modes = True  # the loop sets train mode: the segment does not follow a pause
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}
-        self.seed = seed
+        self.meters: AverageMeterCollection | None = None
         self.transaction = UpdateTransaction(settings.options.layout.has_fixed_parts)
         self.micro_batching = MicroBatching(settings, self.transaction)
         self.replication = Replication()
         self.set_features([self.micro_batching])
-        self.meters: AverageMeterCollection | None = None
         self.modes: list[tuple[Any, bool]] = []
         """Modules with their modes before the first evaluation since training."""
-        self.step_iterator: Any = None
-        """The `StepIterator` of the segment in progress, or None."""
 
     context: WorkerContext = forward_to("settings.context", "Rank and resources of this worker.")
 
@@ -126,13 +128,15 @@ class TrainState(ABC):
         for feature in self.features_with["begin_micro_batch"]:
             feature.begin_micro_batch(tx)
 
-    def commit(self, num_steps: int = 1) -> None:
+    def commit(self, num_steps: int, offset: int) -> None:
+        """Commit the update in progress, after which the position is at `offset` of the epoch."""
         tx = self.transaction
         tx.is_committing = True
         for feature in self.features_with["before_commit"]:
             feature.before_commit(tx)
         tx.commit()
-        self.global_step += num_steps
+        self.global_step, self.offset = self.global_step + num_steps, offset
+        self.timing.num_steps += num_steps
         try:
             for feature in self.features_with["commit"]:
                 feature.commit(tx)
@@ -140,6 +144,11 @@ class TrainState(ABC):
             tx.reset()
             if self.meters is not None:
                 self.meters.count_held()
+
+    def end_epoch(self) -> None:
+        self.epoch, self.offset = self.epoch + 1, 0
+        for feature in self.features:
+            feature.end_epoch(self.epoch)
 
     def check_undamaged(self) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""

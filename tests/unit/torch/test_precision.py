@@ -275,7 +275,7 @@ def test_on_a_gpu_the_default_loop_never_synchronizes(make_trainer, dtype):
         for index, batch in enumerate(batches):
             metrics = operator.train_batch(batch, {"batch_idx": index})
             meters.update(metrics, metrics["num_samples"])
-            operator._train_state.commit()
+            operator._train_state.commit(1, 0)
 
 
 @on_gpu
