@@ -65,6 +65,11 @@ def test_a_group_that_waits_for_room_asks_for_progress_once_per_second(world):
     assert asked.count("progress") < 1.5 * 2000 * 0.05
 
 
+def test_the_first_save_asks_all_workers_if_each_has_a_shard(world):
+    every_new(world, divided=True)
+    assert not world.drive(3).controller.progress.holdings.complete
+
+
 def test_a_shutdown_can_take_the_workers_as_a_call_returns(world, monkeypatch):
     controller = world.drive(2).controller
     watch = Supervision._watch
