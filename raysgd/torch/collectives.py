@@ -20,6 +20,7 @@ from torch.distributed import _functional_collectives, distributed_c10d
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.digests import digest_of, has_bits
+from raysgd.torch.tensors import backward_pass
 
 _MESSAGE_BYTES = 4 * 2**20
 """Size in bytes at which a combined message of tensors is sent. Larger tensors are sent in parts.
@@ -142,7 +143,7 @@ def watch_user_code(report: Callable[[str], None]) -> None:
     def noting(function: Any, *arguments: Any, **keywords: Any) -> Any:
         frame: Any = sys._getframe(1)
         name = frame.f_code.co_name.lstrip("_")
-        if name.startswith(_PREFIXES) and torch._C._current_graph_task_id() == -1:
+        if name.startswith(_PREFIXES) and backward_pass() == -1:
             while re.match(r"torch\.(?!nn\.)", caller := frame.f_globals.get("__name__", "")):
                 frame = frame.f_back
             living = reference()

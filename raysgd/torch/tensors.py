@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.autograd import Variable
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
@@ -336,18 +337,26 @@ def _describe_difference(what: str, missing: set[Any], unknown: set[Any]) -> str
 
 # ---- helpers that PyTorch offers only under private names
 
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that calls this, or -1. Public hooks only get tensors."""
+call_after_backward: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
+"""Calls a function at the end of the current backward pass. Public hooks run within it."""
+copy_group: Callable[[Any, Any], Any] = torch._foreach_copy_
+"""Copies each tensor of the second list into that of the first. A public copy is one of a tensor.
+
+On a GPU, one kernel copies all of them if they have the same types."""
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Returns how often a tensor was changed in place, which no public attribute tells."""
+
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first.
-
-    On a GPU, one kernel copies many tensors, but only if all of them have the same types.
-    """
+    """Copy the second tensor of each pair into the first."""
     groups = defaultdict(list)
     for pair in pairs:
         groups[pair[0].dtype, pair[1].dtype, pair[0].device].append(pair)
     for group in groups.values():
         into, content = map(list, zip(*group, strict=True))
-        torch._foreach_copy_(into, content)
+        copy_group(into, content)
 
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -380,10 +389,6 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
     values = vars(optimizer).values()
     listed = (each for value in values if isinstance(value, list | tuple) for each in value)
     return [each for each in (*values, *listed) if isinstance(each, torch.optim.Optimizer)]
-
-
-version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""Returns how often a tensor was changed in place."""
 
 
 class Versions:

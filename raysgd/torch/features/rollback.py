@@ -16,6 +16,7 @@ from raysgd.loop.transaction import UpdateTransaction
 from raysgd.torch.tensors import (
     Versions,
     copy_all,
+    copy_group,
     inner_optimizers,
     is_like,
     parameters_of,
@@ -228,7 +229,7 @@ class _Copies:
                 if kind is not None:
                     self._groups[kind[:2]].append(index)
         for group in self._groups.values():
-            torch._foreach_copy_([self.values[i] for i in group], [tensors[i] for i in group])
+            copy_group([self.values[i] for i in group], [tensors[i] for i in group])
         return self.values
 
 

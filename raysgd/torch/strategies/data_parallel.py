@@ -20,7 +20,7 @@ from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.ddp_model import ReplicatedModel, gradient_of
 from raysgd.torch.strategies.exchange import GradientExchange
-from raysgd.torch.tensors import parameters_of
+from raysgd.torch.tensors import backward_pass, parameters_of
 from raysgd.torch.train_state import TorchTrainState
 
 
@@ -172,7 +172,7 @@ class ReplicatedGradients(UserWrappedGradients):
 
         Every rank must call this.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() runs within a backward pass, such as in a "
                 "hook. The workers average gradients until the end of the pass. Call step() after "

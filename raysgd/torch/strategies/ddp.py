@@ -91,11 +91,10 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> str:
     a communication hook was removed, or "".
     """
     group, comm_hooks = model.process_group, model._comm_hooks
-    kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
     before = required_gradients(model.module)
     require_gradients(model.module, {**before, **required})
     try:
-        model.__setstate__(kept)  # sets up a wrapper as after unpickling
+        model.__setstate__({})  # sets up a wrapper as after unpickling, and keeps its attributes
     finally:
         require_gradients(model.module, before)
     if isinstance(model, ReplicatedModel):

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal import step_timing
 from raysgd._internal.nested import named_values
 from raysgd.torch.collectives import average_gradients
-from raysgd.torch.tensors import version_of
+from raysgd.torch.tensors import call_after_backward, version_of
 
 _METHODS_OF_THE_MODULE = (
     "__bool__",
@@ -106,16 +105,15 @@ class _Passes:
             self.is_in_backward = True
             before = list(map(gradient_of, self.reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
-            queue = Variable._execution_engine.queue_callback
             phase = step_timing.enter(step_timing.BACKWARD, any_thread=True)
 
             def complete() -> None:
                 # DistributedDataParallel now waits for the averages.
                 computing = step_timing.enter(step_timing.WAIT, any_thread=True)
                 step_phase = computing if phase is None else phase
-                queue(lambda: self._end_pass(before, step_phase))
+                call_after_backward(lambda: self._end_pass(before, step_phase))
 
-            queue(complete)
+            call_after_backward(complete)
 
     def _end_pass(self, before: Sequence[Any], phase: int | None) -> None:
         """Average what a backward pass has not averaged. `before`: earlier gradients.
