@@ -59,7 +59,7 @@ class Faulty(TrainingOperator):
         return {"train_loss": loss.detach(), "num_samples": len(ids) * self.tokens_per_sample}
 
     def validate(self, val_iterator, info):
-        self.signal = val_iterator.signal
+        self.control = val_iterator.control
         return super().validate(val_iterator, info)
 
     def validate_batch(self, batch, batch_info):
@@ -79,7 +79,7 @@ class Faulty(TrainingOperator):
             with open(os.path.join(self.folder, "waiting"), "w"):
                 pass
             go = os.path.join(self.folder, "go")
-            while not (os.path.exists(go) if what == "wait" else self.signal.must_stop):
+            while not (os.path.exists(go) if what == "wait" else self.control.must_stop):
                 time.sleep(0.01)
 
     def take(self, name):

@@ -295,7 +295,7 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     return failure
 
 
-def check_callbacks(
+def as_callbacks(
     where: str, callbacks: Any, logdir: Path | None, attached: Iterable[Callback] = ()
 ) -> list[Callback]:
     """Return a list of callbacks, after checking them and those that are `attached`.
@@ -321,11 +321,11 @@ def check_callbacks(
     saving = [each for each in (*attached, *checked) if isinstance(each, CheckpointCallback)]
     folders = [each.folder_in(logdir) for each in saving]
     if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
-        raise ValueError(_SHARED.format(f"{where}: two CheckpointCallbacks", folders[-1].shown))
+        raise ValueError(_SHARED.format(f"{where}: two CheckpointCallbacks", folders[-1].label))
     return checked
 
 
-def check_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
+def as_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
     """Return the run folder as an absolute path. Raise ValueError for a URL or a file."""
     if logdir is None:
         return None
@@ -341,7 +341,7 @@ def trainer_callbacks(
     trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
 ) -> list[Callback]:
     """Return the user's callbacks, and those that ``use_tqdm`` and ``logdir`` add."""
-    attached = check_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
+    attached = as_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
     if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in attached):
         attached.insert(0, ProgressBar())
     if logdir is not None:

@@ -117,7 +117,7 @@ class CheckpointCallback(Callback):
         restored = self._store.restore()
         if restored is None:
             return
-        shown = Location(restored.path).shown
+        shown = Location(restored.path).label
         try:
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
@@ -206,7 +206,7 @@ class CheckpointCallback(Callback):
 
         def write() -> None:
             try:
-                self._newest = Location(store.save(state, metrics, *labels)).shown
+                self._newest = Location(store.save(state, metrics, *labels)).label
             except NotFiniteError as error:
                 logger.warning("%s", error)
 

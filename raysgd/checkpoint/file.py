@@ -59,7 +59,7 @@ def write_file(
     """
     target = Location(path)
     manifest = dataclasses.replace(manifest or Manifest(), **facts_of(state))
-    return _write(target, manifest, lambda file: write_state(state, target.shown, file))
+    return _write(target, manifest, lambda file: write_state(state, target.label, file))
 
 
 def facts_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,11 +79,11 @@ def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) ->
     return target.write(fill)
 
 
-def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
-    """Write a state to a file that is only open for writing. `shown` is its name in messages."""
+def write_state(state: Mapping[str, Any], label: str, file: IO[bytes]) -> None:
+    """Write a state to a file that is only open for writing. `label` is its name in messages."""
     if bad := not_finite(state):
         raise NotFiniteError(
-            f"The state of step {state.get('global_step')} is not saved to {shown}, because {bad} "
+            f"The state of step {state.get('global_step')} is not saved to {label}, because {bad} "
             "has NaN or infinity. Earlier checkpoints stay."
         )
     state = map_leaves(dict(state), _loadable)
@@ -94,7 +94,7 @@ def write_state(state: Mapping[str, Any], shown: str, file: IO[bytes]) -> None:
     for key, owner in (("operator", operator), ("callbacks", "callbacks")):
         if refused := _find_unloadable(state.get(key), "state_dict()"):
             raise CheckpointError(
-                f"Cannot save to {shown}: the result of state_dict() of the {owner} could not be "
+                f"Cannot save to {label}: the result of state_dict() of the {owner} could not be "
                 f"loaded again: {refused}. {_ADVICE}"
             )
     _torch().save(state, file)
@@ -128,14 +128,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
     """
     source = Location(path)
     with source.open(whole=False) as file:
-        return verify(file, source.shown, whole=False)
+        return verify(file, source.label, whole=False)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:
     """Read a state as `read_file` does, and its manifest."""
     source = Location(path)
     with source.open() as file:
-        return _read(file, source.shown, _load)
+        return _read(file, source.label, _load)
 
 
 class OpenFile:
@@ -143,20 +143,20 @@ class OpenFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         source = Location(path)
-        self._shown = source.shown
+        self._label = source.label
         with source.open() as file:
             self._file = os.fdopen(os.dup(file.fileno()), "rb")
         weakref.finalize(self, self._file.close)
 
     def read(self) -> dict[str, Any]:
         """Read the state as `read_file` does. Its tensors are pages of the file."""
-        return _read(self._file, self._shown, _map)[0]
+        return _read(self._file, self._label, _map)[0]
 
 
 def _read(
-    file: IO[bytes], shown: str, load: Callable[[IO[bytes]], Any]
+    file: IO[bytes], label: str, load: Callable[[IO[bytes]], Any]
 ) -> tuple[dict[str, Any], Manifest | None]:
-    manifest = verify(file, shown)
+    manifest = verify(file, label)
     # Load from the open file, because the path may lead to another file by now.
     read = arrays.read if arrays.is_ours(file) else load
     file.seek(0)
@@ -165,15 +165,15 @@ def _read(
     except Exception as error:
         reason = _reason(error)
         raise CheckpointError(
-            f"Cannot load {shown}: {reason}. Loading never runs code. {_ADVICE}"
+            f"Cannot load {label}: {reason}. Loading never runs code. {_ADVICE}"
             if "not allowed" in reason
-            else f"Cannot load {shown}: the file is damaged or is not a checkpoint ({reason})."
+            else f"Cannot load {label}: the file is damaged or is not a checkpoint ({reason})."
         ) from error
     content = state if isinstance(state, dict) else {}
     missing = [key for key in REQUIRED if key not in content]
     if missing:
         raise CheckpointError(
-            f"Cannot load {shown}: it is not the state of a trainer, because it has no "
+            f"Cannot load {label}: it is not the state of a trainer, because it has no "
             f"{', '.join(missing)}. Write a state with trainer.save(path)."
         )
     return state, manifest
@@ -212,13 +212,13 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
     """Return a pickle, and its manifest, or None if ``pickle.dump`` wrote the file."""
     source = Location(path)
     with source.open() as file:
-        manifest = verify(file, source.shown)
+        manifest = verify(file, source.label)
         size = unsealed_size(file) if manifest else -1
         file.seek(0)
         blob = file.read(size)
     if not blob.endswith(b"."):  # the last byte of every pickle
         raise CheckpointError(
-            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint: it "
+            f"Cannot load {source.label}: the file is damaged or is not a checkpoint: it "
             "does not end like a pickle."
         )
     return blob, manifest

@@ -24,7 +24,7 @@ class UnreachableError(CheckpointError):
 class Location:
     """The path or URL of a file or folder that may be missing. Methods raise CheckpointError.
 
-    `name` is the absolute path or the URL. `shown` is `name` without passwords and signatures.
+    `name` is the absolute path or the URL. `label` is `name` without passwords and signatures.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,9 +38,9 @@ class Location:
                 local = check_path("path", rest if separator else text)
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
-            self.name = self.shown = str(local.absolute())
+            self.name = self.label = str(local.absolute())
         else:
-            self.name, self.shown = text, redact_url(text)
+            self.name, self.label = text, redact_url(text)
 
     def child(self, name: str) -> Location:
         return Location(f"{self.name.rstrip('/')}/{name}")
@@ -74,7 +74,7 @@ class Location:
             while cause and not isinstance(cause, OSError):
                 cause = cause.__context__
             reason = (cause and cause.strerror) or cause or error
-            raise CheckpointError(f"Cannot save to {self.shown}: {reason}") from error
+            raise CheckpointError(f"Cannot save to {self.label}: {reason}") from error
 
     @contextlib.contextmanager
     def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
@@ -124,13 +124,13 @@ class Location:
             raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and verb == "load":
-                raise CheckpointError(f"Cannot load {self.shown}: there is no such file.") from None
-            text = without_secrets(first_line(error).replace(self.name, self.shown))
+                raise CheckpointError(f"Cannot load {self.label}: there is no such file.") from None
+            text = without_secrets(first_line(error).replace(self.name, self.label))
             may_be_intact = not self.is_local or isinstance(error, PermissionError)
             kind = UnreachableError if may_be_intact else CheckpointError
             # The text of a remote error may contain a secret.
             cause = error if self.is_local else None
-            raise kind(f"Cannot {verb} {self.shown}: {text}") from cause
+            raise kind(f"Cannot {verb} {self.label}: {text}") from cause
 
 
 def first_line(error: BaseException) -> str:

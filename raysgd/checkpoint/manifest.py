@@ -155,11 +155,11 @@ def _hash(file: IO[bytes], start: int, end: int) -> bytes:
     return hasher.digest()
 
 
-def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
+def verify(file: IO[bytes], label: str, whole: bool = True) -> Manifest | None:
     """Check a checkpoint for damage and return its manifest.
 
     Return None for a file without a seal, which only PyTorch or an older library wrote. Without
-    `whole`, check only the manifest. `shown` is the name in messages.
+    `whole`, check only the manifest. `label` is the name in messages.
     """
     try:
         compute_digest, digest = _digest_in(file)
@@ -180,10 +180,10 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
                 raise CheckpointError("the file is damaged: its end has changed.")
             return None
     except CheckpointError as error:
-        raise type(error)(f"Cannot load {shown}: {error}") from error
+        raise type(error)(f"Cannot load {label}: {error}") from error
     except Exception as error:  # a failing disk or a damaged archive can raise anything
         raise CheckpointError(
-            f"Cannot load {shown}: the file is damaged or is not a checkpoint ({error})."
+            f"Cannot load {label}: the file is damaged or is not a checkpoint ({error})."
         ) from error
 
 

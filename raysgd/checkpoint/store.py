@@ -80,18 +80,18 @@ class CheckpointFolder:
             except UnreachableError:
                 raise
             except CheckpointError as error:
-                skipped.append((file.shown, str(error)))
+                skipped.append((file.label, str(error)))
                 self._manifests[name] = None
                 continue
             if manifest is None:
-                skipped.append((file.shown, "It has no manifest."))
+                skipped.append((file.label, "It has no manifest."))
                 continue
             self._check(name, manifest)
             for place, reason in skipped:
                 logger.warning("Skipped %s: %s", place, reason)
             return name, content, manifest
         reasons = "".join(f"\n- {place}: {reason}" for place, reason in skipped)
-        raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
+        raise CheckpointError(f"No checkpoint in {self._folder.label} can be loaded:{reasons}")
 
     def _tidy(self, newest: str | None) -> None:
         """Remove all checkpoints but `newest` and the best ones. Only log errors."""
@@ -237,14 +237,14 @@ class CheckpointStore(CheckpointFolder):
         except CheckpointError:
             name, state, _ = self._load_first(names, read_checkpoint)
             text = "No checkpoint in %s is finite, so the newest is loaded."
-            logger.warning(text, self._folder.shown)
+            logger.warning(text, self._folder.label)
         file = self._folder.child(name)
-        return Restored(file.name, {**state, "parent": {"path": file.shown}})
+        return Restored(file.name, {**state, "parent": {"path": file.label}})
 
     def _check(self, name: str, manifest: Manifest) -> None:
         if manifest.job != self._job:
             raise CheckpointError(
-                f"{self._folder.shown} has checkpoints of job {manifest.job!r} ({name}), but this "
+                f"{self._folder.label} has checkpoints of job {manifest.job!r} ({name}), but this "
                 f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
             )
 

@@ -168,7 +168,7 @@ class HostMonitor:
         self._is_cut_off = is_cut_off
         return is_cut_off
 
-    def note_start(self, answer: Future[Any]) -> None:
+    def warn_if_unwatched(self, answer: Future[Any]) -> None:
         if answer.exception() is None and (reason := answer.result()):
             logger.warning(
                 "A worker cannot connect to the driver (%s). If the host of the "

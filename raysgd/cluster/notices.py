@@ -37,7 +37,7 @@ class PreemptionNotices:
         deadline = self._clock.time() + (math.inf if deadline_s is None else deadline_s)
         self._announced[target] = Notice("drain() was called", deadline)
 
-    def note_sigterm(self, member: WorkerHandle, since_s: float) -> None:
+    def record_sigterm(self, member: WorkerHandle, since_s: float) -> None:
         deadline = self._clock.time() + _TERM_S - since_s
         self._announced.setdefault(member, Notice("its process was sent SIGTERM", deadline))
 

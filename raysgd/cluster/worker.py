@@ -121,7 +121,7 @@ class Worker:
         self._cut_off = False
         self._terminated_at: float | None = None
         if catches_sigterm:
-            process.catch_sigterm(self._note_sigterm)
+            process.catch_sigterm(self._record_sigterm)
         self._generation = 0
         self._generation_lock = threading.RLock()
         """Held while the worker handles a message to this generation, so that the next one cannot
@@ -238,7 +238,7 @@ class Worker:
         collective = None if self._backend is None else self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
 
-    def _note_sigterm(self) -> None:
+    def _record_sigterm(self) -> None:
         self._terminated_at = self._terminated_at or time.monotonic()
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ class WorkerHandle(ABC):
     def is_reached(self) -> bool:
         return bool(self.info.node_ip) if self.watch is None else self.watch.is_reached
 
-    def may_live(self, error: BaseException) -> bool:
+    def may_be_alive(self, error: BaseException) -> bool:
         """Return whether the worker may be alive although Ray raised this error."""
         return False
 
@@ -91,7 +91,7 @@ class WorkerHandle(ABC):
         return self.info.node_id
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return True
 
     @property
@@ -118,7 +118,8 @@ class ActorHandle(WorkerHandle):
         if monitor is not None and (watch := monitor.watch(info.node_ip, self._lose)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
-            self.control(Worker.watch_driver, *arguments).add_done_callback(monitor.note_start)
+            answer = self.control(Worker.watch_driver, *arguments)
+            answer.add_done_callback(monitor.warn_if_unwatched)
 
     def _lose(self, error: LostError) -> None:
         """Fail all current and later calls."""
@@ -160,7 +161,7 @@ class ActorHandle(WorkerHandle):
         self._check_alive()
         return self.actor.execute.remote(function, *args, **kwargs)
 
-    def may_live(self, error: BaseException) -> bool:
+    def may_be_alive(self, error: BaseException) -> bool:
         import ray.exceptions
 
         # If a monitor watches the host, the error can be temporary. Functions cannot repeat calls.
@@ -168,13 +169,13 @@ class ActorHandle(WorkerHandle):
         return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
 
     def _check_alive(self) -> None:
-        if not self.alive:
+        if not self.is_alive:
             raise RuntimeError(
                 "Ray was shut down after this trainer was created. Create a new trainer."
             )
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether Ray is initialized. A call without it would start Ray again."""
         import ray
 
@@ -185,7 +186,7 @@ class ActorHandle(WorkerHandle):
 
         if self.watch is not None:
             self.watch.close()
-        if self.alive:
+        if self.is_alive:
             with contextlib.suppress(Exception):  # the worker may be gone already
                 ray.kill(self.actor)
 

@@ -51,7 +51,7 @@ class EpochPartition:
     worker can have no batch at the last step.
     """
 
-    total: int
+    epoch_size: int
     batch_size: int  # samples per worker and batch in a group of full size
     world_size: int
     rank: int
@@ -82,16 +82,16 @@ class EpochPartition:
     def end(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
         if not self.drop_last:
-            return self.total
+            return self.epoch_size
         unit = self.step_size if self.training else self.batch_size
-        return offset + (self.total - offset) // unit * unit
+        return offset + (self.epoch_size - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
         return max(0, -(-(self.end(offset) - offset) // self.step_size))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         after = offset + num_steps * self.step_size
-        return self.total if num_steps and after >= self.end(offset) else after
+        return self.epoch_size if num_steps and after >= self.end(offset) else after
 
     def step_sizes(self, offset: int, num_steps: int | None = None) -> Iterator[int]:
         """Iterate over the sample counts of the group's steps from `offset`."""

@@ -160,7 +160,7 @@ class BatchSource:
         if stop is not None:
             stop()
 
-    def sample_names(self, epoch: int, offset: int, count: int) -> list[Any]:
+    def sample_ids(self, epoch: int, offset: int, count: int) -> list[Any]:
         """Return the numbers of `count` samples of an epoch from an offset."""
         return [*range(offset, offset + count)]
 
@@ -168,7 +168,7 @@ class BatchSource:
 
     def position(self, epoch: int, offset: int) -> Mapping[str, Any]:
         """Return what identifies the data up to an offset, and where reading can begin again."""
-        length = self._num_items if offset else None
+        length = self._data_length if offset else None
         return {} if length is None else {"epoch": epoch, "length": length}
 
     def check_position(self, position: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class BatchSource:
                 f"The checkpoint was saved within an epoch of {kind}, but the train loader has "
                 f"{own_kind}. Use the same data, or load a checkpoint of the end of an epoch."
             )
-        saved, own = position.get("length"), self._num_items
+        saved, own = position.get("length"), self._data_length
         if None not in (saved, own) and saved != own:
             raise CheckpointError(
                 "The data has changed since the checkpoint was saved, within an epoch: its length "
@@ -189,7 +189,7 @@ class BatchSource:
             )
 
     @property
-    def _num_items(self) -> int | None:
+    def _data_length(self) -> int | None:
         """Length of the data, if it does not depend on the number of workers."""
         return length_of(getattr(self.loader, "dataset", None))
 
@@ -244,10 +244,10 @@ class BatchSource:
 
 
 class PartitionedSource(BatchSource):
-    """A loader of `total` items in batches of `size`, divided by an :class:`EpochPartition`.
+    """A loader of `epoch_size` items in batches of `size`, divided by an :class:`EpochPartition`.
 
-    If `total` is None, it is unknown. If `size` is None, each item is a batch. A `layout` with a
-    number of parts makes the global batch size constant. If `size` is `config_batch`, the global
+    If `epoch_size` is None, it is unknown. If `size` is None, each item is a batch. A `layout` with
+    a number of parts makes the global batch size constant. If `size` is `config_batch`, the global
     batch size is `requested_batch`.
     """
 
@@ -258,7 +258,7 @@ class PartitionedSource(BatchSource):
     def __init__(
         self,
         loader: Any,
-        total: int | None,
+        epoch_size: int | None,
         size: int | None,
         drop_last: bool,
         *,
@@ -275,9 +275,9 @@ class PartitionedSource(BatchSource):
         if follows_config and layout.num_parts is not None and requested_batch is not None:
             size = requested_batch // layout.num_parts
         super().__init__(loader)
-        self._length, self.keeps_step_size = total, layout.num_parts is not None
+        self._length, self.keeps_step_size = epoch_size, layout.num_parts is not None
         self._partition = EpochPartition(
-            sys.maxsize if total is None else total,
+            sys.maxsize if epoch_size is None else epoch_size,
             1 if size is None else size,
             world_size,
             rank,
@@ -293,7 +293,7 @@ class PartitionedSource(BatchSource):
         """This worker's part of an epoch."""
         return self._partition
 
-    _num_items: int = forward_to("partition.total", "Items of an epoch of all workers.")
+    _data_length: int = forward_to("partition.epoch_size", "Items of an epoch of all workers.")
     batch_size: int = forward_to(
         "_partition.batch_size", "Samples of this worker per step in a group of full size."
     )
@@ -306,14 +306,14 @@ class PartitionedSource(BatchSource):
         return self.partition.num_batches()
 
     def __iter__(self) -> Iterator[Any]:
-        return self._apart().batches(self.current_epoch or 0, 0)
+        return self._copy_for_user().batches(self.current_epoch or 0, 0)
 
-    def _apart(self) -> Self:
+    def _copy_for_user(self) -> Self:
         """Return a copy for a loop in user code. An iteration in progress then continues."""
-        apart = copy.copy(self)
-        apart._iteration = None
-        apart.change_partition(may_split=False)
-        return apart
+        copied = copy.copy(self)
+        copied._iteration = None
+        copied.change_partition(may_split=False)
+        return copied
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:
         partition = self._partition  # of the iteration in progress
@@ -343,6 +343,6 @@ class PartitionedSource(BatchSource):
         self._follows_config = follows_config
 
     def describe(self) -> str:
-        total, batch_size = self.partition.total, self.batch_size
+        total, batch_size = self.partition.epoch_size, self.batch_size
         number = self._partition.layout.num_full_parts(self._partition.world_size)
         return f"{total} samples, batch size {batch_size} on each of {number} workers"

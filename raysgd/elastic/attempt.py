@@ -41,7 +41,7 @@ class Attempt:
         self.first_error: tuple[WorkerHandle, Outcome] | None = None
         self.needs_new_group = False
         """Whether the workers must form a group again though none has failed."""
-        self.unanswered: BaseException | None = None
+        self.lost_answer: BaseException | None = None
         """The error of a worker that may live, but whose outcome will never come."""
 
     def add(self, member: WorkerHandle, future: Future[Outcome]) -> None:
@@ -50,12 +50,12 @@ class Attempt:
         future.add_done_callback(self._finished.put)
 
     @property
-    def under_way(self) -> bool:
-        return bool(self.pending) and not self.failed
+    def is_running(self) -> bool:
+        return bool(self.pending) and not self.has_failed
 
     @property
-    def failed(self) -> bool:
-        return bool(self.lost or self.unanswered) or any(
+    def has_failed(self) -> bool:
+        return bool(self.lost or self.lost_answer) or any(
             o.kind not in ("ok", "paused") for o in self.outcomes.values()
         )
 
@@ -79,8 +79,8 @@ class Attempt:
                     self.first_error = (member, outcome)
                 elif outcome.kind == "cut off":
                     self.needs_new_group = True
-            elif member.may_live(error):
-                self.unanswered, self.needs_new_group = error, True
+            elif member.may_be_alive(error):
+                self.lost_answer, self.needs_new_group = error, True
             elif is_loss(error):
                 self.lost[member] = error
             else:
@@ -111,13 +111,13 @@ class Attempt:
         if not self.needs_new_group:
             self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.needs_new_group)
 
-    def error(self) -> BaseException:
+    def make_error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""
         if self.first_error is not None:
             return self.first_error[1].exception()
         stopped = ("communication", "stopped", "cut off")
         reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
-        reason = next(reasons, self.unanswered)
+        reason = next(reasons, self.lost_answer)
         error = CollectiveError(
             f"All workers are alive, but could not communicate: {reason}. Check that all workers "
             "make the same backward passes and call the same collectives, in the same order."

@@ -73,9 +73,9 @@ class Call:
     rank: int | None = None
     max_losses: float = 0
     """Maximum number of losses, each of one or several workers. ``math.inf`` means no limit."""
-    receives: Callable[[Sequence[str]], Inbox] | None = None
+    open_inbox: Callable[[Sequence[str]], Inbox] | None = None
     """Returns the `Inbox` on these hosts for large answers. By default, Ray carries them."""
-    any_size: bool = False
+    allows_any_size: bool = False
     """Whether the call can run with fewer than ``min_workers`` workers."""
     has_batches: bool = False
     """Whether workers finish batches. A worker that finishes none is then stuck."""
@@ -95,7 +95,7 @@ class Call:
     """Where and why workers were lost."""
     departed_results: list[Any] = field(default_factory=list)
     """Outcomes of the `departure_request` of workers that have left."""
-    save_soon: bool = False
+    must_save_soon: bool = False
     """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     @property

@@ -49,7 +49,7 @@ class Commands:
         self._check_open = check_open
         self._timeout_s = max(timeout_s, _SILENCE_S)
         self._unfinished: dict[WorkerHandle, Future[Outcome]] = {}
-        self._pausing: int | None = None
+        self._pausing_generation: int | None = None
 
     @property
     def busy(self) -> dict[WorkerHandle, Future[Outcome]]:
@@ -63,7 +63,7 @@ class Commands:
     @property
     def is_pausing(self) -> bool:
         """Whether the workers of this generation know the step at which they pause."""
-        return self._pausing == self._journal.generation
+        return self._pausing_generation == self._journal.generation
 
     def ask_progress(self, acknowledged_step: int = -1) -> dict[WorkerHandle, Progress]:
         """Return the progress of the members that answer while they are busy.
@@ -74,9 +74,9 @@ class Commands:
 
     def pause_at(self, step: int | None) -> dict[WorkerHandle, int]:
         """Send all members the step at which to pause. Return the current steps of members."""
-        number = self._journal.generation
-        self._pausing = None if step is None else number
-        return self._call_control(self._group.members, Worker.pause_at, number, step)
+        generation = self._journal.generation
+        self._pausing_generation = None if step is None else generation
+        return self._call_control(self._group.members, Worker.pause_at, generation, step)
 
     def interrupt(self, attempt: Attempt) -> None:
         """Make an attempt fail on all members, because each may wait for any other."""
@@ -84,7 +84,7 @@ class Commands:
         members = dict.fromkeys([*self._group.members, *attempt.members])
         self._call_control(members, Worker.interrupt, self._journal.generation)
 
-    def end(self, attempt: Attempt) -> None:
+    def stop(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
         attempt.interrupt_after_cause(lambda: self.interrupt(attempt))
         self._unfinished = self.busy
@@ -162,7 +162,7 @@ class Commands:
             if self._group.detect_cut_off():
                 began = looked = now
             # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
-            again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
+            again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_be_alive(e)]
             if now - began >= _SILENCE_S:
                 again = []
             silent = [member for member, answer in asked.items() if not answer.done()]

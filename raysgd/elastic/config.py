@@ -85,7 +85,7 @@ def _check_shares(shares: Any) -> None:
         )
 
 
-def check_elastic(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:
+def as_elastic_config(trainer: str, elastic: Any, times_steps: bool = False) -> ElasticConfig:
     """Return the ElasticConfig, or the default one for None."""
     if elastic is None:
         return ElasticConfig()

@@ -108,7 +108,7 @@ class Controller:
             return
         try:
             self.snapshots.clear()
-            self._scale_up.drop()
+            self._scale_up.discard()
         finally:
             try:
                 self._group.shutdown(force)
@@ -186,7 +186,7 @@ class Controller:
             case Do.SAVE_STATE:
                 self._supervision.attempt = None  # of an earlier attempt
                 context.preemption.must_save = False
-                context.call.save_soon = True
+                context.call.must_save_soon = True
                 self._rescue_state()
             case Do.INTERRUPT:
                 self.journal.progress = self._supervision.interrupt() or self.progress
@@ -198,14 +198,14 @@ class Controller:
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
                     logger.warning(text, why)
-                self._scale_up.drop()
+                self._scale_up.discard()
                 context.discard_members()
             case machine.Fail(why, lost):
                 if lost:
-                    self._scale_up.poll()
+                    self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
                     self.journal.progress = leaders_progress(
-                        [self.progress, self._supervision.reached]
+                        [self.progress, self._supervision.progress_before]
                     )
                 raise self.journal.failure(context.call, why, *next(iter(lost.items()), ()))
         return None
@@ -215,7 +215,7 @@ class Controller:
     def run(self, call: Call) -> list[Outcome]:
         """Run a call, or its next part, and return the outcomes."""
         self._check_open()
-        min_workers = 1 if call.any_size else self.min_workers
+        min_workers = 1 if call.allows_any_size else self.min_workers
         budget = machine.CallBudget(
             in_call=True,
             min_workers=min_workers,
@@ -223,14 +223,14 @@ class Controller:
             num_losses=call.num_losses,
             replaces_state=call.replaces_state,
         )
-        with self.alone():
+        with self.exclusive():
             before, context = self.progress, self._context
             context.call, self._supervision = call, Supervision(context, call)
             end: GroupEvent | None = None
             try:
                 with self._aborting_on_error():
                     if len(self.members) < min_workers:
-                        self._scale_up.try_again()  # once per call, to limit the attempts
+                        self._scale_up.reset_failures()  # once per call, to limit the attempts
                     end = self._react(machine.CallRequested(budget=budget))
                     if isinstance(end, machine.CallFailed | machine.FormingFailed) and end.error:
                         raise end.error
@@ -246,7 +246,7 @@ class Controller:
                     context.discard_members()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """Refuse calls of other threads within the context."""
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
@@ -256,7 +256,7 @@ class Controller:
             self._call_lock.release()
 
     def _survey(self) -> GroupEvent:
-        self._context.poll({})
+        self._context.advance({})
         joining, leaving = self._context.due_changes()
         return machine.Surveyed(
             num_workers=len(self.members),
@@ -273,7 +273,7 @@ class Controller:
         """
         if self.policy.keeps_snapshots or self._context.call.replaces_state:
             return True
-        step = (self.snapshots.state() or {}).get("global_step", 0)
+        step = (self.snapshots.load() or {}).get("global_step", 0)
         return bool(step == self.progress.global_step)
 
     def stop(self, request: Request) -> None:
@@ -293,7 +293,7 @@ class Controller:
             rank, cause = self.journal.ranks.get(member, -1), cause_of(member, error)
             self.journal.record("lost", [member], cause=cause)
             call.causes.append(f"worker {rank} on {member.name}: {cause}")
-            self._scale_up.note_loss(member)
+            self._scale_up.expect_replacement(member)
             self._group.discard(member)
         call.num_losses = self.state.budget.num_losses
         self._scale_up.start_cooldown()

@@ -46,20 +46,20 @@ class DriverContext:
         self.call = Call()
         """The running call. Only the controller sets it."""
 
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def advance(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Let the components check the group, without waiting.
 
         They use the progress of the members that answered, which is empty before a call.
         """
-        self.snapshots.poll(progress)
-        self.preemption.poll(progress)
-        self.scale_up.poll()
-        self.shares.poll(progress)
-        self.speed.poll(progress)
+        self.snapshots.fetch_newer(progress)
+        self.preemption.observe(progress)
+        self.scale_up.advance_if_allowed()
+        self.shares.observe(progress)
+        self.speed.observe(progress)
 
     def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""
-        ready = self.scale_up.ready()
+        ready = self.scale_up.ready_workers()
         leaving = self.preemption.due_to_leave(len(ready))
         num_places = self.group.options.num_workers - len(self.group.members) + len(leaving)
         return ready[:num_places], leaving

@@ -59,17 +59,17 @@ class GroupForming:
         _, silent = commands.probe_or_kill(commands.busy if policy.supports_live_join else ())
         patience_s = _STRAGGLER_S if policy.supports_live_join else _RESTART_STRAGGLER_S
         if lost := silent or commands.await_busy(patience_s):
-            return self._note_lost(lost)
+            return self._discard_lost(lost)
         joining, leaving = self._context.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self._note_lost(lost), machine.WorkersLost):
+        if isinstance(event := self._discard_lost(lost), machine.WorkersLost):
             return event
-        self._context.shares.poll(answers)
+        self._context.shares.observe(answers)
         by_member = {member: answers[member] for member in self._group.members}
         progress = leaders_progress(list(by_member.values()))
         leader, staying = choose_members(by_member, leaving)
         # Without a snapshot, remote workers start again from `setup`.
-        can_restart = self._context.snapshots.exists or not self._group.options.inline
+        can_restart = self._context.snapshots.has_snapshot or not self._group.options.inline
         can_restart = can_restart and not self._context.call.replaces_state
         if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
@@ -98,11 +98,11 @@ class GroupForming:
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in holdings):
             return machine.StateLost(why="all copies of some shards of the state are lost")
-        if attempt.failed:
+        if attempt.has_failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
-            if lost := attempt.lost or dict.fromkeys(joining, attempt.error()):
-                return self._note_lost(lost)
-            error = attempt.error()
+            if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
+                return self._discard_lost(lost)
+            error = attempt.make_error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
             return machine.FormingFailed(error=error)
@@ -137,7 +137,7 @@ class GroupForming:
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
         num_before, progress = len(self._group.members), None
         self._context.discard_members()
-        self._scale_up.begin()
+        self._scale_up.begin_start()
         while progress is None:
             self.await_workers(min_workers)
             progress = self._start_group()
@@ -162,7 +162,7 @@ class GroupForming:
         deadline, num_waits = 0.0, 0
         while True:
             self._context.check_open()
-            self._scale_up.tick(starting)
+            self._scale_up.advance(starting)
             if starting and (error := self._scale_up.error) is not None:
                 if isinstance(error, WorkerLostError) and call.causes:
                     raise self._journal.failure(call, str(error), cause=error)
@@ -184,17 +184,17 @@ class GroupForming:
 
     def _start_group(self) -> Progress | None:
         """Form a group of the ready workers, and return its progress. None if a worker was lost."""
-        joining = self._scale_up.ready()
+        joining = self._scale_up.ready_workers()
         _, lost = self._commands.probe_or_kill(joining)
         if lost:
-            self._note_lost(lost)
+            self._discard_lost(lost)
             return None
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         self._journal.assign_ranks(members)
         progress = Progress()
         for attempt in self._phases(members):
-            if attempt.failed:
-                self._discard_lost(attempt, members)
+            if attempt.has_failed:
+                self._handle_failed_start(attempt, members)
                 return None
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
@@ -202,13 +202,13 @@ class GroupForming:
         results[:] = [each for each in results if each.progress.global_step <= step]
         self._scale_up.forget_joined(members)
         if not (self._context.policy.survivors_stay and self._context.elastic.grow):
-            self._scale_up.drop()  # late workers could never join
+            self._scale_up.discard()  # late workers could never join
         self._scale_up.set_up_alone()
         return progress
 
     def _phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
         """Start a group, and yield the attempt of each phase."""
-        leader = None if self._scale_up.together else 0
+        leader = None if self._scale_up.sets_up_together else 0
         if leader is not None:  # the other workers get the snapshot from the leader
             yield from self._load_snapshot(members[:1])
         yield self._join(members, leader)
@@ -218,7 +218,7 @@ class GroupForming:
             yield from self._load_snapshot(members)
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
-        if self._context.call.replaces_state or (state := self._context.snapshots.state()) is None:
+        if self._context.call.replaces_state or (state := self._context.snapshots.load()) is None:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with offering(packed, [member.info.node_ip for member in members]) as offer:
@@ -226,25 +226,25 @@ class GroupForming:
             attempt = self._await_phase(calls, "load")
         yield attempt
 
-    def _discard_lost(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
+    def _handle_failed_start(self, attempt: Attempt, members: Sequence[WorkerHandle]) -> None:
         """Discard the lost workers of a start, and keep the others. Raise any other failure."""
         if not attempt.lost:
-            raise attempt.error()
+            raise attempt.make_error()
         # Replace processes that `on_start` may have changed, or that can join only one group.
         are_used = bool(self._group.members) or not self._context.policy.process_can_rejoin
         self._group.members.clear()
         _, lost = self._commands.probe_or_kill([m for m in members if m not in attempt.lost])
-        self._note_lost(attempt.lost | lost)
+        self._discard_lost(attempt.lost | lost)
         if are_used:
-            self._scale_up.drop(members)
+            self._scale_up.discard(members)
         self._scale_up.set_up_alone()
         self._journal.generation += 1  # a late interruption of this one must not reach later work
 
     # ---- both
 
-    def _note_lost(self, lost: machine.Losses) -> machine.GroupEvent:
+    def _discard_lost(self, lost: machine.Losses) -> machine.GroupEvent:
         """Discard lost replacement workers, and return the event of the lost members."""
-        members = {m: e for m, e in lost.items() if not self._scale_up.fail(m, e)}
+        members = {m: e for m, e in lost.items() if not self._scale_up.discard_failed(m, e)}
         return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
 
     def _join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
@@ -262,7 +262,7 @@ class GroupForming:
         shares = self._context.shares.from_config(entering)
         entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
         if leader is None:
-            self._scale_up.note_set_up(entries)
+            self._scale_up.record_set_up(entries)
         rendezvous = None
         if self._backend is not None:
             rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
@@ -272,7 +272,7 @@ class GroupForming:
         }
         task = "set up" if leader is None else "join a new generation"
         attempt = self._await_phase(calls, task, listening=leader is not None)
-        if self._backend is not None and not attempt.failed:
+        if self._backend is not None and not attempt.has_failed:
             self._backend.met()
         return attempt
 
@@ -286,7 +286,7 @@ class GroupForming:
         attempt, timeout_s = Attempt(calls, self._clock), self._context.timeout_s
         deadline = self._clock.monotonic() + timeout_s
         mention_at = self._clock.monotonic() + _MENTION_S
-        while attempt.under_way:
+        while attempt.is_running:
             has_collected = attempt.collect(1.0)
             self._context.check_open()
             if self._clock.monotonic() > mention_at:
@@ -302,15 +302,15 @@ class GroupForming:
                     attempt.declare_lost(member, error)
             if self._clock.monotonic() > deadline and not self._group.detect_cut_off():
                 waiting = list_ranks(self._journal.ranks, attempt.pending)
-                self._end(attempt)
+                self._stop(attempt)
                 raise WorkerTimeoutError(
                     f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {task}."
                 )
-        if attempt.failed:
-            self._end(attempt)
+        if attempt.has_failed:
+            self._stop(attempt)
         return attempt
 
-    def _end(self, attempt: Attempt) -> None:
+    def _stop(self, attempt: Attempt) -> None:
         if self._backend is not None:
             self._backend.close()  # wakes workers that still wait for each other
-        self._commands.end(attempt)
+        self._commands.stop(attempt)

@@ -51,11 +51,11 @@ class PreemptionWatch:
             )
         self._group.notices.announce(members[rank], deadline_s)
 
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
         for member, each in progress.items():
             if each.terminated_s is not None:
-                self._group.notices.note_sigterm(member, each.terminated_s)
+                self._group.notices.record_sigterm(member, each.terminated_s)
         leaving = self._group.leaving()
         news = {member: leaving[member] for member in leaving if member not in self._known_leaving}
         self._known_leaving = set(leaving)

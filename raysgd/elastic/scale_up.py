@@ -50,13 +50,13 @@ class Replacement:
 
     def __post_init__(self) -> None:
         self.group = self.scale_up.group
-        self._life = self._live()
+        self._phases = self._run_phases()
 
     def advance(self) -> None:
         if self.error is not None:
             return
         try:
-            next(self._life)
+            next(self._phases)
         except StopIteration:
             self.is_ready, self.phase = True, "join"
         except BaseException as error:
@@ -65,7 +65,7 @@ class Replacement:
             if not isinstance(error, Exception) and not from_worker:
                 raise
 
-    def _live(self) -> Iterator[None]:
+    def _run_phases(self) -> Iterator[None]:
         """Take the phases. Yield while a phase must wait."""
         while not self.slot.is_ready:
             look_at = self.group.clock.monotonic() + _LOOK_EVERY_S
@@ -75,15 +75,16 @@ class Replacement:
         if not member.info.node_ip:  # the driver's own worker knows its location
             place = member.control(Worker.info)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
-            yield from self._until(place, "come up", limit_s)
+            yield from self._wait_for(place, "come up", limit_s)
             member.locate(place.result())
         created = member.work(Worker.create, *self.scale_up.create_arguments)
-        entered = None if self.scale_up.together else self._set_up(member)  # the worker queues both
-        yield from self._result(created, "start")
-        while self.scale_up.together:
+        together = self.scale_up.sets_up_together
+        entered = None if together else self._set_up(member)  # the worker queues both
+        yield from self._await_outcome(created, "start")
+        while self.scale_up.sets_up_together:
             self.is_ready, self.phase = True, "join"
             yield
-        yield from self._result(entered or self._set_up(member), "set up")
+        yield from self._await_outcome(entered or self._set_up(member), "set up")
 
     def _set_up(self, member: WorkerHandle) -> Future[Outcome]:
         if self.context is None:
@@ -98,13 +99,13 @@ class Replacement:
         context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
         return member.work(Worker.join_group, context, None, None, True)
 
-    def _result(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
-        yield from self._until(answer, phase, self.scale_up.timeout_s)
+    def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
+        yield from self._wait_for(answer, phase, self.scale_up.timeout_s)
         outcome = answer.result()
         if outcome.kind != "ok":
             raise outcome.exception()
 
-    def _until(self, answer: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
+    def _wait_for(self, answer: Future[Any], phase: Phase, timeout_s: float) -> Iterator[None]:
         self.phase = phase
         deadline = self.group.clock.monotonic() + timeout_s
         while not answer.done():
@@ -128,7 +129,7 @@ class ScaleUp:
     """Arguments of `Worker.create`."""
     timeout_s: float
     """Timeout in seconds for each phase of a replacement from ``create`` on."""
-    together: bool = True
+    sets_up_together: bool = True
     """Whether the workers set up together in one process group, in a start of all workers. If
     survivors stay, only the first start does so, until a worker is lost. Later, each worker sets up
     alone."""
@@ -148,17 +149,17 @@ class ScaleUp:
         """Whether no group has formed yet."""
         self._has_logged_silence = False
 
-    def poll(self) -> None:
+    def advance_if_allowed(self) -> None:
         """Advance the replacements. Start missing ones if the group may grow."""
         if self.policy.may_grow and self.policy.supports_live_join:
-            self.tick()
+            self.advance()
 
-    def note_loss(self, member: WorkerHandle) -> None:
+    def expect_replacement(self, member: WorkerHandle) -> None:
         """Let the replacement of a lost member join without the cooldown."""
         self._lost_slots.append(self.group.slot_of(member))
-        self.try_again()
+        self.reset_failures()
 
-    def try_again(self) -> None:
+    def reset_failures(self) -> None:
         """Reset the failures of replacement workers, because their cause may be gone."""
         self._failures, self._retry_at, self.error = 0, {}, None
 
@@ -176,7 +177,7 @@ class ScaleUp:
     def _has_cooled_down(self) -> bool:
         return self.group.clock.monotonic() - self._resized_at >= self.config.resize_cooldown_s
 
-    def tick(self, starting: bool = False) -> None:
+    def advance(self, starting: bool = False) -> None:
         """Advance the replacements, and start missing ones, without waiting.
 
         With `starting`, the replacements form the group in the reserved slots. While the Ray head
@@ -188,7 +189,7 @@ class ScaleUp:
                 logger.warning("The Ray head does not answer. Replacement workers wait for it.")
             return
         self._has_logged_silence = False
-        self._advance(self._replacements)
+        self._advance_each(self._replacements)
         missing = self._num_missing()
         if missing <= 0:
             in_order = sorted(self._replacements, key=lambda r: r.member is None)
@@ -197,7 +198,7 @@ class ScaleUp:
             if not self._replacements:
                 self.group.give_back()
         if missing > 0 and self._failures < self.config.max_attempts:
-            self._advance(self._start_missing(starting))
+            self._advance_each(self._start_missing(starting))
 
     def _num_places(self) -> int:
         num_staying = len(self.group.members) - len(self.group.leaving())
@@ -207,13 +208,13 @@ class ScaleUp:
         """Return the number of vacant ranks without a worker that starts."""
         return self._num_places() - self.num_started()
 
-    def _advance(self, replacements: Sequence[Replacement]) -> None:
+    def _advance_each(self, replacements: Sequence[Replacement]) -> None:
         for replacement in list(replacements):
             if replacement.member is None and self._num_missing() <= 0:
                 continue  # another replacement took the last place
             replacement.advance()
             if replacement.error is not None:
-                self._fail(replacement, replacement.error)
+                self._handle_failure(replacement, replacement.error)
 
     def _start_missing(self, starting: bool) -> list[Replacement]:
         taken = [replacement.slot for replacement in self._replacements]
@@ -237,7 +238,7 @@ class ScaleUp:
             )
         return self._replacements[len(taken) :]
 
-    def fail(self, member: WorkerHandle, error: BaseException) -> bool:
+    def discard_failed(self, member: WorkerHandle, error: BaseException) -> bool:
         """Discard a worker if it is a replacement, so that another one starts.
 
         Return whether it is one. The next start is delayed after an exception, and after several
@@ -245,10 +246,10 @@ class ScaleUp:
         """
         replacement = next((r for r in self._replacements if r.member is member), None)
         if replacement is not None:
-            self._fail(replacement, error)
+            self._handle_failure(replacement, error)
         return replacement is not None
 
-    def _fail(self, replacement: Replacement, error: BaseException) -> None:
+    def _handle_failure(self, replacement: Replacement, error: BaseException) -> None:
         self._discard(replacement)
         member, slot, phase = replacement.member, replacement.slot, replacement.phase
         cause = cause_of(member, error)
@@ -286,13 +287,13 @@ class ScaleUp:
         if replacement.member is not None:
             self.group.discard(replacement.member)
 
-    def drop(self, members: Collection[WorkerHandle] | None = None) -> None:
+    def discard(self, members: Collection[WorkerHandle] | None = None) -> None:
         """Discard some or all replacement workers, although they have not failed."""
         for replacement in list(self._replacements):
             if members is None or replacement.member in members:
                 self._discard(replacement)
 
-    def ready(self) -> list[WorkerHandle]:
+    def ready_workers(self) -> list[WorkerHandle]:
         """Return the replacement workers that can join now."""
         if not self.policy.survivors_stay and self.group.notices.is_ray_silent:
             return []  # a restart could not start the other workers
@@ -305,9 +306,9 @@ class ScaleUp:
         """Return the number of replacements with a process. The others wait for room."""
         return sum(replacement.member is not None for replacement in self._replacements)
 
-    def begin(self) -> None:
+    def begin_start(self) -> None:
         """Prepare for a start, which makes the started workers the group."""
-        self.try_again()
+        self.reset_failures()
         self._enough_at = None
         # Crashes while other workers trained do not count.
         self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
@@ -318,7 +319,7 @@ class ScaleUp:
         A start waits a while for late workers, and always for a worker in the driver's process.
         """
         num_members, now = len(self.group.members), self.group.clock.monotonic()
-        if num_members + len(self.ready()) < min_workers:
+        if num_members + len(self.ready_workers()) < min_workers:
             return False
         late = {r.slot: r.member for r in self._replacements if r.member and not r.is_ready}
         if num_members or not late:
@@ -331,7 +332,7 @@ class ScaleUp:
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
         return now >= self._enough_at + grace_s and all(member.remote for member in late.values())
 
-    def note_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:
+    def record_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:
         """Record that replacements set up together, in these contexts."""
         for replacement in self._replacements:
             if (member := replacement.member) is not None and member in contexts:
@@ -339,8 +340,8 @@ class ScaleUp:
 
     def set_up_alone(self) -> None:
         """Make the remaining replacements set up alone, after the first start or its failure."""
-        if self.together and self.policy.survivors_stay:
-            self.together, self._enough_at = False, None
+        if self.sets_up_together and self.policy.survivors_stay:
+            self.sets_up_together, self._enough_at = False, None
             for replacement in self._replacements:
                 replacement.is_ready = False
 
@@ -351,5 +352,5 @@ class ScaleUp:
             self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
         self.is_first = False
         if members:
-            self.try_again()
+            self.reset_failures()
         self.start_cooldown()

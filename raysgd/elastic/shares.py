@@ -37,7 +37,7 @@ class Shares:
         self.wants_change = False
         """Whether the call should pause at a step, because shares have been wrong for long."""
 
-    def of(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
+    def choose_for(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares of the workers that receive a request. None means equal shares."""
         if self.wants_change or self._members != list(members):
             self._choose(members)
@@ -67,7 +67,7 @@ class Shares:
             by_member.append(next((share for name, share in shares.items() if name in traits), 1.0))
         return _normalize(by_member) if _are_uneven(by_member) else None
 
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Record the speeds of workers, and whether the shares of the members are wrong."""
         self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
         members, now = self._group.members, self._group.clock.monotonic()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _CHANGE_S = 10.0
 """Seconds that a call waits for the snapshot of a change. Large states arrive later."""
 
-Read = Callable[[], Any]
+ReadState = Callable[[], Any]
 """Returns a stored state."""
 
 
@@ -39,26 +39,26 @@ class SnapshotKeeper:
 
     def __init__(self, group: ActorGroup) -> None:
         self._group = group
-        self._shards: Sequence[Read] = ()  # one for each rank if the state is sharded
+        self._shards: Sequence[ReadState] = ()  # one for each rank if the state is sharded
         self._step = -1
         self._requested: tuple[int, Inbox, list[Future[Any]]] | None = None  # step, inbox, answers
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 
-    def put(self, *shards: Read, step: int = -1) -> None:
+    def keep(self, *shards: ReadState, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
         self._shards, self._step = shards, step
         self._forget()
 
     def clear(self) -> None:
         """Drop the state, and a snapshot that is on its way."""
-        self.put()
+        self.keep()
 
     def store(self, state: Mapping[str, Any]) -> None:
         """Keep a copy of a state, in a file if it is large."""
-        self.put(self._copy(state))
+        self.keep(self._copy(state))
 
-    def _copy(self, state: Any) -> Read:
+    def _copy(self, state: Any) -> ReadState:
         packed = state if isinstance(state, Parcel) else pack(state)
         try:
             return store_copy(packed).value
@@ -66,7 +66,7 @@ class SnapshotKeeper:
             self._warn_of_disk(error)
             return functools.partial(packed.value, own=False)  # stays in memory
 
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def fetch_newer(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Fetch a newer snapshot from the members, without waiting."""
         self._receive()
         if len(progress) < max(len(self._group.members), 1):
@@ -108,7 +108,7 @@ class SnapshotKeeper:
 
         Wait for it if a restart could not repeat the call, which has changed the state.
         """
-        self.poll(progress)
+        self.fetch_newer(progress)
         if self._num_changes != self._num_changes_at_end and self._requested is not None:
             self._group.clock.wait(self._requested[2], _CHANGE_S)
         self._num_changes_at_end = self._num_changes
@@ -121,11 +121,11 @@ class SnapshotKeeper:
             shards = self._rescue(commands, members)
             steps = {(read() or {}).get("global_step") for read in shards}
             if len(shards) == len(members) and len(steps) == 1 and None not in steps:
-                self.put(*shards, step=reached[members[0]].global_step)
+                self.keep(*shards, step=reached[members[0]].global_step)
                 return reached[members[0]]
         return None
 
-    def _rescue(self, commands: Commands, members: Sequence[WorkerHandle]) -> list[Read]:
+    def _rescue(self, commands: Commands, members: Sequence[WorkerHandle]) -> list[ReadState]:
         request = RestartStateRequest(num_workers=len(members))
         for open_file in (unnamed_file, None):  # in memory if the disk is full
             try:
@@ -137,11 +137,11 @@ class SnapshotKeeper:
         return []
 
     @property
-    def exists(self) -> bool:
+    def has_snapshot(self) -> bool:
         self._receive()
         return bool(self._shards)
 
-    def state(self) -> Mapping[str, Any] | None:
+    def load(self) -> Mapping[str, Any] | None:
         self._receive()
         try:
             return with_shards([read() for read in self._shards]) if self._shards else None

@@ -21,7 +21,7 @@ _WINDOW_S = 1.0
 _LEAST_S, _LEAST_STEPS = 3.0, 10
 """Training that is too short for a sentence."""
 
-Rows = NDArray[np.float64]
+PhaseTimes = NDArray[np.float64]
 """A row for each worker: the seconds of each phase, and these two numbers."""
 _STEPS, _SAMPLES = len(PHASES), len(PHASES) + 1
 
@@ -35,13 +35,13 @@ class SpeedMonitor:
 
     group: ActorGroup
     _timing: dict[WorkerHandle, Totals] = field(default_factory=dict)
-    _newest: dict[WorkerHandle, Rows] = field(default_factory=dict)
-    _began: dict[WorkerHandle, Rows] = field(default_factory=dict)  # of the group, by rank
-    _window: dict[WorkerHandle, Rows] = field(default_factory=dict)  # its begin, by rank
+    _newest: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)
+    _began: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # of the group, by rank
+    _window: dict[WorkerHandle, PhaseTimes] = field(default_factory=dict)  # its begin, by rank
     _causes: Counter[tuple[str, int | None] | None] = field(default_factory=Counter)
     """Numbers of windows by their phase and rank, or None for a window that is not slow."""
     _links: dict[tuple[str, str], float] = field(default_factory=dict)  # bytes/s by hosts
-    _laps: dict[str, dict[WorkerHandle, Rows]] = field(default_factory=dict)
+    _laps: dict[str, dict[WorkerHandle, PhaseTimes]] = field(default_factory=dict)
     _step: int = 0  # the newest that workers have reported
     _saved_s: float = 0.0
     _is_saving: bool = False
@@ -57,7 +57,7 @@ class SpeedMonitor:
                 self._is_saving = False
                 self._saved_s += time.perf_counter() - began
 
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def observe(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         members = list(self.group.members)
         timings = {m: p.timing for m in members if (p := progress.get(m)) and p.timing is not None}
         if not members or len(timings) < len(members):
@@ -67,29 +67,29 @@ class SpeedMonitor:
             self._links |= {(member.info.node_ip, host): rate for host, rate in each.links.items()}
         if members != list(self._began):
             self._links.clear()
-            new = self._row(Totals())
+            new = self._times_of(Totals())
             self._began = self._window = {m: self._newest.get(m, new) for m in members}
             self._causes.clear()
         self._timing = timings
-        self._newest = {member: self._row(each) for member, each in timings.items()}
-        rows = self._since(self._window)
+        self._newest = {member: self._times_of(each) for member, each in timings.items()}
+        rows = self._times_since(self._window)
         if _seconds(rows) >= _WINDOW_S and _has_steps(rows):
             self._causes[self._cause(rows)] += 1
             self._window = self._newest
 
-    def _row(self, totals: Totals) -> Rows:
+    def _times_of(self, totals: Totals) -> PhaseTimes:
         row = np.array([*totals.seconds, totals.num_steps, totals.num_samples])
         row[SAVE] += self._saved_s
         return row
 
-    def _since(self, began: Mapping[WorkerHandle, Rows]) -> Rows:
+    def _times_since(self, began: Mapping[WorkerHandle, PhaseTimes]) -> PhaseTimes:
         return np.array([_difference(self._newest[member], row) for member, row in began.items()])
 
-    def _cause(self, rows: Rows) -> tuple[str, int | None] | None:
+    def _cause(self, rows: PhaseTimes) -> tuple[str, int | None] | None:
         cause = find_cause(self._speeds(rows), 0, self._links)
         return None if cause is None else cause[:2]
 
-    def _speeds(self, rows: Rows) -> list[WorkerSpeed]:
+    def _speeds(self, rows: PhaseTimes) -> list[WorkerSpeed]:
         return [
             WorkerSpeed(
                 rank=rank,
@@ -105,7 +105,7 @@ class SpeedMonitor:
     # ---- results
 
     def report(self) -> SpeedReport:
-        rows = self._since(self._began)
+        rows = self._times_since(self._began)
         workers = self._speeds(rows)
         if not any(worker.num_steps for worker in workers):
             return SpeedReport()
@@ -121,14 +121,16 @@ class SpeedMonitor:
             return ""  # noise, or a few slow steps
         return cause.text
 
-    def lap(
+    def next_lap(
         self, kind: str, timing: Mapping[WorkerHandle, Totals] | None = None
     ) -> dict[str, list[float]]:
         """Return the mean seconds per step by phase and rank since the last lap of a kind.
 
         It ends at `timing`, or at the newest times.
         """
-        newest = self._newest if timing is None else {m: self._row(t) for m, t in timing.items()}
+        newest = self._newest
+        if timing is not None:
+            newest = {member: self._times_of(each) for member, each in timing.items()}
         before, self._laps[kind] = self._laps.get(kind, {}), newest
         new = np.zeros(len(PHASES) + 2)
         rows = np.array([_difference(now, before.get(m, new)) for m, now in newest.items()])
@@ -141,13 +143,13 @@ class SpeedMonitor:
         return dict(zip(names, [*per_step.T.tolist(), rates.tolist()], strict=True))
 
 
-def _difference(new: Rows, old: Rows) -> Rows:
+def _difference(new: PhaseTimes, old: PhaseTimes) -> PhaseTimes:
     return new if new[_STEPS] < old[_STEPS] else new - old  # the worker may have set up again
 
 
-def _seconds(rows: Rows) -> float:
+def _seconds(rows: PhaseTimes) -> float:
     return float(rows[:, :_STEPS].sum(axis=1).max())
 
 
-def _has_steps(rows: Rows) -> bool:
+def _has_steps(rows: PhaseTimes) -> bool:
     return bool(rows[:, _STEPS].all())

@@ -39,7 +39,7 @@ class Supervision:
         self._context, self._call = context, call
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
-        self.reached = replace(context.journal.progress, holdings=Holdings())
+        self.progress_before = replace(context.journal.progress, holdings=Holdings())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
         self._replay: Call | None = None
@@ -50,8 +50,8 @@ class Supervision:
 
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        step, reached, call = self._journal.progress.global_step, self.reached, self._call
-        if step >= reached.global_step or not (call.has_batches or call.replay):
+        step, before, call = self._journal.progress.global_step, self.progress_before, self._call
+        if step >= before.global_step or not (call.has_batches or call.replay):
             return False
         if not self._has_warned:
             self._has_warned = True
@@ -59,10 +59,10 @@ class Supervision:
                 "Steps %d to %d were lost with all workers. They run again, with the `info` and "
                 "`dataset` of the newest call of train().",
                 step + 1,
-                reached.global_step,
+                before.global_step,
             )
         if self._replay is None and call.replay is not None:
-            self._replay = call.replay(reached)
+            self._replay = call.replay(before)
         return self._replay is not None
 
     def run(self, action: RunCall) -> GroupEvent:
@@ -80,8 +80,8 @@ class Supervision:
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 attempt.add(member, member.work(Worker.call, packed, inbox and inbox.address()))
             polled = self._watch(call, attempt)
-            if attempt.failed:
-                self._commands.end(attempt)
+            if attempt.has_failed:
+                self._commands.stop(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
                 outcome.payload = inbox.resolve(outcome.payload)
@@ -92,7 +92,7 @@ class Supervision:
             assert self._replay is not None
             return self._replay
         if action.begins:
-            self._call.begin(leaders_progress([self._journal.progress, self.reached]))
+            self._call.begin(leaders_progress([self._journal.progress, self.progress_before]))
         return self._call
 
     def _prepare(
@@ -102,15 +102,15 @@ class Supervision:
         call.points.begin(self._journal.progress.global_step, members)
         request, inbox, inline = call.request, None, self._group.options.inline
         if call.rank is None:
-            request = request.for_attempt(self._context.shares.of(members), self._split)
+            request = request.for_attempt(self._context.shares.choose_for(members), self._split)
         self._split = 0
         packed: Any = request
         if not inline:
             packed = pack_as(f"the arguments of {call.name}", request)
         self._context.check_open()
         hosts = [member.info.node_ip for member in members]
-        if call.receives is not None and not inline:
-            inbox = stack.enter_context(call.receives(hosts))
+        if call.open_inbox is not None and not inline:
+            inbox = stack.enter_context(call.open_inbox(hosts))
         elif isinstance(call.request, LoadRequest) and not inline:
             packed = stack.enter_context(offering(packed, hosts))
         if inline and (call.on_wait is not None or call.points.show is not None):
@@ -127,10 +127,10 @@ class Supervision:
         newest = leaders_progress(list(progress.values())) if progress else polled
         call.points.add(progress, self._group.members)
         if progress:
-            self._context.preemption.poll(progress)
-            self._context.shares.poll(progress)
-            self._context.speed.poll(progress)
-        if attempt.failed:
+            self._context.preemption.observe(progress)
+            self._context.shares.observe(progress)
+            self._context.speed.observe(progress)
+        if attempt.has_failed:
             return self._failure(call, attempt, newest)
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
         is_complete = not paused and not action.is_replay
@@ -182,7 +182,7 @@ class Supervision:
         can_repeat = call.has_batches or call.max_losses > 0
         if self._split or (is_stopped and can_repeat):
             return CallFailed(progress=progress)
-        error = attempt.error()
+        error = attempt.make_error()
         if member is not None:
             self._journal.record("user_error", [member], cause=repr(error), step=step)
         return CallFailed(error=error, progress=progress)
@@ -191,7 +191,7 @@ class Supervision:
         """Wait for the end of an attempt. Return the newest polled progress."""
         monitor = HealthMonitor(attempt, self._journal.ranks, self._clock)
         newest = None
-        while attempt.under_way:
+        while attempt.is_running:
             self._context.check_open()
             is_busy = call.on_wait is not None or self._context.scale_up.num_started()
             idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
@@ -206,7 +206,7 @@ class Supervision:
                 monitor.log_standstill(progress)
             if (why := monitor.find_deadlock(progress)) is not None:
                 raise CollectiveError(why)
-            self._context.poll(progress)
+            self._context.advance(progress)
             if call.can_pause and not self._commands.is_pausing:
                 moves = any(self._context.due_changes()) or self._context.preemption.must_save
                 if moves or self._context.shares.wants_change:
@@ -226,7 +226,7 @@ class Supervision:
         if len(steps) < len(progress) or max(steps) >= step:
             # Some workers have passed the step: discard it.
             attempt.needs_new_group = True
-            self._commands.end(attempt)
+            self._commands.stop(attempt)
 
     def interrupt(self) -> Progress | None:
         """Interrupt the workers after Ctrl-C, and return their progress."""

@@ -39,34 +39,34 @@ class CallProgress:
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
         self.state = CallState()
-        self._before = train_state.timing.totals
+        self._totals_before = train_state.timing.totals
         # Start step and metrics of this worker's segments, without merged metrics.
-        self.results: list[tuple[int, Mapping[str, Any]]] = []
-        self._points: deque[LogPoint] = deque()  # `points_after` may release them in another thread
+        self.own_segments: list[tuple[int, Mapping[str, Any]]] = []
+        self._points: deque[LogPoint] = deque()  # another thread calls `release_points`
         self._measured_s = 0.0
 
-    def begin(self, number: int) -> None:
+    def begin(self, call_number: int) -> None:
         self.state = replace(
-            self.state, number=number, point=0, more_epochs=0, keeps_modes=False, ended=False
+            self.state, number=call_number, point=0, more_epochs=0, keeps_modes=False, ended=False
         )
         self.clear()
         self._points.clear()
         self._train_state.timers.reset()
-        self._before = self._train_state.timing.totals
-        self._measured_s = sum(self._before.seconds)
+        self._totals_before = self._train_state.timing.totals
+        self._measured_s = sum(self._totals_before.seconds)
 
     def clear(self) -> None:
         """Discard all metrics."""
-        self.results, self.state.merged = [], []
+        self.own_segments, self.state.merged = [], []
 
     def add(self, start: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
-        (self.state.merged if self._merges_metrics else self.results).append((start, metrics))
+        (self.state.merged if self._merges_metrics else self.own_segments).append((start, metrics))
 
     @property
     def _merges_metrics(self) -> bool:
         train_state = self._train_state
-        return train_state.transaction.has_fixed_parts and train_state.meters is not None
+        return train_state.update.has_fixed_parts and train_state.meters is not None
 
     def export(self) -> dict[str, Any]:
         """Return the state, with the merged metrics of a segment that runs."""
@@ -80,18 +80,18 @@ class CallProgress:
     def continue_call(self, state: Mapping[str, Any]) -> None:
         """Continue a call that other workers have begun, without their metrics."""
         if self.state.number != state["number"]:
-            self.results = []
+            self.own_segments = []
         self.state = CallState(**{**state, "merged": [*state["merged"]]})
 
     @property
     def segments(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Start step and metrics of the segments that this worker returns."""
-        return self.results + self.state.merged * (self._train_state.context.world_rank == 0)
+        return self.own_segments + self.state.merged * (self._train_state.context.world_rank == 0)
 
     def add_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
         train_state, since = self._train_state, self.state.point
-        segments = self.results if is_leaving else self.segments
+        segments = self.own_segments if is_leaving else self.segments
         parts = [metrics for start, metrics in segments if start >= since]
         metrics: Any = None
         if parts:
@@ -117,18 +117,18 @@ class CallProgress:
             )
         )
 
-    def points_after(self, step: int) -> tuple[LogPoint, ...]:
+    def release_points(self, until_step: int) -> tuple[LogPoint, ...]:
         """Release the points up to a step, and return the others."""
-        while self._points and self._points[0].global_step <= step:
+        while self._points and self._points[0].global_step <= until_step:
             self._points.popleft()
         return tuple(self._points)
 
     def result(self, is_leaving: bool = False) -> dict[str, Any]:
         """Return the metrics of the call. For a leaving worker, omit those that all others have."""
-        segments = self.results if is_leaving else self.segments
+        segments = self.own_segments if is_leaving else self.segments
         result = merge_segments([metrics for _, metrics in segments])
         timers = self._train_state.timers
-        before, now = self._before, self._train_state.timing.totals
+        before, now = self._totals_before, self._train_state.timing.totals
         num_steps = now.num_steps - before.num_steps
         means = {
             f"mean_{key}_s": (now.seconds[phase] - before.seconds[phase]) / num_steps

@@ -12,9 +12,9 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.operator_base import check_result
+from raysgd.loop.control import LoopControl
+from raysgd.loop.operator_base import as_metrics
 from raysgd.loop.requests import ValidateRequest
-from raysgd.loop.signal import Signal
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import with_weight
 
@@ -22,8 +22,8 @@ from raysgd.metrics import with_weight
 class Evaluation:
     """Runs ``validate`` and ``predict``, and adds metrics to the results of the call."""
 
-    def __init__(self, operator: Any, signal: Signal, progress: CallProgress) -> None:
-        self._operator, self._signal, self._progress = operator, signal, progress
+    def __init__(self, operator: Any, control: LoopControl, progress: CallProgress) -> None:
+        self._operator, self._control, self._progress = operator, control, progress
         self._train_state: TrainState = operator._train_state
         self.batches: _EvaluationBatches | None = None
 
@@ -32,13 +32,13 @@ class Evaluation:
 
         A repeated call begins at the same offset. A loader in the request is read from the start.
         """
-        progress, number, loader = self._progress, request.number, request.loader
-        progress.begin(number)
+        progress, call_number, loader = self._progress, request.call_number, request.loader
+        progress.begin(call_number)
         train_state = self._train_state
         train_state.timers.enabled = request.profile
         start = progress.state.validation
-        if start is None or start[0] != number:
-            start = number, 0 if request.from_start else train_state.validation_offset
+        if start is None or start[0] != call_number:
+            start = call_number, 0 if request.from_start else train_state.validation_offset
             progress.state.validation = start
         source = (
             train_state.data.readable("validation") if loader is None else self._source_of(loader)
@@ -60,33 +60,33 @@ class Evaluation:
             left_in_epoch = source.steps_left(offset)
             limit = min((n for n in (steps_left, left_in_epoch) if n is not None), default=None)
             read = source.batches(0, offset, limit)
-            self.batches = batches = _EvaluationBatches(source, read, self._signal, limit)
+            self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
             train_state.meters = None
             try:
                 with train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
             except BaseException:
-                self._signal.failed_at = batches.describe_place()
+                self._control.failed_at = batches.describe_place()
                 self.batches = None
                 source.close_workers()
                 raise
-            metrics = check_result(operator.validate, metrics)
+            metrics = as_metrics(operator.validate, metrics)
             self._check_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
-            metrics = with_weight(metrics, batches.num_finished_steps or not batches.exhausted)
-            self._progress.results.append((train_state.global_step, metrics))
+            metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
+            self._progress.own_segments.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = limit
             if taken is None or left_in_epoch is None:
                 taken = source.steps_taken(batches.num_finished_steps)
-            if offset == 0 and (left_in_epoch == 0 or (batches.exhausted and taken == 0)):
+            if offset == 0 and (left_in_epoch == 0 or (batches.is_exhausted and taken == 0)):
                 context = train_state.context
                 raise no_batch(
                     "validation", source, context.world_rank if context.world_size > 1 else None
                 )
             is_end = limit is None or taken < limit or taken == left_in_epoch
             offset = 0 if is_end else source.offset_after(offset, taken)
-            if steps_left is None or (taken == 0 and not batches.exhausted):
+            if steps_left is None or (taken == 0 and not batches.is_exhausted):
                 break
             steps_left -= taken
         return offset
@@ -115,12 +115,12 @@ class Evaluation:
         keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
         with train_state.evaluating():
             train_state.meters = None
-            batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._signal)
+            batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._control)
             try:
                 predictions = list(zip(keys, operator._predictions(batches), strict=False))
                 self._check_samples(source, batches)
             except BaseException:
-                self._signal.failed_at = batches.describe_place()
+                self._control.failed_at = batches.describe_place()
                 raise
             finally:
                 self.batches = None
@@ -131,7 +131,7 @@ class Evaluation:
         """Compare the samples of a stream, if every worker has read all of its batches."""
         train_state = self._train_state
         is_compared = source.step_digest() is not None and train_state.context.world_size > 1
-        if is_compared and train_state.collectives.minimum(int(batches.exhausted)):
+        if is_compared and train_state.collectives.minimum(int(batches.is_exhausted)):
             check_samples(source, train_state.collectives)
 
     def rehearse(self, request: ValidateRequest) -> Mapping[str, Any] | None:
@@ -172,10 +172,10 @@ class _EvaluationBatches:
 
     source: BatchSource
     batches: Iterator[Any]
-    signal: Signal
+    control: LoopControl
     total_steps: int | None = None  # None if unknown
     num_finished_steps: int = 0
-    exhausted: bool = False
+    is_exhausted: bool = False
     batch: Any = None
 
     num_joined = forward_to("source.num_joined", "Samples of the newest batch, if known.")
@@ -190,12 +190,12 @@ class _EvaluationBatches:
         return self
 
     def __next__(self) -> Any:
-        self.signal.raise_stop()
+        self.control.raise_stop()
         self.batch = None
         try:
-            self.batch = self.signal.next_batch(self.batches)
+            self.batch = self.control.next_batch(self.batches)
         except StopIteration:
-            self.exhausted = True
+            self.is_exhausted = True
             raise
         self.num_finished_steps += 1
         return self.batch

@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd._internal.context import Holdings
 from raysgd.loop.loss_weights import Factors
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 
 UPDATE_HOOKS = (
     "begin",
@@ -28,9 +28,9 @@ class StepFeature:
     Only PyTorch calls `filter_loss`, `before_update`, `receive`, `user_settings`, and the methods
     of states. Besides its own hooks and attributes, a feature may use:
 
-    - The transaction. It may set `bad_step` before an update that must not be applied,
-      `steps.running` while an optimizer steps, and `is_damaged` if it cannot restore what has
-      changed. An exchange that counts items also sets `weights.is_empty`.
+    - The update. It may set `bad_step` before an update that must not be applied,
+      `optimizer_steps.running` while an optimizer steps, and `is_damaged` if it cannot restore
+      what has changed. An exchange that counts items also sets `losses.is_empty`.
     - The buffers. It may write their copies back if an update is not applied, and update the
       copies after it has changed buffers.
     - The meters. It may discard or exchange the metrics that are held until the commit.
@@ -79,26 +79,26 @@ class StepFeature:
     def end_call(self) -> None:
         """Handle the end of a call that has reached its goal, before `sync_buffers`."""
 
-    def begin(self, tx: UpdateTransaction) -> None:
+    def begin(self, update: Update) -> None:
         """Prepare for an update, before its first micro-batch."""
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+    def begin_micro_batch(self, update: Update) -> None:
         """Prepare for the next micro-batch of the update."""
 
-    def filter_loss(self, tx: UpdateTransaction, loss: Any, factors: Factors) -> Any:
+    def filter_loss(self, update: Update, loss: Any, factors: Factors) -> Any:
         """Return the loss whose gradients are computed. Its value must not change."""
         return loss
 
-    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
+    def before_update(self, update: Update, optimizer: Any) -> None:
         """Read or change the gradients of an optimizer before its update."""
 
-    def before_commit(self, tx: UpdateTransaction) -> None:
+    def before_commit(self, update: Update) -> None:
         """Raise an error if the update must not be committed. Change nothing that it trained."""
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         """Keep the changes of an update. Its steps count even if this raises."""
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         """Restore what a discarded update changed. The loop also calls this without one."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
@@ -143,14 +143,14 @@ class Replication:
     features: Sequence[StepFeature] = ()
     """Features with the hooks of this mode, such as `self`. Their `receive` comes last, because
     shards are valid from then on."""
-    in_sync = True
+    is_in_sync = True
     """Whether all shards belong to the last committed step."""
 
     def is_unsharded(self, each: Any) -> bool:
         """Return whether every worker has all of a model, or of the state of an optimizer."""
         return True
 
-    def follows(self, is_leader: bool, is_new: bool) -> bool:
+    def loads_leader_state(self, is_leader: bool, is_new: bool) -> bool:
         """Return whether this worker loads the state of the leader of a new generation."""
         return not is_leader and (is_new or self.replicates)
 

@@ -1,30 +1,29 @@
 """Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
-The life of an update. The hooks of features get its state ``tx``, an
-`raysgd.loop.transaction.UpdateTransaction`::
+The life of an update. The hooks of features get ``update``, a `raysgd.loop.update.Update`::
 
-    for batch in segment:                     # OPEN, with its first batch
-        feature.begin(tx)
-        feature.begin_micro_batch(tx)
+    for batch in segment:                  # OPEN, with its first batch
+        feature.begin(update)
+        feature.begin_micro_batch(update)
         operator.train_batch(batch)
             # In each backward(loss):
-            tx.weights.add(count)             # returns factors of the loss and earlier gradients
-            feature.filter_loss(tx, loss, factors)
+            update.losses.add(count)       # returns factors of the loss and of earlier gradients
+            feature.filter_loss(update, loss, factors)
             # In each optimizer_step():
-            feature.before_update(tx, optimizer)
+            feature.before_update(update, optimizer)
             optimizer.step()
         # The loop asks for the next batch, or returns:
-        if tx.should_commit():
-            feature.before_commit(tx)         # COMMITTING
-            tx.commit()                       # COMMITTED: the steps count
-            feature.commit(tx)
-            tx.reset()                        # CLOSED
+        if update.should_commit():
+            feature.before_commit(update)  # COMMITTING
+            update.commit()                # COMMITTED: the steps count
+            feature.commit(update)
+            update.reset()                 # CLOSED
 
     if train_epoch raises:
-        if tx.should_commit(raised=True):
-            ...                               # as above
-        feature.roll_back(tx)                 # restores what changed since the last commit
-        tx.reset()                            # CLOSED: the next attempt trains its batches again
+        if update.should_commit(raised=True):
+            ...                            # as above
+        feature.roll_back(update)          # restores what changed since the last commit
+        update.reset()                     # CLOSED: the next attempt repeats its batches
         raise
 
 How a segment ends:
@@ -39,7 +38,7 @@ WarmedUp                 The gradients are computed. `Loop.warm_up` restores the
 another error            The driver raises it, or repeats the call without lost workers.
 =======================  ==========================================================================
 
-If a failed update changed something that no feature can restore, ``tx.is_damaged`` is set. The
+If a failed update changed something that no feature can restore, ``update.is_damaged`` is set. The
 worker then needs the state of another worker or of a snapshot. Without either, training raises an
 error until a checkpoint is loaded.
 """
@@ -56,16 +55,16 @@ from typing import Any
 from raysgd._internal.context import PausedError, RepeatInPartsError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
+from raysgd.loop.control import LoopControl
 from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
-from raysgd.loop.operator_base import check_result, epoch_arguments
+from raysgd.loop.operator_base import as_metrics, epoch_arguments
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.signal import Signal
 from raysgd.loop.snapshots import Snapshots
 from raysgd.loop.state_schema import state_for
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import SavedState, TrainState
-from raysgd.loop.transaction import WarmedUp
+from raysgd.loop.update import WarmedUp
 from raysgd.metrics import with_weight
 
 logger = logging.getLogger(__name__)
@@ -79,10 +78,10 @@ class Loop:
     same call number as the first request.
     """
 
-    def __init__(self, operator: Any, saved_state: SavedState, signal: Signal) -> None:
+    def __init__(self, operator: Any, saved_state: SavedState, control: LoopControl) -> None:
         self.operator = operator
         self.saved_state = saved_state
-        self.signal = signal
+        self.control = control
         self.train_state: TrainState = operator._train_state
         # Iterator over the rest of the training data, for the next segment.
         self._batches: Iterator[Any] | None = None
@@ -90,7 +89,7 @@ class Loop:
         self._rank_with_fewest: int | None = None
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
-        self.evaluation = Evaluation(operator, signal, self.call_progress)
+        self.evaluation = Evaluation(operator, control, self.call_progress)
         self.snapshots = Snapshots(self.train_state, lambda: state_for("snapshot", self))
 
     def forget_iteration(self) -> None:
@@ -105,13 +104,13 @@ class Loop:
         Raise PausedError if the driver asked for a pause.
         """
         train_state, self.step_s = self.train_state, 0.0
-        callback_pause = self.signal.callback_pause = request.callback_pause
+        callback_pause = self.control.callback_pause = request.callback_pause
         train_state.check_undamaged()
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=request.log_every is not None)
-        if self.call_progress.state.number != request.number:
-            self.call_progress.begin(request.number)
+        if self.call_progress.state.number != request.call_number:
+            self.call_progress.begin(request.call_number)
         if request.split:
             train_state.micro_batching.increase_split(request.split)
         train_state.timers.enabled = request.profile
@@ -125,7 +124,7 @@ class Loop:
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
         self._add_due_point(request)
         while (limit := self._next_limit(request)) != 0:
-            if self.signal.pauses_at(train_state.global_step):
+            if self.control.pauses_at(train_state.global_step):
                 if callback_pause is None or train_state.global_step < callback_pause:
                     raise PausedError
                 return None
@@ -144,24 +143,24 @@ class Loop:
             feature.sync_buffers()
         return self.call_progress.result()
 
-    def departure_metrics(self, number: int) -> Mapping[str, Any] | None:
+    def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         progress = self.call_progress
-        if progress.state.number != number or not progress.results:
+        if progress.state.number != call_number or not progress.own_segments:
             return None
-        if self.signal.next_log_step is not None:
+        if self.control.next_log_step is not None:
             progress.add_point(is_leaving=True)
         return progress.result(is_leaving=True)
 
     def _add_due_point(self, request: TrainRequest) -> None:
         """Add a point if one is due, and set the step of the next one."""
         every, start, step = request.log_every, request.start_step, self.train_state.global_step
-        self.signal.next_log_step = None
+        self.control.next_log_step = None
         if every is not None:
             newest = max(self.call_progress.state.point, start)
             if step >= (newest // every + 1) * every:
                 self.call_progress.add_point()
-            self.signal.next_log_step = (max(step, start) // every + 1) * every
+            self.control.next_log_step = (max(step, start) // every + 1) * every
 
     def _next_limit(self, request: TrainRequest) -> int | None:
         """Return the limit of the next segment: 0 at the goal, and None if its epoch ends it.
@@ -208,27 +207,27 @@ class Loop:
             return
         except BaseException as error:
             batch = segment.batch
-            in_update = train_state.transaction.is_open and not segment.loader_failed
-            self.signal.failed_at = segment.describe_place()
+            in_update = train_state.update.is_open and not segment.has_loader_failed
+            self.control.failed_at = segment.describe_place()
             self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)
             if in_update and (split := micro_batching.split_after(error, batch)):
                 raise RepeatInPartsError(split) from error
             raise
-        metrics = check_result(operator.train_epoch, metrics)
-        if segment.num_steps or not segment.drawn_from:
+        metrics = as_metrics(operator.train_epoch, metrics)
+        if segment.num_steps or not segment.was_read:
             num_steps = max(1, segment.num_steps)
             self.call_progress.add(started_at, with_weight(metrics, num_steps))
-        if not segment.drawn_from:  # the loop has its own batches, and may have counted them
+        if not segment.was_read:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
-        if train_state.global_step == started_at and not segment.paused:
+        if train_state.global_step == started_at and not segment.has_paused:
             self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
-        train_state.step_iterator, call.keeps_modes = None, segment.paused
+        train_state.step_iterator, call.keeps_modes = None, segment.has_paused
         self.step_s = segment.step_s
         train_state.call_began_at = train_state.global_step  # if user code calls train_epoch itself
         # If the loop returns before its iterator ends, the epoch is over too.
-        if segment.epoch_is_over or (limit is None and not segment.paused):
+        if segment.epoch_is_over or (limit is None and not segment.has_paused):
             self._batches = None
             train_state.end_epoch()
 
@@ -257,7 +256,7 @@ class Loop:
             after_commit.append(self._end_at_bad_loss)
         read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state, source, read, limit, steps_left, have_batches, self.signal, after_commit
+            train_state, source, read, limit, steps_left, have_batches, self.control, after_commit
         )
 
     def _end_at_bad_loss(self) -> None:
@@ -268,7 +267,7 @@ class Loop:
             is_bad = self.train_state.collectives.is_any(is_bad)
         if is_bad:
             self.call_progress.state.ended = True
-            self.signal.callback_pause = 0  # a past step, so that the segment ends now
+            self.control.callback_pause = 0  # a past step, so that the segment ends now
 
     def _read_rest(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Return the rest of an iteration over a loader."""
@@ -288,9 +287,9 @@ class Loop:
     def _end_failed_segment(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""
         again = segment.end_after_error()
-        if segment.loader_failed:
+        if segment.has_loader_failed:
             source.close_workers()
-        if source.is_partitioned or segment.loader_failed:
+        if source.is_partitioned or segment.has_loader_failed:
             self._batches = None  # the next iteration starts at the offset
         else:
             self._batches = itertools.chain(again, self._batches or ())
@@ -334,9 +333,9 @@ class Loop:
         source.repartition(settings.options.num_workers, 0, config_batch)
         positional, named = epoch_arguments(self.operator, {}, 1, train_state.epoch)
         with train_state.rehearsing(self.operator), contextlib.suppress(WarmedUp):
-            train_state.transaction.is_warm_up = True
+            train_state.update.is_warm_up = True
             segment = train_state.step_iterator = StepIterator(
-                train_state, source, lambda: source.batches(0, 0, 1), 1, 1, None, self.signal
+                train_state, source, lambda: source.batches(0, 0, 1), 1, 1, None, self.control
             )
             self.operator.train_epoch(segment, *positional, **named)
         source.close_workers()

@@ -54,8 +54,8 @@ class LossWeights:
     fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
     """
 
-    def __init__(self, tx: Any) -> None:  # an UpdateTransaction
-        self._tx = tx
+    def __init__(self, update: Any) -> None:  # an Update
+        self._update = update
         self.expected_total: float | None = None
         """Planned total of counted items, equal on all workers. None: unknown."""
         self.reset()
@@ -73,7 +73,7 @@ class LossWeights:
     def begin_micro_batch(self) -> None:
         """Begin a micro-batch."""
         self.has_earlier_losses = self.uses_backward
-        self.has_gap = self._tx.index > 0 and (self.has_gap or not self.has_loss)
+        self.has_gap = self._update.index > 0 and (self.has_gap or not self.has_loss)
         self.has_loss, self._awaits_count = False, True
 
     def end_optimizer_step(self) -> None:
@@ -97,21 +97,21 @@ class LossWeights:
             ValueError: If another loss of the micro-batch has another count in an update of several
                 micro-batches, or if user code counts items only for some batches of an update.
         """
-        tx = self._tx
-        if tx.index < 0:
+        update = self._update
+        if update.index < 0:
             self.reset()
-        is_repeated, self.has_loss, self.uses_backward = tx.micro_batch.is_repeated, True, True
+        is_repeated, self.has_loss, self.uses_backward = update.micro_batch.is_repeated, True, True
         if count.is_sum:
             self.is_empty = False
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
-        if self._awaits_count or (count.items is not None and tx.is_only):
+        if self._awaits_count or (count.items is not None and update.is_only):
             self.is_empty = self.is_empty or self._awaits_count
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
-            planned = 0.0 if tx.is_only else self._plan_total(num_workers, add_up)
-            is_exact = tx.is_last and not tx.has_fixed_parts
+            planned = 0.0 if update.is_only else self._plan_total(num_workers, add_up)
+            is_exact = update.is_last and not update.has_fixed_parts
             self._divisor = self._exact_total(num_workers, add_up) if is_exact else planned
             self.is_empty = self.is_empty and not self._divisor
             if self.has_earlier_losses and self._divisor:
@@ -133,21 +133,21 @@ class LossWeights:
             )
         self._count, items = count, count.items
         if items is None:
-            items = self._tx.micro_batch.num_samples
+            items = self._update.micro_batch.num_samples
         if items is None:
-            items = self._tx.micro_batch.weight
+            items = self._update.micro_batch.weight
         self._items = 0.0 if is_repeated else float(items)
         self._items_so_far = self._items + (self._items_so_far if self.has_earlier_losses else 0.0)
         self._awaits_count = False
 
     def _plan_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
-        if self._tx.has_fixed_parts:
-            return float(self._tx.plan.total_samples or 1)
+        if self._update.has_fixed_parts:
+            return float(self._update.plan.total_samples or 1)
         if self._count.items is not None:
             if self.expected_total is None:  # the first update of a generation
-                self.expected_total = _power_of_two(self._tx.num_planned * add_up(self._items))
+                self.expected_total = _power_of_two(self._update.num_planned * add_up(self._items))
             return self.expected_total
-        plan: UpdatePlan = self._tx.plan
+        plan: UpdatePlan = self._update.plan
         if plan.total_samples is None:
             return float(plan.num_steps * num_workers)
         return plan.total_samples if num_workers > 1 else plan.num_samples
@@ -157,7 +157,7 @@ class LossWeights:
             total = add_up(self._items_so_far)
             self.expected_total = _power_of_two(total)
             return total
-        plan: UpdatePlan = self._tx.plan
+        plan: UpdatePlan = self._update.plan
         if num_workers > 1 and plan.total_samples is not None:
             return plan.total_samples
         return self._items_so_far * num_workers  # the mean of each worker weighs the same

@@ -8,7 +8,7 @@ from typing import Any
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.options import Settings
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 
 _ONCE = (
     "train_batch must call self.backward(loss) and self.optimizer_step(optimizer) once for each "
@@ -30,8 +30,8 @@ class MicroBatching(StepFeature):
     and uses the helpers of raysgd for gradients and updates.
     """
 
-    def __init__(self, settings: Settings, transaction: UpdateTransaction) -> None:
-        self._settings, self._transaction = settings, transaction
+    def __init__(self, settings: Settings, update: Update) -> None:
+        self._settings, self._update = settings, update
         self.why_not_split: str | None = None  # why batches must not be split
         self.may_split = False  # the loop of the segment in progress takes batches in parts
         self.split = 1  # parts of each batch; more than 1 after memory ran out
@@ -41,12 +41,12 @@ class MicroBatching(StepFeature):
         if fixed_by := self._settings.options.layout.fixed_by:
             raise RuntimeError(f"{why}. With {fixed_by}, {remedy}")
         self.why_not_split = self.why_not_split or why
-        if self._transaction.is_split:
+        if self._update.is_split:
             raise IndivisibleError(why)
 
-    def begin(self, tx: UpdateTransaction) -> None:
+    def begin(self, update: Update) -> None:
         """Warn if a batch cannot be split and is larger because workers are missing."""
-        if tx.plan.is_large:
+        if update.plan.is_large:
             self._settings.warn_once(
                 "indivisible",
                 "With %d of %d workers, each batch has more samples than its loader's batch size, "

@@ -137,18 +137,19 @@ class OperatorBase:
         If `train_epoch` calls this method, training continues in the modes of before. Workers may
         have different numbers of batches, so do not call collectives in this method.
         """
-        state, meters = self._train_state, AverageMeterCollection()
-        if state.step_iterator is None:  # `train_epoch` may call this method
-            state.meters = meters
+        train_state, meters = self._train_state, AverageMeterCollection()
+        if train_state.step_iterator is None:  # `train_epoch` may call this method
+            train_state.meters = meters
         # Within an epoch of training, the loop has not prepared the evaluation.
-        evaluating = contextlib.nullcontext if state.step_iterator is None else state.evaluating
-        with state.timing.paused(), evaluating(), self._eval_mode():
+        is_training = train_state.step_iterator is not None
+        evaluating = train_state.evaluating if is_training else contextlib.nullcontext
+        with train_state.timing.paused(), evaluating(), self._eval_mode():
             for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, state.epoch, val_iterator)
+                batch_info = self._batch_info(info, batch_idx, train_state.epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(metrics, weight_of(self.validate_batch, metrics))
-        if state.step_iterator is not None:
-            state.resume_modes()
+        if train_state.step_iterator is not None:
+            train_state.resume_modes()
         return meters.summary()
 
     # ---- for subclasses
@@ -158,18 +159,18 @@ class OperatorBase:
         return contextlib.nullcontext()
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        state = self._train_state
+        train_state = self._train_state
         with self._eval_mode():
             for batch_idx, batch in enumerate(iterator):
-                info = self._batch_info(None, batch_idx, state.epoch, iterator)
+                info = self._batch_info(None, batch_idx, train_state.epoch, iterator)
                 output = self.predict_batch(batch, info)
-                check_rows(output, info[NUM_SAMPLES], state.num_rows(batch))
-                yield state.to_cpu(output)
+                check_rows(output, info[NUM_SAMPLES], train_state.num_rows(batch))
+                yield train_state.to_cpu(output)
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
         segment: StepIterator | None = self._train_state.step_iterator
-        return segment is None or not segment.drawn_from or segment.loop_ends_epoch
+        return segment is None or not segment.was_read or segment.loop_ends_epoch
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int, iterator: Any = None
@@ -179,34 +180,35 @@ class OperatorBase:
             "batch_idx": batch_idx,
             NUM_SAMPLES: getattr(iterator, "num_joined", None),
             "global_step": self._train_state.global_step
-            + self._train_state.transaction.micro_batch.step_index,
+            + self._train_state.update.micro_batch.step_index,
             "epoch_idx": epoch_idx,
             "info": info and {k: v for k, v in info.items() if k not in _INFO_KEYS},
         }
 
     def _measure(self, meters: AverageMeterCollection, metrics: Any) -> None:
         """Add the metrics of a batch, or of a part of a batch. They count if its update counts."""
-        tx = self._train_state.transaction
-        micro_batch = tx.micro_batch
+        update = self._train_state.update
+        micro_batch = update.micro_batch
         weight = weight_of(self.train_batch, metrics, micro_batch.weight)
         if micro_batch.is_repeated:
             metrics, weight = {}, 0
         meters.hold(metrics, weight, micro_batch.ends_step)
         self._train_state.timing.num_samples += float(weight)
-        if not tx.is_open:  # the loop has its own batches
+        if not update.is_open:  # the loop has its own batches
             meters.count_held()
 
     def _finish_epoch(self, meters: AverageMeterCollection) -> dict[str, Any]:
         """Commit the last update if the loop stopped early. Return the metrics of the epoch."""
-        if self._train_state.transaction.should_commit():
+        if self._train_state.update.should_commit():
             self._train_state.step_iterator.finish()
         meters.count_held()  # of a group that another call of ``train_epoch`` continues
         return meters.summary()
 
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
-        state, kind = self._train_state, type(self).__name__
-        for what, objects in (("models", state.given_models), ("optimizers", state.optimizers)):
+        train_state, kind = self._train_state, type(self).__name__
+        models, optimizers = train_state.given_models, train_state.optimizers
+        for what, objects in (("models", models), ("optimizers", optimizers)):
             if len(objects) > 1:
                 raise RuntimeError(
                     f"{kind} registered {len(objects)} {what}, and the default train_batch trains "
@@ -257,10 +259,10 @@ def epoch_arguments(
 
 def weight_of(method: Callable[..., Any], metrics: Any, default: float = 1) -> Any:
     """Check the metrics of a batch. Return their weight: ``num_samples``, or else `default`."""
-    return check_result(method, metrics).get(NUM_SAMPLES, default)
+    return as_metrics(method, metrics).get(NUM_SAMPLES, default)
 
 
-def check_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
+def as_metrics(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
     """Check that a method of an operator returned a dict of metrics, and return it."""
     name = method.__qualname__
     if not isinstance(result, Mapping):
@@ -298,13 +300,13 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
     return operator
 
 
-def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Check a trainer's operator class. `shown` is the public name of its base class."""
+def check_operator(trainer: str, operator_cls: Any, base: type[Any], public_name: str) -> None:
+    """Check a trainer's operator class. `public_name` is the public name of its base class."""
     fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
     if not fits:
         raise TypeError(
-            f"{trainer}(training_operator_cls=...) must be a subclass of {shown} (the class, not "
-            f"an instance), but it is {operator_cls!r}."
+            f"{trainer}(training_operator_cls=...) must be a subclass of {public_name} (the class, "
+            f"not an instance), but it is {operator_cls!r}."
         )
     if operator_cls.setup is base.setup:
         raise NotImplementedError(

@@ -27,7 +27,7 @@ from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.serialization import Parcel, pack
 from raysgd.comm.horovod import check_horovod
 from raysgd.data.partition import StepLayout
-from raysgd.elastic.config import check_elastic
+from raysgd.elastic.config import as_elastic_config
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Options(ABC):
             min_workers=min_workers,
             config=config,
             resources_per_worker=self._check_resources(),
-            elastic=check_elastic(self.trainer, self.elastic, self.times_steps),
+            elastic=as_elastic_config(self.trainer, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
             parts = "num_shards" if self.layout.has_fixed_parts else "num_workers"

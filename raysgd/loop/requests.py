@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _EpochRequest(Request):
-    number: int  # of the call; a repeated request has the same number
+    call_number: int  # a repeated request has the same number
     info: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
 
@@ -62,7 +62,7 @@ class PredictRequest(Request):
 class DepartureRequest(Request):
     """Return the metrics of a worker that leaves before the end of a call of `train`."""
 
-    number: int  # of the call
+    call_number: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class UpdateSchedulersRequest(Request):
     """Step every scheduler with a metric, once per call."""
 
     name = "update_scheduler"
-    number: int  # of the call
+    call_number: int
     metric: float
 
 
@@ -85,10 +85,10 @@ class StateRequest(Request):
 class SaveRequest(Request):
     """Return the state as the content of a file, with the parts of the driver."""
 
-    of_driver: Mapping[str, Any]
+    driver_entries: Mapping[str, Any]
     generators: Sequence[Any]  # of all workers
     frozen: bool = True  # as in `StateRequest`
-    shown: str  # name of the file in messages
+    label: str  # name of the file in messages
 
 
 class PrepareExportRequest(Request):

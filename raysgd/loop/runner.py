@@ -25,11 +25,11 @@ from raysgd.elastic.call import (
     RestartStateRequest,
 )
 from raysgd.loop import requests
+from raysgd.loop.control import LoopControl
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
-from raysgd.loop.signal import Signal
 from raysgd.loop.state_schema import state_for
-from raysgd.loop.train_state import Generators, SavedState, TrainState
+from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
 from raysgd.metrics import AverageMeterCollection
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class OperatorRunner(Runner, ABC):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._loop: Loop | None = None
-        self.signal = Signal()
-        self.generators = Generators()
+        self.control = LoopControl()
+        self.generators = RandomGenerators()
         self._latest = MetricReader()
 
     # ---- lifecycle
@@ -82,11 +82,11 @@ class OperatorRunner(Runner, ABC):
             train_state.data.set_batch_size(state["batching"])
             if why := state["why_not_split"]:
                 train_state.micro_batching.refuse(why)
-        follows = train_state.replication.follows(is_leader, train_state.is_new)
+        follows = train_state.replication.loads_leader_state(is_leader, train_state.is_new)
         loop.saved_state.copy_from(leader_rank, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
-            train_state.transaction.is_damaged = state["is_damaged"]
+            train_state.update.is_damaged = state["is_damaged"]
             loop.saved_state.set_module_modes(state["module_modes"])
         if is_leader:
             return None
@@ -112,7 +112,7 @@ class OperatorRunner(Runner, ABC):
 
     def host(self, operator: Any, saved_state: SavedState) -> None:
         """Start an operator that is set up. Use the data order and the state of rank 0."""
-        self._loop = Loop(operator, saved_state, self.signal)
+        self._loop = Loop(operator, saved_state, self.control)
         train_state = self._train_state
         self._set_config_batch(train_state.context)
         if train_state.context.world_size > 1:
@@ -155,7 +155,7 @@ class OperatorRunner(Runner, ABC):
         train_state, segment = self._train_state, self._train_state.step_iterator
         running, features = segment or self._loop.evaluation.batches, train_state.features
         meters = None if running is None else train_state.meters
-        is_merged = segment is not None and train_state.transaction.has_fixed_parts
+        is_merged = segment is not None and train_state.update.has_fixed_parts
         source, began_at = self._loop.source, self._loop.call_progress.state.began_at
         num_copies = train_state.context.world_size if is_merged else 1
         return Progress(
@@ -174,34 +174,34 @@ class OperatorRunner(Runner, ABC):
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
             latest={} if meters is None else self._latest.read(meters),
-            points=self._loop.call_progress.points_after(acknowledged_step),
+            points=self._loop.call_progress.release_points(acknowledged_step),
             bad_steps=[s for each in features for s in each.bad_steps if s["step"] > began_at],
             holdings=train_state.holdings,
             timing=train_state.timing.totals,
-            failed_at=self.signal.failed_at or f"after step {train_state.global_step}",
+            failed_at=self.control.failed_at or f"after step {train_state.global_step}",
             warning="\n".join(filter(None, (each.warning for each in features))),
         )
 
     def request_stop(self, requested: bool) -> None:
-        self.signal.must_stop = requested
+        self.control.must_stop = requested
 
     def pause_at(self, step: int | None) -> int:
-        self.signal.driver_pause = step
+        self.control.driver_pause = step
         return 0 if self._loop is None else self._train_state.global_step
 
     def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
-        return None if self._loop is None else self._loop.snapshots.get(num_changes)
+        return None if self._loop is None else self._loop.snapshots.begin_sending(num_changes)
 
     def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:
         if self._loop is not None:
-            self._loop.snapshots.release(snapshot, seconds)
+            self._loop.snapshots.end_sending(snapshot, seconds)
 
     # ---- requests
 
     def handle(self, request: Request) -> Any:
         """Handle a request of the driver. Defer Ctrl-C while a step is in progress."""
-        self.signal.failed_at = ""
-        with self.signal.deferring_ctrl_c():
+        self.control.failed_at = ""
+        with self.control.deferring_ctrl_c():
             match request:
                 case requests.TrainRequest():
                     with self._train_state.timing.running():
@@ -215,15 +215,15 @@ class OperatorRunner(Runner, ABC):
                 case requests.PredictRequest():
                     return self._hosted_loop.evaluation.predict(request.loader)
                 case requests.DepartureRequest():
-                    return self._hosted_loop.departure_metrics(request.number)
+                    return self._hosted_loop.departure_metrics(request.call_number)
                 case requests.UpdateSchedulersRequest():
-                    return self.update_schedulers(request.number, request.metric)
+                    return self.update_schedulers(request.call_number, request.metric)
                 case requests.StateRequest():
                     return self.state_dict(request.frozen)
                 case requests.SaveRequest():
-                    state = {**self.state_dict(request.frozen), **request.of_driver}
+                    state = {**self.state_dict(request.frozen), **request.driver_entries}
                     state["data"]["rng"] = request.generators
-                    write = functools.partial(write_state, state, request.shown)
+                    write = functools.partial(write_state, state, request.label)
                     return Content(write, facts_of(state))
                 case LoadRequest():
                     return self.load_state_dict(request.state, request.incoming)
@@ -260,8 +260,8 @@ class OperatorRunner(Runner, ABC):
     # ---- answers to requests
 
     @abstractmethod
-    def update_schedulers(self, number: int, metric: float) -> None:
-        """Step every scheduler with a metric, only once for each `number` of a call."""
+    def update_schedulers(self, call_number: int, metric: float) -> None:
+        """Step every scheduler with a metric, only once for each call."""
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""
@@ -286,7 +286,7 @@ class OperatorRunner(Runner, ABC):
     def state_dict(self, frozen: bool = True) -> dict[str, Any]:
         """Return the state, or this worker's shards of it, on the CPU."""
         self._train_state.check_undamaged()
-        if not self._train_state.replication.in_sync:
+        if not self._train_state.replication.is_in_sync:
             self._train_state.settings.warn_once(
                 "ahead",
                 "Workers were lost within a step, and some optimizers of this state have already "
@@ -319,7 +319,7 @@ class OperatorRunner(Runner, ABC):
                     load_or_restore(self.operator, own, state["operator"], "operator")
                 )
             if incoming is not None and incoming.places:
-                train_state.transaction.is_damaged = True
+                train_state.update.is_damaged = True
                 incoming.fill()
             saved_state.load(state)
         self._hosted_loop.forget_iteration()
@@ -343,17 +343,18 @@ class OperatorRunner(Runner, ABC):
         if self._loop is None or self._train_state.holdings.condition != "good":
             return None
         train_state = self._train_state
-        has_all = train_state.context.world_size == num_workers and train_state.replication.in_sync
+        is_in_sync = train_state.replication.is_in_sync
+        has_all = train_state.context.world_size == num_workers and is_in_sync
         if not (train_state.holdings.complete or has_all):
             return None
         state: dict[str, Any] = train_state.to_cpu(state_for("snapshot", self._loop))
         return state
 
 
-def _warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
-    now, then = state.data.current.global_batch_size, position.get("global_batch")
-    if None not in (now, then, state.settings.options.layout.num_parts) and now != then:
-        state.settings.warn_once(
+def _warn_of_other_steps(train_state: TrainState, position: Mapping[str, Any]) -> None:
+    now, then = train_state.data.current.global_batch_size, position.get("global_batch")
+    if None not in (now, then, train_state.settings.options.layout.num_parts) and now != then:
+        train_state.settings.warn_once(
             "step size",
             "A step had %d samples when the state was saved, and has %d now. This changes the "
             "length of epochs and schedules. To keep the size, register loaders with "

@@ -32,33 +32,33 @@ class Snapshots:
     most `_BUDGET` of the training time since the last one.
     """
 
-    def __init__(self, state: TrainState, read: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, train_state: TrainState, read_state: Callable[[], dict[str, Any]]) -> None:
         self.clock = time.monotonic
-        self._state, self._read = state, read
-        self._every = state.settings.options.elastic.snapshot_every
+        self._train_state, self._read_state = train_state, read_state
+        self._every = train_state.settings.options.elastic.snapshot_every
         self._newest: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
         self._copy: dict[str, Any] | None = None  # until it is sent
         self._is_sending = False
         self._is_needed = self._every != "auto"  # whether a snapshot is due in any case
         self.num_changes = 0
         self._copy_s, self._s_per_byte = 0.0, _S_PER_BYTE
-        self._trained_s = self._looked_at = 0.0
+        self._trained_s = self._checked_at = 0.0
         self._wait_s = 0.0  # training time that pays for the next snapshot
 
     @property
     def takes_between_steps(self) -> bool:
         """Whether this worker may take a copy after a step, and not only before a segment."""
-        return self._holds and (self._every == "auto" or isinstance(self._every, int))
+        return self._keeps_copy and (self._every == "auto" or isinstance(self._every, int))
 
     @property
     def _has_shards(self) -> bool:
-        context = self._state.context
+        context = self._train_state.context
         ends_with_driver = context.in_driver and context.world_size == 1
-        return not (self._state.holdings.complete or ends_with_driver)
+        return not (self._train_state.holdings.complete or ends_with_driver)
 
     @property
-    def _holds(self) -> bool:
-        context = self._state.context
+    def _keeps_copy(self) -> bool:
+        context = self._train_state.context
         return self._has_shards or (context.world_rank == 0 and not context.in_driver)
 
     @property
@@ -73,18 +73,18 @@ class Snapshots:
         the state is sharded, every rank copies its shards. `begins`: whether a segment begins,
         which all ranks do together.
         """
-        train_state, context, now = self._state, self._state.context, self.clock()
+        train_state, context, now = self._train_state, self._train_state.context, self.clock()
         if not begins:
-            self._trained_s += now - self._looked_at
-        self._looked_at = now
-        if not self._holds:
+            self._trained_s += now - self._checked_at
+        self._checked_at = now
+        if not self._keeps_copy:
             self._trained_s = 0.0
             return
         has_shards = self._has_shards
         must_agree = has_shards and self._every == "auto" and not self._is_needed
         if self._every is None or (must_agree and not begins):
             return
-        due = train_state.replication.in_sync and (self._is_needed or self._decide_due())
+        due = train_state.replication.is_in_sync and (self._is_needed or self._decide_due())
         if must_agree and context.distributed:
             # The clocks of the ranks differ, but all shards must be of one step.
             due = bool(train_state.collectives.minimum(int(due)))
@@ -108,24 +108,25 @@ class Snapshots:
     def _decide_due(self) -> bool:
         epoch, step = self._newest or (-1, 0)
         if isinstance(self._every, int):
-            return self._state.global_step - step >= self._every
-        is_new_epoch = epoch != self._state.epoch
+            return self._train_state.global_step - step >= self._every
+        is_new_epoch = epoch != self._train_state.epoch
         if self._every == "epoch":
             return is_new_epoch
         if self._trained_s < max(self._wait_s, 0.0 if is_new_epoch else _PAUSE_S):
             return False
-        self._set_wait(_num_bytes(self._read()))
+        self._set_wait(_num_bytes(self._read_state()))
         return self._trained_s >= self._wait_s
 
     def _set_wait(self, size: int) -> None:
         self._wait_s = 0.0 if size <= _SMALL_BYTES else size * self._s_per_byte / _BUDGET
 
     def _take(self) -> None:
-        train_state, began = self._state, self.clock()
+        train_state, began = self._train_state, self.clock()
         self._copy, self._trained_s = None, 0.0  # release its memory first
         self._is_sending = self._is_needed = False
         try:
-            copy = map_leaves(self._read(), lambda leaf: train_state.copy_leaf(leaf, on_host=True))
+            state = self._read_state()
+            copy = map_leaves(state, lambda leaf: train_state.copy_leaf(leaf, on_host=True))
         except Exception as error:
             if not train_state.micro_batching.is_tolerable(error):
                 raise
@@ -137,8 +138,8 @@ class Snapshots:
                 error,
             )
             return
-        self._looked_at = self.clock()
-        self._copy, self._copy_s = copy, self._looked_at - began
+        self._checked_at = self.clock()
+        self._copy, self._copy_s = copy, self._checked_at - began
         self._newest = train_state.epoch, train_state.global_step
 
     def clear(self, outdated: bool = False) -> None:
@@ -151,7 +152,7 @@ class Snapshots:
         self._is_needed = outdated or self._every != "auto"
         self.num_changes += outdated
 
-    def get(self, num_changes: int | None = None) -> dict[str, Any] | None:
+    def begin_sending(self, num_changes: int | None = None) -> dict[str, Any] | None:
         """Return the newest copy, or None if it was sent. Called from another thread.
 
         Return None too if the number of changes is not `num_changes`: the driver has asked for an
@@ -163,7 +164,7 @@ class Snapshots:
         self._is_sending = copy is not None
         return copy
 
-    def release(self, copy: dict[str, Any], seconds: float) -> None:
+    def end_sending(self, copy: dict[str, Any], seconds: float) -> None:
         """Release a copy after it was sent within `seconds`. Called from another thread."""
         if self._copy is copy:
             self._copy, self._is_sending, size = None, False, _num_bytes(copy)

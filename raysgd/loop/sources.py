@@ -200,7 +200,7 @@ class DataSources(ABC):
         return source is None or source.knows_sizes
 
     @property
-    def keeps_global_batch(self) -> bool:
+    def keeps_requested_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
         source, size = self._sources.get("train"), self._settings.requested_batch
         return source is not None and source.keeps_step_size and source.global_batch_size == size

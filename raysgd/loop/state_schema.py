@@ -19,7 +19,7 @@ schedulers, optimizers, models,   `SavedState.copy_from`                follower
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
-``is_damaged``                    `UpdateTransaction`                   followers
+``is_damaged``                    `Update`                   followers
 ``module_modes``                  `SavedState.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
 ``call``                          `CallProgress.continue_call`          all others
@@ -64,7 +64,7 @@ def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
         return state | {
             "fingerprint": data.fingerprint(),
             "why_not_split": train_state.micro_batching.why_not_split,
-            "is_damaged": train_state.transaction.is_damaged,
+            "is_damaged": train_state.update.is_damaged,
         }
     if receiver == "snapshot":  # shares of the global batch follow from the new number of workers
         batching = state["batching"].items()

@@ -14,7 +14,7 @@ from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
-from raysgd.loop.signal import Signal
+from raysgd.loop.control import LoopControl
 from raysgd.loop.train_state import TrainState
 
 _NOTHING = object()
@@ -32,25 +32,25 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `_read` returns the iterator over the source. `_have_batches` returns 0 if any rank has no
-    batch, and may compare the samples of ranks. The functions `_after_commit` run after each
+    `_open_batches` returns the iterator over the source. `_have_batches` returns 0 if any rank has
+    no batch, and may compare the samples of ranks. The functions `_after_commit` run after each
     commit, unless the loop has raised.
     """
 
     _train_state: TrainState
     _source: BatchSource
-    _read: Callable[[], Iterator[Any]]
+    _open_batches: Callable[[], Iterator[Any]]
     _limit: int | None
     _steps_left: int | None
     _have_batches: Callable[[int], int] | None
-    _signal: Signal
+    _control: LoopControl
     _after_commit: Sequence[Callable[[], None]] = ()
 
-    paused = False
-    drawn_from = False
-    loader_failed = False  # the loader raised an error, so its iterator cannot continue
-    _exhausted = False  # some rank has no more batches in the epoch
-    _ended = False  # `__next__` has raised StopIteration: the epoch or the segment ends
+    has_paused = False
+    was_read = False
+    has_loader_failed = False  # the loader raised an error, so its iterator cannot continue
+    _is_exhausted = False  # some rank has no more batches in the epoch
+    _has_ended = False  # `__next__` has raised StopIteration: the epoch or the segment ends
 
     def __post_init__(self) -> None:
         train_state = self._train_state
@@ -59,14 +59,14 @@ class StepIterator:
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
         self.start_step, self.start_offset = train_state.global_step, train_state.offset
         self.num_steps, self._started = 0, time.perf_counter()
-        self._tx = train_state.transaction
+        self._update = train_state.update
         self.batch: Any = None
         self._micro_batches: deque[tuple[Any, MicroBatch]] = deque()
         self._ahead: deque[Any] = deque()  # batches of the loader that no update has
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
-        return self._read()  # when `allow_split` can no longer be called
+        return self._open_batches()  # when `allow_split` can no longer be called
 
     @property
     def step_s(self) -> float:
@@ -77,64 +77,65 @@ class StepIterator:
     @property
     def num_finished_steps(self) -> int:
         """Number of finished steps, including steps that wait for their update."""
-        return self.num_steps + self._tx.micro_batch.step_index
+        return self.num_steps + self._update.micro_batch.step_index
 
     @property
     def num_joined(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
         is_split = self._train_state.micro_batching.split > 1
-        trains_all = not (self._tx.micro_batch.is_repeated or is_split)
+        trains_all = not (self._update.micro_batch.is_repeated or is_split)
         return self._source.num_joined if trains_all else None
 
     def describe_place(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""
         step = f"step {self.start_step + self.num_finished_steps + 1}"
-        if self.loader_failed:
+        if self.has_loader_failed:
             return f"when reading the batch of {step}"
         return f"in {step}, batch {describe(self.batch)}"
 
     @property
     def epoch_is_over(self) -> bool:
-        return self._exhausted or self.num_steps == self._steps_left
+        return self._is_exhausted or self.num_steps == self._steps_left
 
     @property
     def loop_ends_epoch(self) -> bool:
         """Whether the epoch is over if the loop asks for no further batch."""
-        if not self._ended and self._limit is None:
+        if not self._has_ended and self._limit is None:
             return True  # a loop that stops early ends the epoch
-        newest = self._tx.micro_batch
-        pending = newest.step_index + newest.ends_step if self._tx.is_open else 0
+        newest = self._update.micro_batch
+        pending = newest.step_index + newest.ends_step if self._update.is_open else 0
         return self.epoch_is_over or self.num_steps + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
         return self
 
     def __next__(self) -> Any:
-        self.drawn_from = True
+        self.was_read = True
         self._train_state.timing.enter(OTHER)
-        if self._tx.is_open:
+        if self._update.is_open:
             self._commit_if_done()
-        self._signal.raise_stop()
+        self._control.raise_stop()
         if self._micro_batches:
             return self._next_micro_batch()
-        if not self._ahead and (self._tx.is_open or not self._decide_end()):
+        if not self._ahead and (self._update.is_open or not self._decide_end()):
             self._read_ahead()
         if not self._ahead:
-            self._ended = True
+            self._has_ended = True
             raise StopIteration
         batch = self._ahead.popleft()
         # A partitioned source can read the batch again by its offset.
-        self._tx.drawn.append(None if self._source.is_partitioned else batch)
+        self._update.drawn.append(None if self._source.is_partitioned else batch)
         micro_batch = self._plan_batch()
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
         self._micro_batches.extend(split_batch(batch, micro_batch))
-        self._tx.parts_per_batch = max(self._tx.parts_per_batch, len(self._micro_batches))
+        self._update.parts_per_batch = max(self._update.parts_per_batch, len(self._micro_batches))
         return self._next_micro_batch()
 
     def _next_micro_batch(self) -> Any:
         part, micro_batch = self._micro_batches.popleft()
-        batch_is_last = self._exhausted or len(self._tx.drawn) == len(self._tx.plan.batches)
+        num_batches = len(self._update.plan.batches)
+        batch_is_last = self._is_exhausted or len(self._update.drawn) == num_batches
         self._train_state.begin_micro_batch(
             micro_batch, is_last=batch_is_last and not self._micro_batches
         )
@@ -142,33 +143,33 @@ class StepIterator:
         return part
 
     def _decide_end(self) -> bool:
-        if self._exhausted or self.num_steps == self.total_steps:
+        if self._is_exhausted or self.num_steps == self.total_steps:
             return True
-        self.paused = self._signal.pauses_at(self.start_step + self.num_steps)
-        return self.paused
+        self.has_paused = self._control.pauses_at(self.start_step + self.num_steps)
+        return self.has_paused
 
     def finish(self) -> None:
         """End the segment after the loop has returned."""
         self._commit_if_done()
-        if self._tx.is_open:
+        if self._update.is_open:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "
-                f"groups of {len(self._tx.plan.batches)} batches from the iterator."
+                f"groups of {len(self._update.plan.batches)} batches from the iterator."
             )
         if self.epoch_is_over:
             # Code of the loader after its last batch may matter.
-            rest = self._signal.next_batch(self._batches, _NOTHING)
-            state, source = self._train_state, self._source
-            if rest is not _NOTHING and source.steps_left(state.offset) == 0:
+            rest = self._control.next_batch(self._batches, _NOTHING)
+            train_state, source = self._train_state, self._source
+            if rest is not _NOTHING and source.steps_left(train_state.offset) == 0:
                 text = "Epochs end after len(loader) batches and leave out the rest of %s."
-                state.settings.warn_once("length", text, source.describe())
+                train_state.settings.warn_once("length", text, source.describe())
 
     def end_after_error(self) -> list[Any]:
         """Undo the update in progress, unless it counts. Return the batches to train again."""
-        if self._tx.should_commit(raised=True):
+        if self._update.should_commit(raised=True):
             with contextlib.suppress(Exception):  # the error of the loop is raised
                 self._commit()
-        again = [*self._tx.drawn, *self._ahead]
+        again = [*self._update.drawn, *self._ahead]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
@@ -176,20 +177,20 @@ class StepIterator:
 
     def _commit_if_done(self) -> None:
         """Commit the update in progress, if its last micro-batch has ended."""
-        if self._tx.should_commit():
+        if self._update.should_commit():
             self._commit()
             for function in self._after_commit:
                 function()
 
     def _plan_batch(self) -> MicroBatch:
         """Return the plan of the newest batch. The first batch plans the whole update."""
-        train_state, index = self._train_state, len(self._tx.drawn) - 1
+        train_state, index = self._train_state, len(self._update.drawn) - 1
         if index == 0:
             size = train_state.accumulation_steps
             steps_left = None if self.total_steps is None else self.total_steps - self.num_steps
             num_steps = size if steps_left is None else min(size, steps_left)
-            self._tx.plan = self._source.plan(train_state.offset, num_steps)
-        planned = self._tx.plan.batches
+            self._update.plan = self._source.plan(train_state.offset, num_steps)
+        planned = self._update.plan.batches
         if index + 1 < len(planned) and not self._source.is_partitioned:
             self._read_ahead()  # the loader may end before its claimed length
         return planned[index]
@@ -199,9 +200,9 @@ class StepIterator:
         timing = self._train_state.timing
         timing.enter(DATA)
         try:
-            batch = self._signal.next_batch(self._batches, _NOTHING)
+            batch = self._control.next_batch(self._batches, _NOTHING)
         except BaseException:
-            self.loader_failed = True
+            self.has_loader_failed = True
             raise
         timing.enter(OTHER)
         if batch is not _NOTHING:
@@ -209,14 +210,14 @@ class StepIterator:
         if self._have_batches is not None and not self._have_batches(len(self._ahead)):
             self._ahead.clear()
         if not self._ahead:
-            self._exhausted = True
+            self._is_exhausted = True
             self._check_length()
 
     def _check_length(self) -> None:
         train_state = self._train_state
         if self._steps_left is None or train_state.context.world_size == 1:
             return
-        taken = self.num_steps + len(self._tx.drawn)
+        taken = self.num_steps + len(self._update.drawn)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self._steps_left} batches, and other workers would wait for more. Correct or "
@@ -224,19 +225,19 @@ class StepIterator:
         )
 
     def _commit(self) -> None:
-        num_steps = self._tx.micro_batch.step_index + 1
+        num_steps = self._update.micro_batch.step_index + 1
         offset = self._source.offset_after(self.start_offset, self.num_steps + num_steps)
         try:
             self._train_state.commit(num_steps, offset)
         finally:
-            if not self._tx.is_open:
+            if not self._update.is_open:
                 self.batch = None
                 self.num_steps += num_steps
 
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:
     """Allow the iterator of a segment to split large batches into parts."""
-    if isinstance(iterator, StepIterator) and not iterator.drawn_from:
+    if isinstance(iterator, StepIterator) and not iterator.was_read:
         micro_batching = iterator._train_state.micro_batching
         micro_batching.may_split = micro_batching.why_not_split is None
     return iterator

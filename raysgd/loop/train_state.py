@@ -24,7 +24,7 @@ from raysgd.loop.feature import UPDATE_HOOKS, Replication, StepFeature
 from raysgd.loop.micro_batching import MicroBatching
 from raysgd.loop.options import Settings
 from raysgd.loop.sources import DataSources
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.metrics import AverageMeterCollection
 
 
@@ -57,8 +57,8 @@ class TrainState(ABC):
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}
         self.meters: AverageMeterCollection | None = None
-        self.transaction = UpdateTransaction(settings.options.layout.has_fixed_parts)
-        self.micro_batching = MicroBatching(settings, self.transaction)
+        self.update = Update(settings.options.layout.has_fixed_parts)
+        self.micro_batching = MicroBatching(settings, self.update)
         self.replication = Replication()
         self.set_features([self.micro_batching])
         self.modes: list[tuple[Any, bool]] = []
@@ -120,28 +120,28 @@ class TrainState(ABC):
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""
-        tx = self.transaction
-        tx.begin_micro_batch(micro_batch, is_last)
-        if tx.index == 0:
+        update = self.update
+        update.begin_micro_batch(micro_batch, is_last)
+        if update.index == 0:
             for feature in self.features_with["begin"]:
-                feature.begin(tx)
+                feature.begin(update)
         for feature in self.features_with["begin_micro_batch"]:
-            feature.begin_micro_batch(tx)
+            feature.begin_micro_batch(update)
 
     def commit(self, num_steps: int, offset: int) -> None:
         """Commit the update in progress, after which the position is at `offset` of the epoch."""
-        tx = self.transaction
-        tx.is_committing = True
+        update = self.update
+        update.is_committing = True
         for feature in self.features_with["before_commit"]:
-            feature.before_commit(tx)
-        tx.commit()
+            feature.before_commit(update)
+        update.commit()
         self.global_step, self.offset = self.global_step + num_steps, offset
         self.timing.num_steps += num_steps
         try:
             for feature in self.features_with["commit"]:
-                feature.commit(tx)
+                feature.commit(update)
         finally:
-            tx.reset()
+            update.reset()
             if self.meters is not None:
                 self.meters.count_held()
 
@@ -152,7 +152,7 @@ class TrainState(ABC):
 
     def check_undamaged(self) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
-        if self.transaction.is_damaged:
+        if self.update.is_damaged:
             raise RuntimeError(
                 f"The step after step {self.global_step} failed after it had changed some "
                 "parameters: an optimizer raised within its step, or train_batch changed them "
@@ -162,8 +162,8 @@ class TrainState(ABC):
 
     def roll_back(self) -> None:
         for feature in self.features:
-            feature.roll_back(self.transaction)
-        self.transaction.reset()
+            feature.roll_back(self.update)
+        self.update.reset()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -200,14 +200,14 @@ class TrainState(ABC):
     @contextlib.contextmanager
     def rehearsing(self, operator: Any) -> Iterator[None]:
         """Return a context that restores the operator, the models, and this state at its end."""
-        tx = self.transaction
+        update = self.update
         with (
             preserving(operator, [self, *self.features]),
             preserving(self),
             self.restoring_models(),
-            preserving(tx),
-            preserving(tx.weights),
-            preserving(tx.steps),
+            preserving(update),
+            preserving(update.losses),
+            preserving(update.optimizer_steps),
         ):
             yield
 
@@ -224,7 +224,7 @@ class TrainState(ABC):
     def begin_generation(self, context: WorkerContext) -> None:
         self.is_new = self.is_new or self.context.alone
         self.settings.context = context
-        self.transaction.weights.expected_total = None  # new workers must use the same number
+        self.update.losses.expected_total = None  # new workers must use the same number
         self.data.repartition()
         for feature in self.features:
             feature.begin_generation()
@@ -233,7 +233,7 @@ class TrainState(ABC):
     def holdings(self) -> Holdings:
         """What this worker has of the state. Another thread may read it."""
         own = self.replication.holdings
-        is_damaged = self.transaction.is_damaged and own.condition == "good"
+        is_damaged = self.update.is_damaged and own.condition == "good"
         return replace(own, condition="damaged") if is_damaged else own
 
 
@@ -297,7 +297,7 @@ class SavedState(ABC):
         return state
 
 
-class Generators:
+class RandomGenerators:
     """The random number generators of Python and NumPy. Subclasses add framework generators."""
 
     def state(self) -> dict[str, Any]:

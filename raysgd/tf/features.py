@@ -13,7 +13,7 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, cpu_model, format_values, hash_of, minority_of
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.tf.communication import communication_of
 from raysgd.tf.engine import Engine
 from raysgd.tf.train_state import KerasSavedState, KerasTrainState
@@ -29,57 +29,59 @@ class ReplicaSync(StepFeature):
     group or by user code, before a save, and at most every 100 steps.
     """
 
-    def __init__(self, state: KerasTrainState) -> None:
-        self._state = state
+    def __init__(self, train_state: KerasTrainState) -> None:
+        self._train_state = train_state
         self._trainable: Any = None
         self._num_unchecked = _COMPARED_EVERY  # steps since the last comparison
 
     def start_together(self) -> None:
-        KerasSavedState(self._state).copy_from(0, follows=True)
+        KerasSavedState(self._train_state).copy_from(0, follows=True)
 
     def begin_generation(self) -> None:
-        self._state.collectives = communication_of(self._state.settings)
+        self._train_state.collectives = communication_of(self._train_state.settings)
         self.after_apply()
 
     def after_apply(self) -> None:
         self._num_unchecked = _COMPARED_EVERY
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._state.check_compiled()
-        if self._trainable != (trainable := self._state.trainable_flags()):
-            self._trainable, self._state.engine = trainable, Engine()  # graphs depend on it
+        self._train_state.check_compiled()
+        if self._trainable != (trainable := self._train_state.trainable_flags()):
+            self._trainable, self._train_state.engine = trainable, Engine()  # graphs depend on it
         self._compare()
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._num_unchecked += 1
 
     def end_epoch(self, epoch: int) -> None:
-        compare_update(self._state)  # workers with more batches raise an error, and do not wait
+        # Workers with more batches raise an error, and do not wait.
+        compare_update(self._train_state)
 
     def before_export(self) -> None:
         self._compare(after=1)
 
     def _compare(self, after: int = _COMPARED_EVERY) -> None:
         """Raise an error if weights or optimizers differ between workers with equal CPUs."""
-        state = self._state
-        if self._num_unchecked < after or state.collectives.size == 1:
+        train_state = self._train_state
+        if self._num_unchecked < after or train_state.collectives.size == 1:
             return
-        weights = [(v, v.trainable) for model in state.models for v in model.weights]
-        states = [(v, True) for optimizer in state.optimizers for v in optimizer.variables]
+        weights = [(v, v.trainable) for model in train_state.models for v in model.weights]
+        states = [(v, True) for optimizer in train_state.optimizers for v in optimizer.variables]
         digests = {
             f"value {n} of {v.path}": zlib.crc32(v.numpy().tobytes()) if is_trained else "frozen"
             for n, (v, is_trained) in enumerate(weights + states)
         }
-        _check_equal(state, {**digests, "CPU": cpu_model()})
+        _check_equal(train_state, {**digests, "CPU": cpu_model()})
         self._num_unchecked = 0
 
     def sync_buffers(self) -> None:
         """Average non-trainable variables, such as batch statistics, over the ranks."""
         self._compare()
-        collectives = self._state.collectives
+        collectives = self._train_state.collectives
         if collectives.size == 1:
             return
-        kept = [v.value for model in self._state.models for v in model.non_trainable_variables]
+        models = self._train_state.models
+        kept = [v.value for model in models for v in model.non_trainable_variables]
         floats = [variable for variable in kept if variable.dtype.is_floating]
         if floats:
             means = collectives.mean([tf.identity(variable) for variable in floats])
@@ -94,58 +96,60 @@ class KerasOptimization(StepFeature):
     update of the step may fail.
     """
 
-    def __init__(self, state: KerasTrainState) -> None:
-        self._state = state
+    def __init__(self, train_state: KerasTrainState) -> None:
+        self._train_state = train_state
         self._accumulated: dict[int, list[Any]] = {}
         self._before: dict[int, tuple[Any, Any]] = {}
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        if tx.weights.has_gap:
-            self._state.micro_batching.refuse("train_batch does not call self.minimize()")
+    def begin_micro_batch(self, update: Update) -> None:
+        if update.losses.has_gap:
+            self._train_state.micro_batching.refuse("train_batch does not call self.minimize()")
 
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over the workers and update, or accumulate them until the last part."""
-        collectives, tx = self._state.collectives, self._state.transaction
-        if tx.steps.requested:
-            self._state.micro_batching.refuse("train_batch calls self.minimize() several times")
-        tx.steps.requested.add(id(optimizer))
-        weight = tx.weights.add(LossCount(), collectives.size).loss
+        collectives, update = self._train_state.collectives, self._train_state.update
+        if update.optimizer_steps.requested:
+            why = "train_batch calls self.minimize() several times"
+            self._train_state.micro_batching.refuse(why)
+        update.optimizer_steps.requested.add(id(optimizer))
+        weight = update.losses.add(LossCount(), collectives.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
-        if not tx.is_only:
+        if not update.is_only:
             earlier = self._accumulated.get(id(optimizer))
             gradients = gradients if earlier is None else list(map(_add, earlier, gradients))
             self._accumulated[id(optimizer)] = gradients
-        if not tx.is_last:
+        if not update.is_last:
             return
-        if compare_update(self._state, variables, lacks_gradient=any(g is None for g in gradients)):
+        lacks_gradient = any(gradient is None for gradient in gradients)
+        if compare_update(self._train_state, variables, lacks_gradient):
             gradients = collectives.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = collectives.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
-        if len(self._state.optimizers) > 1:
+        if len(self._train_state.optimizers) > 1:
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
-        tx.steps.running = optimizer
-        self._state.engine.update(optimizer, means, changed)
-        tx.steps.end(optimizer)
+        update.optimizer_steps.running = optimizer
+        self._train_state.engine.update(optimizer, means, changed)
+        update.optimizer_steps.end(optimizer)
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._accumulated.clear()
         self._before.clear()
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         for variable, value in self._before.values():
             variable.assign(value)
-        if tx.steps.running is not None and not self._before:
-            tx.is_damaged = True
-        self.commit(tx)
+        if update.optimizer_steps.running is not None and not self._before:
+            update.is_damaged = True
+        self.commit(update)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Evaluate with the averaged weights of ``use_ema``, like ``fit()``."""
         saved_values = []
-        for optimizer, variables in self._state.list_trained():
+        for optimizer, variables in self._train_state.list_trained():
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             if getattr(inner, "use_ema", False) and int(inner.iterations) > 0:
                 saved_values += [(v, tf.identity(v.value)) for v in variables]
@@ -167,21 +171,22 @@ def _add(left: Any, right: Any) -> Any:
 
 
 def compare_update(
-    state: KerasTrainState, variables: Sequence[Any] = (), lacks_gradient: bool = False
+    train_state: KerasTrainState, variables: Sequence[Any] = (), lacks_gradient: bool = False
 ) -> bool:
     """Return whether any worker lacks a gradient. Every worker must call this.
 
     Raise an error if others train other variables, have read other samples, or are at the end of an
     epoch, without variables.
     """
-    if state.collectives.size == 1:
+    if train_state.collectives.size == 1:
         return False
-    trained = state.engine.cache(lambda: _describe_variables(state.models, variables), *variables)
+    models, cache = train_state.models, train_state.engine.cache
+    trained = cache(lambda: _describe_variables(models, variables), *variables)
     contents = {
-        "the samples that they have read": state.data.current.update_digest,
+        "the samples that they have read": train_state.data.current.update_digest,
         "what they train": trained,
     }
-    return _check_equal(state, contents, lacks_gradient)
+    return _check_equal(train_state, contents, lacks_gradient)
 
 
 def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
@@ -190,28 +195,30 @@ def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
     return ", ".join(f"variable {places.get(id(v))} {tuple(v.shape)}" for v in variables)
 
 
-def _check_equal(state: KerasTrainState, contents: dict[str, Any], flag: bool = False) -> bool:
+def _check_equal(
+    train_state: KerasTrainState, contents: dict[str, Any], flag: bool = False
+) -> bool:
     """Raise an error if contents differ between workers. Return whether any has the flag."""
     values = [*contents.values()]  # names may differ between processes
     digest = hash_of(values)
-    smallest, of_inverse, found = state.collectives.minima(digest, ~digest, -flag)
+    smallest, of_inverse, found = train_state.collectives.minima(digest, ~digest, -flag)
     if smallest == ~of_inverse:
         return bool(found)
-    size = state.collectives.size
-    reports = [state.collectives.broadcast(lambda: values, rank) for rank in range(size)]
+    size = train_state.collectives.size
+    reports = [train_state.collectives.broadcast(lambda: values, rank) for rank in range(size)]
     differences = compare([dict(zip(contents, each, strict=False)) for each in reports])
     if differences.keys() == {"CPU"}:
         return False
     names = [f"{name} ({format_values(values)})" for name, values in differences.items()]
     message = (
-        f"After step {state.global_step}, the workers differ in: {'; '.join(names[:5])}. Common "
-        "causes: code that changes them on one worker only; data of other lengths, or in other "
-        "orders, such as deterministic=False, shuffles without a seed, and names from a set; "
+        f"After step {train_state.global_step}, the workers differ in: {'; '.join(names[:5])}. "
+        "Common causes: code that changes them on one worker only; data of other lengths, or in "
+        "other orders, such as deterministic=False, shuffles without a seed, and names from a set; "
         "data that each worker selects itself, without TFTrainer(add_dist_sampler=False). "
         "Correct the cause, and load a checkpoint or the state of worker 0: "
         "trainer.load_state_dict(trainer.state_dict())."
     )
     if "CPU" in differences:
-        state.settings.warn_once("cpus", "%s Or rounding: their CPUs differ.", message)
+        train_state.settings.warn_once("cpus", "%s Or rounding: their CPUs differ.", message)
         return False
     raise ReplicasDifferError(message, ranks=minority_of(differences, size))

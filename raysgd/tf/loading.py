@@ -120,7 +120,7 @@ class ArraySource(PartitionedSource):
         self._shuffle, self._seed = shuffle and training, seed
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
-        order = np.arange(self._partition.total)
+        order = np.arange(self._partition.epoch_size)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
         for start, stop in self._partition.batches(offset, num_steps):
@@ -141,7 +141,7 @@ class ArraySource(PartitionedSource):
             # The bytes of Python objects are addresses.
             digest.update(repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes())
         content = digest.hexdigest()[:8]
-        return f"{self._partition.total} samples, arrays {content}"
+        return f"{self._partition.epoch_size} samples, arrays {content}"
 
 
 class DatasetSource(PartitionedSource):
@@ -191,7 +191,7 @@ class DatasetSource(PartitionedSource):
 
     def __iter__(self) -> Iterator[Any]:
         iteration = self._iterate(self._num_begun + 1, epoch=-1)  # not in any epoch
-        return self._apart()._own_batches(iteration, 0)
+        return self._copy_for_user()._own_batches(iteration, 0)
 
     def batching(self) -> None:
         return None

@@ -167,8 +167,8 @@ class TrainingOperator(OperatorBase):
         """
         from raysgd.tf.registration import register
 
-        state = self._train_state
-        registered = register(state, models, optimizers, criterion, metrics, class_weight)
+        train_state = self._train_state
+        registered = register(train_state, models, optimizers, criterion, metrics, class_weight)
         if _is_default(self, "train_epoch", "train_batch"):
             self._check_own_steps("train_batch")
         if _is_default(self, "validate", "validate_batch"):

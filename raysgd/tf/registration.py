@@ -17,7 +17,7 @@ from raysgd.tf.train_state import KerasTrainState
 
 
 def register(
-    state: KerasTrainState,
+    train_state: KerasTrainState,
     models: Any,
     optimizers: Any,
     criterion: Any,
@@ -25,15 +25,15 @@ def register(
     class_weight: Any,
 ) -> Any:
     """See :meth:`TrainingOperator.register`."""
-    if state.registered:
+    if train_state.registered:
         raise RuntimeError("register() was called twice. Pass lists to register several models.")
-    state.models = as_list(models)
-    for model in state.models:
+    train_state.models, num_workers = as_list(models), train_state.settings.options.num_workers
+    for model in train_state.models:
         if not isinstance(model, keras.Model):
             raise TypeError(
                 f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
             )
-        for layer in model._flatten_layers() if state.settings.options.num_workers > 1 else ():
+        for layer in model._flatten_layers() if num_workers > 1 else ():
             if getattr(layer, "synchronized", False):
                 raise NotImplementedError(
                     f"TFTrainer does not synchronize the statistics of {layer.name!r} over the "
@@ -44,9 +44,9 @@ def register(
                     f"{layer.name!r} keeps states of rows from batch to batch, but several workers "
                     "divide batches. Pass stateful=False to this layer, or use one worker."
                 )
-    if any(model.run_eagerly for model in state.models):
+    if any(model.run_eagerly for model in train_state.models):
         tf.config.run_functions_eagerly(True)
-    model = state.models[0]
+    model = train_state.models[0]
     if optimizers is None:
         optimizers = getattr(model, "optimizer", None)
         if optimizers is None or isinstance(models, list | tuple):
@@ -54,27 +54,28 @@ def register(
                 "register(models=..., optimizers=None) needs one compiled model. Call "
                 "model.compile(optimizer=..., loss=...) before, or pass optimizers."
             )
-    state.optimizers = [_check_optimizer(state, each) for each in as_list(optimizers)]
-    state.transaction.steps.optimizers = state.optimizers
-    class_weight = _check_class_weight(class_weight)
-    state.losses = BatchLosses(model, criterion, metrics, class_weight)
+    train_state.optimizers = [_as_optimizer(train_state, each) for each in as_list(optimizers)]
+    train_state.update.optimizer_steps.optimizers = train_state.optimizers
+    class_weight = _as_class_weight(class_weight)
+    train_state.losses = BatchLosses(model, criterion, metrics, class_weight)
     for loss in losses_without_means(
         getattr(model, "loss", None) if criterion is None else criterion
     ):
-        state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
-    state.optimization = KerasOptimization(state)
-    state.set_features([ReplicaSync(state), state.optimization, state.micro_batching])
-    state.registered = True
+        train_state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
+    train_state.optimization = KerasOptimization(train_state)
+    sync, micro_batching = ReplicaSync(train_state), train_state.micro_batching
+    train_state.set_features([sync, train_state.optimization, micro_batching])
+    train_state.registered = True
     registered = (
-        in_shape_of(models, state.models),
-        in_shape_of(optimizers, state.optimizers),
-        state.losses.criterion,
+        in_shape_of(models, train_state.models),
+        in_shape_of(optimizers, train_state.optimizers),
+        train_state.losses.criterion,
         metrics,
     )
     return tuple(each for each in registered if each is not None)
 
 
-def _check_class_weight(class_weight: Any) -> dict[Any, Any]:
+def _as_class_weight(class_weight: Any) -> dict[Any, Any]:
     checked = check_dict("register", "class_weight", class_weight)
     if texts := [key for key in checked if isinstance(key, str)]:
         raise TypeError(
@@ -84,7 +85,7 @@ def _check_class_weight(class_weight: Any) -> dict[Any, Any]:
     return checked
 
 
-def _check_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
+def _as_optimizer(train_state: KerasTrainState, optimizer: Any) -> Any:
     optimizer = keras.optimizers.get(optimizer)
     if type(optimizer).__module__.startswith("horovod"):
         raise TypeError(
@@ -92,33 +93,34 @@ def _check_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
             "the gradients. Pass the inner optimizer, and backend='horovod' to the trainer."
         )
     scaling = keras.mixed_precision.LossScaleOptimizer
-    is_float16 = policy_name(state.settings.options.use_fp16) == "mixed_float16"
+    is_float16 = policy_name(train_state.settings.options.use_fp16) == "mixed_float16"
     return scaling(optimizer) if is_float16 and not isinstance(optimizer, scaling) else optimizer
 
 
-def build_registered(state: KerasTrainState) -> None:
+def build_registered(train_state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
     # `build` of a subclassed model may leave its layers unbuilt.
-    if len(state.models) == 1 and not (state.models[0].built and state.models[0].weights):
-        sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))
+    models, data = train_state.models, train_state.data
+    if len(models) == 1 and not (models[0].built and models[0].weights):
+        sources = map(data.readable, filter(data.has, ("train", "validation")))
         spec = next((source.reads() for source in sources if source.is_partitioned), None)
         if spec is not None:
             features, *_ = keras.utils.unpack_x_y_sample_weight(spec)
-            state.models[0](tf.nest.map_structure(_sample_of, features))
-    for model in state.models:
+            train_state.models[0](tf.nest.map_structure(_sample_of, features))
+    for model in train_state.models:
         if not model.built:
             raise RuntimeError(
                 f"The model {model.name!r} is not built. Add an Input layer, or call the model "
                 "once in setup."
             )
-    for optimizer, variables in state.list_trained():
+    for optimizer, variables in train_state.list_trained():
         if not optimizer.built:
             optimizer.build(variables)
     names = ("model", "optimizer", "criterion", "metrics")
-    given = {name: state.attributes.get(name) for name in names}
-    state.given = {name: each for name, each in given.items() if each is not None}
-    state.compiled = state.compile_arguments()
-    state.not_finite = _find_not_finite(state.models)
+    given = {name: train_state.attributes.get(name) for name in names}
+    train_state.given = {name: each for name, each in given.items() if each is not None}
+    train_state.compiled = train_state.compile_arguments()
+    train_state.not_finite = _find_not_finite(train_state.models)
 
 
 def _find_not_finite(models: list[Any]) -> list[str]:

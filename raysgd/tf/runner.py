@@ -44,7 +44,7 @@ class TFRunner(OperatorRunner):
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
-            from raysgd.tf.train_state import KerasGenerators, KerasSavedState
+            from raysgd.tf.train_state import KerasRandomGenerators, KerasSavedState
 
         options = self._options
         if not (context.in_driver or options.forms_group_with_tensorflow):
@@ -56,12 +56,12 @@ class TFRunner(OperatorRunner):
             )
         operator_cls, config, arguments = self._worker_arguments(context)
         operator = build_operator(operator_cls, config, TFSettings(**arguments))
-        self.generators = KerasGenerators(operator)
+        self.generators = KerasRandomGenerators(operator)
         self.host(operator, KerasSavedState(operator._train_state))
 
     # ---- answers to requests
 
-    def update_schedulers(self, number: int, metric: float) -> None:
+    def update_schedulers(self, call_number: int, metric: float) -> None:
         raise NotImplementedError(
             "TFTrainer does not support update_scheduler(metric). Give the optimizer a "
             "LearningRateSchedule, or set operator.optimizer.learning_rate with "

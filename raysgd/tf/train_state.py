@@ -15,7 +15,7 @@ from keras.src.random.seed_generator import global_seed_generator
 
 from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.state_schema import check_objects
-from raysgd.loop.train_state import Generators, SavedState, TrainState
+from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
 from raysgd.tf.communication import KerasCollectives, communication_of
 from raysgd.tf.engine import NEXT_PHASE, Engine
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
@@ -150,7 +150,7 @@ class KerasSavedState(SavedState):
                 set_trainable(model, values)
         for optimizer, arrays in zip(train_state.optimizers, state["optimizers"], strict=True):
             set_arrays(optimizer.variables, arrays)
-        train_state.transaction.is_damaged = False
+        train_state.update.is_damaged = False
 
 
 def _options_of(optimizer: Any) -> tuple[str, Any, list[str]]:
@@ -187,7 +187,7 @@ def _variables_problem(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     return ""
 
 
-class KerasGenerators(Generators):
+class KerasRandomGenerators(RandomGenerators):
     """Adds the seeds of the registered models, of the operator's layers, and of Keras itself."""
 
     def __init__(self, operator: Any) -> None:

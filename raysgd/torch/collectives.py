@@ -58,7 +58,7 @@ def minima(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def total(value: float, device: torch.device) -> float:
+def sum_over_workers(value: float, device: torch.device) -> float:
     hvd = _horovod()
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     if hvd is not None:
@@ -67,23 +67,23 @@ def total(value: float, device: torch.device) -> float:
     return float(tensor.item())
 
 
-def broadcast(tensor: torch.Tensor, source: int) -> None:
-    """Overwrite a contiguous tensor with the tensor of rank `source`."""
+def broadcast(tensor: torch.Tensor, src: int) -> None:
+    """Overwrite a contiguous tensor with the tensor of rank `src`."""
     hvd = _horovod()
     content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some dtypes
     if hvd is None:
-        dist.broadcast(content, src=source)
+        dist.broadcast(content, src=src)
     else:
-        hvd.broadcast_(content, root_rank=source, name="raysgd.broadcast")
+        hvd.broadcast_(content, root_rank=src, name="raysgd.broadcast")
 
 
-def broadcast_object(thing: Any, source: int) -> Any:
-    """Send the pickled `thing` of rank `source` to every rank. Return it."""
+def broadcast_object(value: Any, src: int) -> Any:
+    """Send the pickled `value` of rank `src` to every rank. Return it."""
     hvd = _horovod()
     if hvd is not None:
-        return hvd.broadcast_object(thing, root_rank=source, name="raysgd.object")
-    box = [thing]
-    dist.broadcast_object_list(box, src=source)
+        return hvd.broadcast_object(value, root_rank=src, name="raysgd.object")
+    box = [value]
+    dist.broadcast_object_list(box, src=src)
     return box[0]
 
 
@@ -158,12 +158,12 @@ def watch_user_code(report: Callable[[str], None]) -> None:
 # ---- states
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
-    """Overwrite `tensors` with the tensors of rank `source`, grouped by dtype and device."""
-    _broadcast_all([(tensor.device, tensor) for tensor in tensors], source)
+def broadcast_tensors(tensors: Sequence[torch.Tensor], src: int) -> None:
+    """Overwrite `tensors` with the tensors of rank `src`, grouped by dtype and device."""
+    _broadcast_all([(tensor.device, tensor) for tensor in tensors], src)
 
 
-def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], source: int) -> None:
+def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], src: int) -> None:
     """Broadcast tensors of the given devices. What arrives for a meta tensor is discarded."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for device, tensor in tensors:
@@ -173,26 +173,26 @@ def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], source:
         size = 0
         for tensor in members:
             if tensor.nbytes >= _MESSAGE_BYTES:
-                _broadcast_flat([tensor], device, source)
+                _broadcast_flat([tensor], device, src)
                 continue
             message.append(tensor)
             size += tensor.nbytes
             if size >= _MESSAGE_BYTES:
-                _broadcast_flat(message, device, source)
+                _broadcast_flat(message, device, src)
                 message, size = [], 0
         if message:
-            _broadcast_flat(message, device, source)
+            _broadcast_flat(message, device, src)
 
 
-def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, source: int) -> None:
+def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, src: int) -> None:
     """Broadcast tensors in parts. These arrive in the memory of a contiguous tensor alone."""
     if len(tensors) > 1:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     else:
         flat = tensors[0].resolve_conj().resolve_neg().contiguous().view(-1)
     for part in flat.split(_MESSAGE_BYTES // flat.element_size()):
-        broadcast(torch.empty_like(part, device=device) if part.is_meta else part, source)
-    if rank() != source and flat.data_ptr() != tensors[0].data_ptr():
+        broadcast(torch.empty_like(part, device=device) if part.is_meta else part, src)
+    if rank() != src and flat.data_ptr() != tensors[0].data_ptr():
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
@@ -204,11 +204,11 @@ class _Slot(NamedTuple):
 
 
 def broadcast_state(
-    make_state: Callable[[], Any], source: int, device: torch.device, wanted: bool = True
+    make_state: Callable[[], Any], src: int, device: torch.device, wanted: bool = True
 ) -> Any:
-    """Return rank `source`'s state on every rank: nested dicts, lists, and tuples with tensors.
+    """Return rank `src`'s state on every rank: nested dicts, lists, and tuples with tensors.
 
-    Only rank `source` calls `make_state`. Tensors from a CPU arrive on the CPU, and other tensors
+    Only rank `src` calls `make_state`. Tensors from a CPU arrive on the CPU, and other tensors
     on `device`. If the state is not `wanted`, it arrives with meta tensors, which need no memory.
     """
     tensors: list[tuple[torch.device, torch.Tensor]] = []
@@ -227,12 +227,12 @@ def broadcast_state(
         tensors.append((target, made))
         return made
 
-    if rank() == source:
+    if rank() == src:
         state = make_state()
-        broadcast_object(map_leaves(state, take), source)
+        broadcast_object(map_leaves(state, take), src)
     else:
-        state = map_leaves(broadcast_object(None, source), make)
-    _broadcast_all(tensors, source)
+        state = map_leaves(broadcast_object(None, src), make)
+    _broadcast_all(tensors, src)
     return state
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from raysgd.loop.feature import StepFeature
-from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.schedules import Schedules
-from raysgd.torch.features.speed import Speed
+from raysgd.torch.features.speed import SampleRate
 from raysgd.torch.features.untracked import Untracked
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.train_state import TorchTrainState
@@ -21,39 +21,39 @@ from raysgd.torch.train_state import TorchTrainState
 class OperatorFeatures:
     """The features that an operator or a callback calls itself."""
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self.optimization = Optimization(state)
-        self.schedules = Schedules(state, self.optimization.checks.check_complete)
-        self.averaging = Averaging(state)
-        self.untracked = Untracked(state)
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self.optimization = Optimization(train_state)
+        self.schedules = Schedules(train_state, self.optimization.checks.check_complete)
+        self.averaging = WeightAveraging(train_state)
+        self.untracked = Untracked(train_state)
 
 
 def features_of(
-    state: TorchTrainState, own: OperatorFeatures, max_grad_norm: Any
+    train_state: TorchTrainState, own: OperatorFeatures, max_grad_norm: Any
 ) -> Iterator[StepFeature]:
     """Yield the features in the order of their hooks. The hook `receive` has the reverse order.
 
     To add a feature, add a line. `own` are those of the operator.
     """
-    options = state.settings.options
-    yield from state.replication.features  # shards; must roll back before Rollback
-    yield state.precision  # autocast, and the scale of losses
-    yield state.exchange  # averages of gradients; equal models
+    options = train_state.settings.options
+    yield from train_state.replication.features  # shards; must roll back before Rollback
+    yield train_state.precision  # autocast, and the scale of losses
+    yield train_state.exchange  # averages of gradients; equal models
     yield own.optimization  # from losses to updates
-    yield state.frozen  # which states can leave out
+    yield train_state.frozen  # which states can leave out
     yield own.optimization.checks  # errors for code that would make other updates
     if options.bad_steps is not None:
         # Updates that are not applied. This must come before clipping and buffers.
-        yield BadStepFilter(state, options.bad_steps)
-    yield GradientNorms(state, max_grad_norm)  # clipping
-    if state.has_all_parameters:  # otherwise, the shards restore parameters and their optimizer
-        yield Rollback(state.optimizers, state.models, options.bad_steps is not None)
-    yield state.buffers  # buffers of discarded updates
-    yield state.micro_batching  # parts of batches that do not fit into memory
+        yield BadStepFilter(train_state, options.bad_steps)
+    yield GradientNorms(train_state, max_grad_norm)  # clipping
+    if train_state.has_all_parameters:  # otherwise, the shards restore them and their optimizer
+        yield Rollback(train_state.optimizers, train_state.models, options.bad_steps is not None)
+    yield train_state.buffers  # buffers of discarded updates
+    yield train_state.micro_batching  # parts of batches that do not fit into memory
     yield own.schedules  # learning rates
     yield own.averaging  # averages of the weights
     if options.elastic.shares == "measured":
-        yield Speed(state)  # for shares that follow speed
-    if options.guard is not None and state.context.distributed:
-        yield ReplicaGuard(state, own.averaging, options.guard)  # comparisons of the replicas
+        yield SampleRate(train_state)  # for shares that follow speed
+    if options.guard is not None and train_state.context.distributed:
+        yield ReplicaGuard(train_state, own.averaging, options.guard)  # comparisons of the replicas
     yield own.untracked  # warnings about tensors that are not registered

@@ -44,15 +44,17 @@ def ignored_index(criterion: Any) -> int:
     return index if isinstance(index, int) else IGNORED
 
 
-def count_of(criterion: Any, target: Any, num_samples: float, state: TorchTrainState) -> LossCount:
+def count_of(
+    criterion: Any, target: Any, num_samples: float, train_state: TorchTrainState
+) -> LossCount:
     """Return the count of a loss. Other losses than those of PyTorch are means over samples."""
     function, setting = _function_of(criterion)
     is_sum = setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
-    return LossCount(_num_counted(function, setting, target, state), num_samples, is_sum)
+    return LossCount(_num_counted(function, setting, target, train_state), num_samples, is_sum)
 
 
 def _num_counted(
-    function: Any, setting: Callable[..., Any], target: Any, state: TorchTrainState
+    function: Any, setting: Callable[..., Any], target: Any, train_state: TorchTrainState
 ) -> float | None:
     """Return the number of items over which a loss of PyTorch is a mean, or None for samples.
 
@@ -66,24 +68,24 @@ def _num_counted(
         return None  # class probabilities
     index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
-    if is_plain and not state.data.ignores_targets:
-        step = state.global_step
+    if is_plain and not train_state.data.ignores_targets:
+        step = train_state.global_step
         is_checked = target.device.type == "cpu" or not step & (step - 1)  # a GPU would wait
         if not is_checked or not bool((target == index).any()):
             return None
         if torch.is_grad_enabled():
-            state.settings.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
+            train_state.settings.warn_once("ignored", _UNCOUNTED, index, anywhere=True)
             return None
     counted = target[target != index]
     return float(counted.numel() if weight is None else weight[counted].sum())
 
 
-def as_count(count: Any, source: str = "backward(num_samples={})") -> float:
-    """Return a number, or a tensor of one element, as a float. `source` is for errors."""
+def as_count(count: Any, origin: str = "backward(num_samples={})") -> float:
+    """Return a number, or a tensor of one element, as a float. `origin` is for errors."""
     is_scalar = isinstance(count, torch.Tensor) and count.numel() == 1
     value = count.item() if is_scalar else count
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{source.format(repr(count))}: the count must be a number.")
+        raise TypeError(f"{origin.format(repr(count))}: the count must be a number.")
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{source.format(repr(value))}: the count must be finite and at least 0.")
+        raise ValueError(f"{origin.format(repr(value))}: the count must be finite and at least 0.")
     return float(value)

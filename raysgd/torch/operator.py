@@ -125,12 +125,12 @@ class TrainingOperator(OperatorBase):
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException:
-                if per_batch and train_state.transaction.should_commit(raised=True):
+                if per_batch and train_state.update.should_commit(raised=True):
                     self.step_schedulers()  # the step counts as done
                 raise
             if not batch_info["batch_idx"]:
                 self._warn_of_masked_labels(batch)
-            if per_batch and train_state.transaction.is_last:
+            if per_batch and train_state.update.is_last:
                 self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
             self.step_schedulers()
@@ -171,7 +171,7 @@ class TrainingOperator(OperatorBase):
         loss, items = loss.detach(), count.items
         loss = loss / (count.samples or 1) if count.is_sum else loss
         # A sum of tensors on an accelerator depends on their order.
-        loss = loss.cpu() if self._train_state.transaction.has_fixed_parts else loss
+        loss = loss.cpu() if self._train_state.update.has_fixed_parts else loss
         # The mean of no items may be NaN.
         total = loss * items if items else 0.0
         return loss if items is None else Sums(ratio, total=total, weight=items)
@@ -193,12 +193,12 @@ class TrainingOperator(OperatorBase):
 
     def _warn_of_masked_labels(self, batch: Any) -> None:
         """Warn if a loss counts samples, although losses usually ignore some of the labels."""
-        state = self._train_state
-        is_weighted = state.accumulation_steps > 1 or self.world_size > 1
+        train_state = self._train_state
+        is_weighted = train_state.accumulation_steps > 1 or self.world_size > 1
         has_own = hasattr(getattr(self, "criterion", None), "ignore_index")  # `count_of` warns
         counts_items = has_own or self._step_features.optimization.counts_items
         if is_weighted and not counts_items and has_masked_labels(batch):
-            state.settings.warn_once(
+            train_state.settings.warn_once(
                 "masked",
                 "Some labels are -100, which losses ignore, but raysgd weights each batch by its "
                 "samples. If the loss is a mean over the other labels, override num_items(batch): "

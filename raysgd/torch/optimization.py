@@ -27,7 +27,7 @@ import torch
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.transaction import UpdateTransaction, WarmedUp
+from raysgd.loop.update import Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.losses import as_count
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
@@ -50,9 +50,9 @@ class Optimization(StepFeature):
         commit, roll_back     forget the gradients
     """
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state, self._transaction = state, state.transaction
-        self.checks = StepChecks(state)
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state, self._update = train_state, train_state.update
+        self.checks = StepChecks(train_state)
         self._accumulated = AccumulatedGradients()
         self.counts_items = False
         """Whether the newest loss is a mean over items, and not over samples."""
@@ -63,95 +63,98 @@ class Optimization(StepFeature):
         The hooks of user code and of Horovod come first, because they may reject a step. Those that
         shard the step come last. After a step, parameters are whole before other hooks see them.
         """
-        exchange, self._transaction.steps.optimizers = self._state.exchange, self._state.optimizers
-        for optimizer in self._state.optimizers:
+        exchange, optimizers = self._train_state.exchange, self._train_state.optimizers
+        self._update.optimizer_steps.optimizers = optimizers
+        for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
             for inner in inner_optimizers(optimizer):
-                if inner not in self._state.optimizers:
+                if inner not in self._train_state.optimizers:
                     inner.register_step_pre_hook(lambda inner, *_: exchange.average(inner))
-        self._state.replication.wrap_steps()
+        self._train_state.replication.wrap_steps()
 
     # ---- a micro-batch
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        if tx.weights.has_earlier_losses:
-            for optimizer in self._state.optimizers:
+    def begin_micro_batch(self, update: Update) -> None:
+        if update.losses.has_earlier_losses:
+            for optimizer in self._train_state.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
     def backward(self, loss: torch.Tensor, count: LossCount | float | torch.Tensor | None) -> None:
-        tx, state = self._transaction, self._state
+        update, train_state = self._update, self._train_state
         if not isinstance(count, LossCount):
             count = LossCount(None if count is None else as_count(count))
         self.counts_items = count.items is not None
-        if not state.data.knows_sizes:
+        if not train_state.data.knows_sizes:
             count = count.with_samples()
             if count.items is None and not count.is_sum:
                 self.checks.check_size()
         self.checks.before_backward(count)
-        copies = len(self._state.optimizers) > 1
-        self._accumulated.restore(is_first=not tx.weights.has_loss, copies=copies)
-        factors = tx.weights.add(count, state.exchange.num_workers, state.exchange.total)
+        copies = len(self._train_state.optimizers) > 1
+        self._accumulated.restore(is_first=not update.losses.has_loss, copies=copies)
+        exchange = train_state.exchange
+        factors = update.losses.add(count, exchange.num_workers, exchange.sum_over_workers)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.items == 0 and not loss.detach().isfinite().all():
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         else:
-            for feature in state.features_with["filter_loss"]:
-                loss = feature.filter_loss(tx, loss, factors)
+            for feature in train_state.features_with["filter_loss"]:
+                loss = feature.filter_loss(update, loss, factors)
         loss = loss if factors.loss == 1.0 else loss * factors.loss
-        state.precision.backward(loss, tx.is_last)
+        train_state.precision.backward(loss, update.is_last)
         self.checks.after_backward()
 
     def _multiply_gradients(self, factor: float) -> None:
-        parameters = [p for model in self._state.models for p in model.parameters()]
-        for optimizer in self._state.optimizers:
+        parameters = [p for model in self._train_state.models for p in model.parameters()]
+        for optimizer in self._train_state.optimizers:
             parameters += parameters_of(optimizer)
         gradients = [*self._accumulated.restored.values(), *(p.grad for p in parameters)]
         unique = {id(gradient): gradient for gradient in gradients if gradient is not None}
         multiply_all(unique.values(), factor)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        tx = self._transaction
-        if tx.is_warm_up:
+        update = self._update
+        if update.is_warm_up:
             raise WarmedUp
         self.checks.before_step(optimizer)
-        if not tx.is_last:
-            if not self._state.exchange.take_gradients(optimizer):
+        if not update.is_last:
+            if not self._train_state.exchange.take_gradients(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False
-        tx.steps.in_helper, before = True, tx.steps.done.get(id(optimizer))
+        steps = update.optimizer_steps
+        steps.in_helper, before = True, steps.done.get(id(optimizer))
         try:
-            self._state.exchange.average(optimizer)
-            if not tx.weights.is_empty:
-                for feature in self._state.features_with["before_update"]:
-                    feature.before_update(tx, optimizer)
-                if tx.bad_step is None:
-                    self._state.precision.step(optimizer)
+            self._train_state.exchange.average(optimizer)
+            if not update.losses.is_empty:
+                for feature in self._train_state.features_with["before_update"]:
+                    feature.before_update(update, optimizer)
+                if update.bad_step is None:
+                    self._train_state.precision.step(optimizer)
         finally:
-            tx.steps.in_helper = False
-        if tx.steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
+            steps.in_helper = False
+        if steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._after_optimizer_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        if tx.weights.has_earlier_losses:
+        if update.losses.has_earlier_losses:
             self._accumulated.release(parameters_of(optimizer))
         return True
 
     def _before_optimizer_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        tx, exchange = self._transaction, self._state.exchange
-        if tx.is_warm_up:
+        update, exchange = self._update, self._train_state.exchange
+        if update.is_warm_up:
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not tx.steps.in_helper:
-            self._state.timing.enter(OPTIMIZER)
+        if not update.optimizer_steps.in_helper:
+            self._train_state.timing.enter(OPTIMIZER)
             self.checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
-                if tx.weights.is_empty:
+                if update.losses.is_empty:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
-        tx.steps.running = optimizer
+        update.optimizer_steps.running = optimizer
         if closure is None:
             return args, kwargs
 
@@ -161,38 +164,39 @@ class Optimization(StepFeature):
             if not isinstance(loss, torch.Tensor):
                 return loss
             # A line search must take the same steps on all workers.
-            return loss.new_tensor(exchange.total(loss.item()) / exchange.num_workers)
+            return loss.new_tensor(exchange.sum_over_workers(loss.item()) / exchange.num_workers)
 
         return args[:1], {**kwargs, "closure": averaging}
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._state.optimizers:
-            self._transaction.steps.end(optimizer)
-            if not self._transaction.steps.in_helper:
-                self._state.timing.enter(OTHER)
+        if optimizer in self._train_state.optimizers:
+            self._update.optimizer_steps.end(optimizer)
+            if not self._update.optimizer_steps.in_helper:
+                self._train_state.timing.enter(OTHER)
 
     # ---- the end of an update
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._accumulated.clear()
-        if tx.weights.uses_backward and len(self._state.optimizers) > 1 and tx.steps.done:
+        has_several = len(self._train_state.optimizers) > 1
+        if update.losses.uses_backward and has_several and update.optimizer_steps.done:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         self._accumulated.clear()
         self._zero_gradients()
 
     def _zero_gradients(self) -> None:
-        for optimizer in self._state.optimizers:
+        for optimizer in self._train_state.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     # ---- for user code
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of an optimizer, so that user code may change them."""
-        self._state.precision.unscale(optimizer)
+        self._train_state.precision.unscale(optimizer)
         self.checks.forget(optimizer)
 
 

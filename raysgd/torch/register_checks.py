@@ -42,7 +42,7 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
-def check_members(name: str, argument: Any, kind: type | None) -> list[Any]:
+def as_registered(name: str, argument: Any, kind: type | None) -> list[Any]:
     """Return the arguments as a list. Without a `kind`, each must have a method ``step``."""
     members = as_list(argument)
     for member in members:
@@ -66,7 +66,7 @@ def check_members(name: str, argument: Any, kind: type | None) -> list[Any]:
     return members
 
 
-def check_criteria(criterion: Any) -> list[Any]:
+def as_criteria(criterion: Any) -> list[Any]:
     criteria = [] if criterion is None else as_list(criterion)
     for each in criteria:
         if isinstance(each, type) or not callable(each):

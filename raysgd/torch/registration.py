@@ -18,18 +18,18 @@ from raysgd.torch.feature_list import OperatorFeatures, features_of
 from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.frozen import FrozenParameters
 from raysgd.torch.register_checks import (
-    check_criteria,
-    check_members,
+    as_criteria,
+    as_registered,
     check_related,
     check_step_freq,
     is_trained,
 )
-from raysgd.torch.strategies.table import STRATEGIES, check_sharding_args, mode_of
+from raysgd.torch.strategies.table import STRATEGIES, as_sharding_args, mode_of
 from raysgd.torch.train_state import TorchTrainState
 
 
 def register(
-    state: TorchTrainState,
+    train_state: TorchTrainState,
     features: OperatorFeatures,
     models: Any,
     optimizers: Any,
@@ -43,43 +43,44 @@ def register(
     sharding: Any = None,
     sharding_args: Any = None,
 ) -> Any:
-    if state.registered:
+    if train_state.registered:
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
-    criteria = check_criteria(criterion)
+    criteria = as_criteria(criterion)
     ddp_args = check_dict("register", "ddp_args", ddp_args)
-    apex_args = _check_apex_args(state, apex_args)
+    apex_args = _as_apex_args(train_state, apex_args)
     horovod_args = check_dict("register", "horovod_args", horovod_args)
-    modules = check_members("models", models, torch.nn.Module)
-    state.optimizers = _separate(check_members("optimizers", optimizers, torch.optim.Optimizer))
-    options, precision = state.settings.options, state.precision
-    trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
-    state.num_criteria = len(trained)
+    modules = as_registered("models", models, torch.nn.Module)
+    registered = as_registered("optimizers", optimizers, torch.optim.Optimizer)
+    train_state.optimizers = _separate(registered)
+    options, precision = train_state.settings.options, train_state.precision
+    trained = [each for each in criteria if is_trained(each, train_state.optimizers, modules)]
+    train_state.num_criteria = len(trained)
     modules += trained
-    sharding_args = check_sharding_args(state, sharding, sharding_args, modules, ddp_args)
+    sharding_args = as_sharding_args(train_state, sharding, sharding_args, modules, ddp_args)
     if schedulers is not None:
-        state.schedulers = check_members("schedulers", schedulers, None)
-        check_step_freq(state.schedulers, options.scheduler_step_freq)
-    check_related(modules, state.optimizers, state.schedulers)
-    strategy = STRATEGIES[mode_of(options, sharding, state.context.distributed)]
-    _move_models(state, modules, strategy.keeps_parameters)
-    state.not_finite = _find_not_finite(modules)
-    state.replication = strategy.new_replication(state, sharding_args)
-    state.exchange = strategy.new_exchange(state)
-    state.accumulation_steps = check_int(
+        train_state.schedulers = as_registered("schedulers", schedulers, None)
+        check_step_freq(train_state.schedulers, options.scheduler_step_freq)
+    check_related(modules, train_state.optimizers, train_state.schedulers)
+    strategy = STRATEGIES[mode_of(options, sharding, train_state.context.distributed)]
+    _move_models(train_state, modules, strategy.keeps_parameters)
+    train_state.not_finite = _find_not_finite(modules)
+    train_state.replication = strategy.new_replication(train_state, sharding_args)
+    train_state.exchange = strategy.new_exchange(train_state)
+    train_state.accumulation_steps = check_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
-    state.models = precision.prepare(state.models, state.optimizers, apex_args)
-    state.frozen = FrozenParameters(state.models)
-    state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
-    state.buffers = BufferCopies(state.models, state.collectives)
-    state.set_features(list(features_of(state, features, max_grad_norm)))
+    train_state.models = precision.prepare(train_state.models, train_state.optimizers, apex_args)
+    train_state.frozen = FrozenParameters(train_state.models)
+    train_state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
+    train_state.buffers = BufferCopies(train_state.models, train_state.collectives)
+    train_state.set_features(list(features_of(train_state, features, max_grad_norm)))
     features.optimization.register_hooks()
     features.averaging.use_training_weights()  # as a loaded state
-    state.criteria = criteria = _move_criteria(state, criteria, trained)
-    state.registered = True
-    results = [in_shape_of(models, state.given_models), optimizers]
+    train_state.criteria = criteria = _move_criteria(train_state, criteria, trained)
+    train_state.registered = True
+    results = [in_shape_of(models, train_state.given_models), optimizers]
     if criterion is not None:
         results.append(in_shape_of(criterion, criteria))
     if schedulers is not None:
@@ -87,11 +88,11 @@ def register(
     return tuple(results)
 
 
-def _check_apex_args(state: TorchTrainState, arguments: Any) -> dict[str, Any]:
+def _as_apex_args(train_state: TorchTrainState, arguments: Any) -> dict[str, Any]:
     apex_args = check_dict("register", "apex_args", arguments)
-    if apex_args and state.settings.options.use_fp16 != "apex":
+    if apex_args and train_state.settings.options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        state.settings.warn_once("apex", unused, apex_args, state.precision.name)
+        train_state.settings.warn_once("apex", unused, apex_args, train_state.precision.name)
     return apex_args
 
 
@@ -120,21 +121,23 @@ def _separate(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optim
 
 
 def _move_models(
-    state: TorchTrainState, models: list[torch.nn.Module], keeps_parameters: bool
+    train_state: TorchTrainState, models: list[torch.nn.Module], keeps_parameters: bool
 ) -> None:
     """Move models to the device. If models are sharded, workers move only their rows."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
-        return tensor if stays else tensor.to(state.settings.device)
+        return tensor if stays else tensor.to(train_state.settings.device)
 
-    state.models = [model._apply(move) for model in models]
+    train_state.models = [model._apply(move) for model in models]
 
 
-def _move_criteria(state: TorchTrainState, criteria: list[Any], trained: list[Any]) -> list[Any]:
+def _move_criteria(
+    train_state: TorchTrainState, criteria: list[Any], trained: list[Any]
+) -> list[Any]:
     """Return the criteria on the device. Replace trained criteria by their wrappers."""
-    num_models, device = len(state.models) - len(trained), state.settings.device
-    wrapped = dict(zip(map(id, trained), state.models[num_models:], strict=True))
+    num_models, device = len(train_state.models) - len(trained), train_state.settings.device
+    wrapped = dict(zip(map(id, trained), train_state.models[num_models:], strict=True))
     return [
         wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
     ]

@@ -18,7 +18,7 @@ from raysgd.checkpoint.file import SHARDS
 from raysgd.cluster.large_values import Incoming
 from raysgd.loop.operator_base import as_list, create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.loop.train_state import Generators
+from raysgd.loop.train_state import RandomGenerators
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.register_checks import warn_of_other_loaders, warn_of_unregistered
@@ -37,7 +37,7 @@ class TorchRunner(OperatorRunner):
 
     def __init__(self, options: TorchOptions) -> None:
         super().__init__(options)
-        self.generators = TorchGenerators()
+        self.generators = TorchRandomGenerators()
         self._earlier = contextlib.ExitStack()
         """Restores the settings of PyTorch that equal bits change."""
 
@@ -100,17 +100,17 @@ class TorchRunner(OperatorRunner):
             incoming.fill()
         super().load_state_dict(gather_state(state), incoming)
 
-    def update_schedulers(self, number: int, metric: float) -> None:
+    def update_schedulers(self, call_number: int, metric: float) -> None:
         loop = self._hosted_loop
-        if loop.call_progress.state.scheduled == number:
+        if loop.call_progress.state.scheduled == call_number:
             return  # the schedulers have already stepped in the loaded state
         self.operator._step_features.schedules.step_with(metric)
-        loop.call_progress.state.scheduled = number
+        loop.call_progress.state.scheduled = call_number
         loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take()
 
 
-class TorchGenerators(Generators):
+class TorchRandomGenerators(RandomGenerators):
     """The random number generators of Python, NumPy, and PyTorch."""
 
     def state(self) -> dict[str, Any]:
@@ -134,15 +134,16 @@ def build_operator(
     operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
 ) -> TrainingOperator:
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
-    state = operator._train_state
+    train_state = operator._train_state
     attributes = [each for value in vars(operator).values() for each in as_list(value)]
-    state.exchange.use_wrappers([each for each in attributes if ddp.is_ddp(each)])
+    train_state.exchange.use_wrappers([each for each in attributes if ddp.is_ddp(each)])
     if settings.context.world_rank == 0:
-        warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
+        modules = [*train_state.models, *train_state.criteria]
+        warn_of_unregistered(operator, [*modules, *train_state.optimizers])
         if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
-            warn_of_other_loaders(operator, state.data.registered_loaders)
+            warn_of_other_loaders(operator, train_state.data.registered_loaders)
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
-    state.reseed(torch.initial_seed() % 2**62)
+    train_state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     operator._step_features.untracked.watch(operator)
     return operator

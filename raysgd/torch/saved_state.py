@@ -245,7 +245,7 @@ class TorchSavedState(SavedState):
             ddp.require_gradients(model, {**first, **now})
         for feature in train_state.features:
             feature.load_state_dict(state)
-        train_state.transaction.is_damaged = False
+        train_state.update.is_damaged = False
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""

@@ -18,7 +18,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd.cluster import functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.elastic.call import Call
-from raysgd.elastic.config import ElasticConfig, check_elastic
+from raysgd.elastic.config import ElasticConfig, as_elastic_config
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
@@ -136,7 +136,7 @@ class BackendExecutor:
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
         self._max_losses = math.inf if max_retries < 0 else max_retries
-        elastic = check_elastic("BackendExecutor", elastic)
+        elastic = as_elastic_config("BackendExecutor", elastic)
         # The newest checkpoint of the run is its snapshot.
         self._elastic = replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
@@ -284,7 +284,7 @@ class BackendExecutor:
         self._run = run = _Run(controller, plan, datasets, call)
         with self.abort_on_error():
             # Each restart reads the plan of that time: see LoadRequest in `FunctionRunner.handle`.
-            controller.snapshots.put(lambda: {"plan": run.plan})
+            controller.snapshots.keep(lambda: {"plan": run.plan})
             self._repair(controller)
             run.begin()
 

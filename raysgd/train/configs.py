@@ -66,7 +66,7 @@ class RunConfig:
 _Config = TypeVar("_Config", ScalingConfig, FailureConfig, CheckpointConfig, RunConfig)
 
 
-def check_scaling(config: Any) -> ScalingConfig:
+def as_scaling_config(config: Any) -> ScalingConfig:
     """Return the ScalingConfig for a trainer argument: a config of raysgd or Ray, or a dict."""
     if isinstance(config, Mapping):
         return ScalingConfig(**config)
@@ -78,7 +78,7 @@ def check_scaling(config: Any) -> ScalingConfig:
     return _convert(ScalingConfig, "scaling_config", config, "num_workers")
 
 
-def check_run(run_config: Any) -> RunConfig:
+def as_run_config(run_config: Any) -> RunConfig:
     """Return the RunConfig for a trainer argument, from raysgd or Ray."""
     config = _convert(RunConfig, "run_config", run_config, "failure_config")
     failure, checkpoint = config.failure_config, config.checkpoint_config

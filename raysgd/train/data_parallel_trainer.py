@@ -21,7 +21,7 @@ from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bind_config, make_folder, run_folder
 from raysgd.train.backend import BackendExecutor, executor_for
 from raysgd.train.callbacks.callback import CallbackHandler
-from raysgd.train.configs import check_run, check_scaling
+from raysgd.train.configs import as_run_config, as_scaling_config
 from raysgd.train.datasets import Datasets
 from raysgd.train.framework import BackendConfig
 from raysgd.train.result import REPORTS, ReportLog, Result
@@ -80,8 +80,8 @@ class DataParallelTrainer:
             setattr(self, name, check_dict(type(self).__name__, name, getattr(self, name)))
         if not hasattr(self.dataset_config, "_datasets_to_split"):
             self._check_split()
-        self.scaling_config = check_scaling(self.scaling_config)
-        self.run_config = check_run(self.run_config)
+        self.scaling_config = as_scaling_config(self.scaling_config)
+        self.run_config = as_run_config(self.run_config)
         bind_config(self.train_loop_per_worker, self.train_loop_config)
         CallbackHandler(self.run_config.callbacks)
         self.executor()
@@ -257,7 +257,7 @@ class DataParallelTrainer:
     def for_trial(self, config: Mapping[str, Any]) -> Self:
         trainer = self.with_config(config.get("train_loop_config", {}))
         if (scaling := config.get("scaling_config")) is not None:
-            trainer.scaling_config = check_scaling(scaling)
+            trainer.scaling_config = as_scaling_config(scaling)
         return trainer
 
     def __repr__(self) -> str:

@@ -94,7 +94,7 @@ def backend_class(config: BackendConfig) -> type[Backend]:
     return backend_cls
 
 
-def check_config(backend: Any) -> BackendConfig:
+def as_backend_config(backend: Any) -> BackendConfig:
     """Return the config for the ``backend`` argument of a trainer."""
     if isinstance(backend, BackendConfig):
         return backend

@@ -18,7 +18,7 @@ from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer, function_trainable
-from raysgd.train.framework import BackendConfig, check_config
+from raysgd.train.framework import BackendConfig, as_backend_config
 from raysgd.train.worker_group import TrainWorkerGroup
 
 __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
@@ -70,7 +70,7 @@ class Trainer:
         *,
         elastic: ElasticConfig | None = None,
     ) -> None:
-        self._config = check_config(backend)
+        self._config = as_backend_config(backend)
         self._scaling = ScalingConfig(num_workers, use_gpu, resources_per_worker)
         self._failure = FailureConfig(max_retries, elastic)
         self._executor = executor_for(self._config, self._scaling, self._failure)

@@ -25,7 +25,7 @@ from raysgd._internal.context import Runner
 from raysgd._internal.nested import cat_outputs
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.callbacks.base import Callback, History
-from raysgd.callbacks.callback_list import CallbackList, check_logdir, trainer_callbacks
+from raysgd.callbacks.callback_list import CallbackList, as_logdir, trainer_callbacks
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset
@@ -67,7 +67,7 @@ class OperatorTrainer(TrainerInfo):
     ) -> None:
         if initialization_hook is not None:
             check_function(options.trainer, "initialization_hook", initialization_hook)
-        self._logdir = check_logdir(logdir)
+        self._logdir = as_logdir(logdir)
         attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
         self._options = options = options.resolve()  # may start Ray
@@ -92,9 +92,9 @@ class OperatorTrainer(TrainerInfo):
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
-            function = operator.attrgetter("_train_state.data.keeps_global_batch")
+            function = operator.attrgetter("_train_state.data.keeps_requested_batch")
             request = ApplyOperatorRequest(function=function)
-            self._keeps_batch = bool(dispatcher.run(request, rank=0, any_size=True)[0])
+            self._keeps_batch = bool(dispatcher.run(request, rank=0, allows_any_size=True)[0])
 
     def _notify_callbacks(self) -> None:
         self._callback_list.notify_events(self)
@@ -192,7 +192,7 @@ class OperatorTrainer(TrainerInfo):
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
         info, number = check_dict("test", "info", info), next(self._dispatcher.call_numbers)
-        request = ValidateRequest(number=number, from_start=True, loader=loader, info=info)
+        request = ValidateRequest(call_number=number, from_start=True, loader=loader, info=info)
         results = self._dispatcher.run(request, changes_state=True, method="test", has_batches=True)
         return as_test_metrics(merge_workers(results))
 
@@ -263,7 +263,8 @@ class OperatorTrainer(TrainerInfo):
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
-        request = UpdateSchedulersRequest(number=next(self._dispatcher.call_numbers), metric=metric)
+        number = next(self._dispatcher.call_numbers)
+        request = UpdateSchedulersRequest(call_number=number, metric=metric)
         self._dispatcher.run(request)
 
     # ---- state

@@ -56,7 +56,7 @@ class TrainCall(Call):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.departure_request = DepartureRequest(number=self.request.number)
+        self.departure_request = DepartureRequest(call_number=self.request.call_number)
 
     def begin(self, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step of its next pause."""
@@ -69,8 +69,8 @@ class TrainCall(Call):
             else:
                 goals = (step + self.num_steps, request.until_step or sys.maxsize)
                 request = replace(request, until_step=min(goals))
-        self.request = replace(request, callback_pause=self.next_pause(step, self.save_soon))
-        self.save_soon = False
+        self.request = replace(request, callback_pause=self.next_pause(step, self.must_save_soon))
+        self.must_save_soon = False
 
 
 @dataclass(eq=False)
@@ -164,7 +164,7 @@ class Dispatcher:
             num_steps=num_steps,
             next_pause=self.callback_list.next_pause,
             max_losses=max_retries,
-            points=LogPoints(request.number),
+            points=LogPoints(request.call_number),
         )
         controller = self.controller
         self._newest_training = call
@@ -181,14 +181,14 @@ class Dispatcher:
                 self.callback_list.pause(trainer)
         finally:
             call.on_wait = call.points.show = None  # they keep the trainer alive
-            self._note_bad_steps(trainer)
+            self._report_bad_steps(trainer)
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
         merged = self._merge(results)
         num_samples = controller.progress.epoch_samples
         last_call = LastCall(
-            "train", ended, call.seconds, controller.speed.lap("train"), num_samples
+            "train", ended, call.seconds, controller.speed.next_lap("train"), num_samples
         )
         return CallResult(results, merged, completed, last_call)
 
@@ -199,7 +199,7 @@ class Dispatcher:
             return
         newest, journal, timing = parts[-1][1], self.controller.journal, dict(parts)
         members = [member for member in self.controller.members if member in timing]
-        speed = self.controller.speed.lap("step", {m: timing[m].timing for m in members})
+        speed = self.controller.speed.next_lap("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(part.seconds for _, part in parts), speed)
         # Until `on_log` returns, the trainer has the epoch and the step of the point.
         committed, step = journal.progress, newest.global_step
@@ -212,7 +212,7 @@ class Dispatcher:
         finally:
             journal.progress = committed
 
-    def _note_bad_steps(self, trainer: Trainer) -> None:
+    def _report_bad_steps(self, trainer: Trainer) -> None:
         """Keep, write, and report the steps of a call that were not applied."""
         newest = max((each["step"] for each in self.bad_steps), default=0)
         new_steps = [each for each in self.controller.progress.bad_steps if each["step"] > newest]
@@ -252,8 +252,8 @@ class Dispatcher:
         After a failed call, the next call begins at the same batch, or from the start.
         """
         if self._failed_validation is not None and not request.from_start:
-            request = replace(request, number=self._failed_validation)
-        self._failed_validation = request.number
+            request = replace(request, call_number=self._failed_validation)
+        self._failed_validation = request.call_number
         watcher = self.callback_list.watcher(trainer, "validate")
         start = 0 if request.from_start else self.controller.progress.validation_offset
         started = time.perf_counter()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.callbacks.base import Callback, History, Trainer
-from raysgd.callbacks.callback_list import check_callbacks
+from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
@@ -59,7 +59,7 @@ class FitLoop:
             options = replace(options, num_epochs=sys.maxsize)
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
-        added = check_callbacks(where, callbacks, trainer.logdir, callback_list)
+        added = as_callbacks(where, callbacks, trainer.logdir, callback_list)
         if verbose and not any(isinstance(c, EpochLines) for c in (*added, *callback_list)):
             added.insert(0, ProgressBar() if is_interactive() else EpochLines())
         dispatcher.check_open(changes_state=True)
@@ -131,7 +131,7 @@ class FitLoop:
             return
         info = dict(info or {})
         request = ValidateRequest(
-            number=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=info
+            call_number=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=info
         )
         try:
             # A worker without a batch has no metrics.

@@ -63,14 +63,14 @@ class ResultReporter:
         try:
             yield
         finally:
-            self._note_due_validation(self.lacks_validation)
+            self._set_due_validation(self.lacks_validation)
             self.running = FitOptions()
 
     def train_request(self, **arguments: Any) -> TrainRequest:
         """Return a request to train, within the limits of the running ``fit()``."""
         until_step, log_every = self.running.max_steps, self.running.log_every
-        number = next(self.dispatcher.call_numbers)
-        return TrainRequest(number=number, until_step=until_step, log_every=log_every, **arguments)
+        arguments["call_number"] = next(self.dispatcher.call_numbers)
+        return TrainRequest(until_step=until_step, log_every=log_every, **arguments)
 
     def report_training(
         self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
@@ -94,7 +94,7 @@ class ResultReporter:
         self.dispatcher.check_open(changes_state=True)
         with self.dispatcher.callback_list.enter_call(trainer):
             request = ValidateRequest(
-                number=next(self.dispatcher.call_numbers),
+                call_number=next(self.dispatcher.call_numbers),
                 num_steps=num_steps,
                 from_start=from_start,
                 info=dict(info or {}),
@@ -149,10 +149,10 @@ class ResultReporter:
             return True
         return self.num_completed > self._num_validated and self.is_due
 
-    def _note_due_validation(self, is_due: bool) -> None:
+    def _set_due_validation(self, is_due: bool) -> None:
         self._due_at = self.dispatcher.controller.progress.global_step if is_due else None
 
-    def note_loaded(self, due: dict[str, Any] | None) -> None:
+    def restore_due_validation(self, due: dict[str, Any] | None) -> None:
         """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
-        self._note_due_validation(due is not None)
+        self._set_due_validation(due is not None)
         self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]

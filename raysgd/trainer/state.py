@@ -78,10 +78,10 @@ class StateTransfer:
     ) -> dict[str, Any]:
         """Return the state. Errors name the `method` that the user called."""
         with self.dispatcher.controller.speed.saving():
-            of_driver = self._of_driver(provenance)
-            return {**self._collect_from_workers(method, frozen), **of_driver}
+            driver_entries = self._driver_entries(provenance)
+            return {**self._collect_from_workers(method, frozen), **driver_entries}
 
-    def _of_driver(self, provenance: bool) -> dict[str, Any]:
+    def _driver_entries(self, provenance: bool) -> dict[str, Any]:
         callbacks = self.dispatcher.callback_list.state_dict()
         entries = {"callbacks": callbacks} if callbacks else {}
         entries["config"] = scalars(redact_config(self.options.config))
@@ -94,9 +94,9 @@ class StateTransfer:
 
     def _collect_from_workers(self, method: str, frozen: bool) -> dict[str, Any]:
         controller, snapshot = self.dispatcher.controller, None
-        with controller.alone():  # no other thread restarts the workers now
+        with controller.exclusive():  # no other thread restarts the workers now
             if not controller.members and controller.can_restart():
-                snapshot = controller.snapshots.state()
+                snapshot = controller.snapshots.load()
         reached, kept_step = controller.progress.global_step, (snapshot or {}).get("global_step", 0)
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept_step < reached or lacks:
@@ -120,12 +120,12 @@ class StateTransfer:
 
     def _prepare_export(self, method: str) -> list[Any]:
         """Let the workers compare their replicas, and return their random number generators."""
-        return self._fetch(PrepareExportRequest(), method, rank=None, receives=None)
+        return self._fetch(PrepareExportRequest(), method, rank=None, open_inbox=None)
 
     def _fetch(self, request: Request, method: str, **options: Any) -> list[Any]:
         """Return the answers of all workers that have a part of the state."""
         rank = 0 if self.dispatcher.controller.progress.holdings.complete else None
-        options = {"rank": rank, "receives": Inbox, "any_size": True, **options}
+        options = {"rank": rank, "open_inbox": Inbox, "allows_any_size": True, **options}
         return self.dispatcher.run(request, method=method, **options)
 
     # ---- files
@@ -152,19 +152,19 @@ class StateTransfer:
         if not (is_complete and is_remote) or _allows_own_types():
             state = self.collect("save", provenance, frozen)
             return checkpoint.write_file(state, target.name, manifest)
-        of_driver, errors = self._of_driver(provenance), []
+        driver_entries, errors = self._driver_entries(provenance), []
         request = SaveRequest(
-            of_driver=of_driver,
+            driver_entries=driver_entries,
             generators=self._prepare_export("save"),
-            shown=target.shown,
+            label=target.label,
             frozen=frozen,
         )
 
         def fill(file: IO[bytes]) -> None:
             hashing: Any = HashingFile(file)
             try:
-                receives = functools.partial(Inbox, open_file=hashing.restart)
-                (answer,) = self._fetch(request, "save", receives=receives)
+                open_inbox = functools.partial(Inbox, open_file=hashing.restart)
+                (answer,) = self._fetch(request, "save", open_inbox=open_inbox)
             except StorageError as error:
                 raise error.args[0] from None
             except Exception as error:
@@ -190,30 +190,30 @@ class StateTransfer:
 
     def load_file(self, path: str | os.PathLike[str]) -> None:
         self.dispatcher.check_open(changes_state=True)
-        file, parent = OpenFile(path), {"path": Location(path).shown}
+        file, parent = OpenFile(path), {"path": Location(path).label}
         self.load({**file.read(), "parent": parent}, reread=file.read)
 
     def load(self, state: Mapping[str, Any], reread: Callable[[], Any] | None = None) -> None:
         """Load a state. `reread` reads it from a file, so that it need not be kept."""
         self.dispatcher.check_open(changes_state=True)
         check_state(state)
-        of_driver = {key: state.get(key, {}) for key in DRIVER_KEYS}
-        of_workers = for_workers(state)
-        with self.dispatcher.callback_list.load_states(copy.deepcopy(of_driver["callbacks"])):
-            self.dispatcher.run(LoadRequest(state=of_workers), changes_state=True)
-        path = of_driver["parent"].get("path")
+        driver_entries = {key: state.get(key, {}) for key in DRIVER_KEYS}
+        worker_entries = for_workers(state)
+        with self.dispatcher.callback_list.load_states(copy.deepcopy(driver_entries["callbacks"])):
+            self.dispatcher.run(LoadRequest(state=worker_entries), changes_state=True)
+        path = driver_entries["parent"].get("path")
         self.parent = None if path is None else without_homes(path)
         snapshots = self.dispatcher.controller.snapshots
         if reread is not None:
-            snapshots.put(lambda: for_workers(reread()))
+            snapshots.keep(lambda: for_workers(reread()))
         elif any(member.remote for member in self.dispatcher.controller.members):
-            snapshots.store(of_workers)
+            snapshots.store(worker_entries)
         else:  # packing needs Ray
-            snapshots.put(lambda: of_workers)
+            snapshots.keep(lambda: worker_entries)
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
-        self.dispatcher.latest.update(of_driver["validation_due"])
-        self.reporter.note_loaded(state.get("validation_due"))
-        self._warn_of_changes(of_driver["config"])
+        self.dispatcher.latest.update(driver_entries["validation_due"])
+        self.reporter.restore_due_validation(state.get("validation_due"))
+        self._warn_of_changes(driver_entries["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
         own = scalars(redact_config(self.options.config))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.files import lock_of_node
-from raysgd.callbacks.callback_list import check_logdir
+from raysgd.callbacks.callback_list import as_logdir
 from raysgd.cli.fit import read_settings
 from raysgd.data import Dataset, Stream, jsonl, mix, parquet, text
 from raysgd.errors import CheckpointError, RemoteError
@@ -369,7 +369,7 @@ WRONG_FILES = [
     (lambda data: text(""), TypeError, "text('')", "path"),
     (lambda data: parquet("x", columns="ab"), TypeError, "columns='ab'", "list"),
     (lambda data: mix([], []), ValueError, "mix([])", "at least one"),
-    (lambda data: check_logdir(data / "file.zip" / "run"), ValueError, "run'", "file.zip is a"),
+    (lambda data: as_logdir(data / "file.zip" / "run"), ValueError, "run'", "file.zip is a"),
     *(
         (lambda data, text=text: settings_of(data, text), ValueError, "run.yaml", word)
         for text, word in (

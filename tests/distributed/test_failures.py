@@ -241,5 +241,5 @@ def test_shutdown_ends_a_call_of_the_drivers_own_worker(module_cluster, tmp_path
 
 
 def snapshot_step(trainer):
-    state = trainer._controller.snapshots.state()
+    state = trainer._controller.snapshots.load()
     return None if state is None else state["global_step"]

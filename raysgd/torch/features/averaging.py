@@ -1,6 +1,6 @@
 """Averages of the weights, which replace the weights in validation and exports.
 
-`Averaging` computes them, and some optimizers have their own.
+`WeightAveraging` computes them, and some optimizers have their own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch import conflicts
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import copy_all, model_problem, parameters_of
 from raysgd.torch.train_state import TorchTrainState
 
 
-class Averaging(StepFeature):
+class WeightAveraging(StepFeature):
     """Averages the parameters, but not the buffers, if a callback requests it.
 
     Each worker has the averages on its device, and all workers make the same updates.
     """
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state = state
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self.averages: list[dict[str, torch.Tensor]] | None = None
         """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
@@ -37,7 +37,7 @@ class Averaging(StepFeature):
     @property
     def switched(self) -> list[Any]:
         """Optimizers with other weights for evaluation than for training, as in schedule-free."""
-        optimizers: list[Any] = self._state.optimizers
+        optimizers: list[Any] = self._train_state.optimizers
         return [o for o in optimizers if hasattr(o, "train") and hasattr(o, "eval")]
 
     def use_training_weights(self) -> None:
@@ -55,7 +55,7 @@ class Averaging(StepFeature):
                 for the mean of the parameters at the ends of epochs.
             start_epoch: the first epoch in the mean. Epochs count from 1.
         """
-        if not self._state.has_all_parameters:
+        if not self._train_state.has_all_parameters:
             conflicts.refuse('register(sharding="full")', "averages of the weights")
         if self.averages is None or (self._decay is None) != (decay is None):
             self._count = 0
@@ -66,7 +66,7 @@ class Averaging(StepFeature):
         self._decay, self._start_epoch = decay, start_epoch
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        return [dict(ddp.plain(model).named_parameters()) for model in self._state.models]
+        return [dict(ddp.plain(model).named_parameters()) for model in self._train_state.models]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its average. List a shared parameter once."""
@@ -88,8 +88,8 @@ class Averaging(StepFeature):
             update(averages, parameters, self._count)
         self._count += 1
 
-    def commit(self, tx: UpdateTransaction) -> None:
-        is_applied = not (tx.steps.are_skipped or tx.bad_step)
+    def commit(self, update: Update) -> None:
+        is_applied = not (update.optimizer_steps.are_skipped or update.bad_step)
         if self.averages is not None and self._decay is not None and is_applied:
             self._add()
 

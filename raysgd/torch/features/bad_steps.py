@@ -13,7 +13,7 @@ import torch
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import Factors
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.options import BadSteps
 from raysgd.torch.train_state import TorchTrainState
 
@@ -33,71 +33,71 @@ class BadStepFilter(StepFeature):
 
     needs_helper = "bad_steps"
 
-    def __init__(self, state: TorchTrainState, options: BadSteps) -> None:
-        if len(state.optimizers) != 1:
+    def __init__(self, train_state: TorchTrainState, options: BadSteps) -> None:
+        if len(train_state.optimizers) != 1:
             raise ValueError(
                 f"TorchTrainer(bad_steps=...) needs one optimizer, but register() got "
-                f"{len(state.optimizers)}. An update of the first one could not be undone."
+                f"{len(train_state.optimizers)}. An update of the first one could not be undone."
             )
-        self._state, self._options = state, options
+        self._train_state, self._options = train_state, options
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self.bad_steps: list[dict[str, Any]] = []
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._num_workers = self._state.exchange.num_workers
+        self._num_workers = self._train_state.exchange.num_workers
 
-    def begin(self, tx: UpdateTransaction) -> None:
+    def begin(self, update: Update) -> None:
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
 
-    def filter_loss(
-        self, tx: UpdateTransaction, loss: torch.Tensor, factors: Factors
-    ) -> torch.Tensor:
+    def filter_loss(self, update: Update, loss: torch.Tensor, factors: Factors) -> torch.Tensor:
         """Return a loss of the same value whose gradients are NaN if it is not finite."""
         value = loss.detach()
         poison, term = value * 0, value.double() * factors.loss
-        if tx.has_fixed_parts:  # the sum must not depend on the workers
+        if update.has_fixed_parts:  # the sum must not depend on the workers
             term = (term.clamp(-_LARGEST, _LARGEST) / _UNIT).round() * _UNIT
         self._loss_term = self._loss_term * factors.earlier + term + poison
         return loss * (poison + 1)
 
-    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
-        state, spike = self._state, self._options.spike
-        precision = state.precision
-        norm = float(state.exchange.norm(precision.parameters(optimizer))[1])
+    def before_update(self, update: Update, optimizer: Any) -> None:
+        train_state, spike = self._train_state, self._options.spike
+        precision = train_state.precision
+        norm = float(train_state.exchange.norm(precision.parameters(optimizer))[1])
         is_finite = math.isfinite(norm)
-        if is_finite and spike is None and state.replication.replicates:
+        if is_finite and spike is None and train_state.replication.replicates:
             return
-        loss = state.exchange.total(float(self._loss_term)) / self._num_workers
+        loss = train_state.exchange.sum_over_workers(float(self._loss_term)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and loss > spike * usual
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]
-        if not state.replication.replicates and state.context.distributed:
+        if not train_state.replication.replicates and train_state.context.distributed:
             # Each worker has a loss and gradients of its own.
-            signs = [low < 0 for low in state.collectives.minima(*(-sign for sign in signs))]
+            signs = [low < 0 for low in train_state.collectives.minima(*(-sign for sign in signs))]
         is_of_loss, is_of_gradient, is_spike = signs
         if is_of_loss:
-            self._note(tx, "the loss is not finite", str(norm))
+            self._record_bad_step(update, "the loss is not finite", str(norm))
         elif is_of_gradient:
             if not precision.scales:  # otherwise the GradScaler skips it, and lowers the scale
-                self._note(tx, "the gradient is not finite", str(norm))
+                self._record_bad_step(update, "the gradient is not finite", str(norm))
         elif is_spike:
-            self._note(tx, f"the loss is more than {spike:g} times the median, {usual:.4g}", loss)
+            why = f"the loss is more than {spike:g} times the median, {usual:.4g}"
+            self._record_bad_step(update, why, loss)
         else:
             self._loss = loss
 
-    def _note(self, tx: UpdateTransaction, reason: str, value: Any) -> None:
-        state, options = self._state, self._options
-        source = state.data.source(state.data.trains_on)
-        tx.bad_step = {
-            "step": state.global_step + tx.plan.num_steps,
-            "epoch": state.epoch + 1,
+    def _record_bad_step(self, update: Update, reason: str, value: Any) -> None:
+        train_state, options = self._train_state, self._options
+        source = train_state.data.source(train_state.data.trains_on)
+        num_samples = update.plan.total_samples or 0
+        update.bad_step = {
+            "step": train_state.global_step + update.plan.num_steps,
+            "epoch": train_state.epoch + 1,
             "reason": reason,
             "value": value,
-            "samples": source.sample_names(state.epoch, state.offset, tx.plan.total_samples or 0),
+            "samples": source.sample_ids(train_state.epoch, train_state.offset, num_samples),
         }
-        steps = [each for each in self.bad_steps if each["step"] > state.call_began_at]
-        steps.append(tx.bad_step)
+        steps = [each for each in self.bad_steps if each["step"] > train_state.call_began_at]
+        steps.append(update.bad_step)
         if len(steps) > options.max_skipped:
             named = "; ".join(f"step {each['step']}, {each['reason']}" for each in steps)
             raise BadStepsError(
@@ -106,12 +106,12 @@ class BadStepFilter(StepFeature):
                 steps,
             )
 
-    def commit(self, tx: UpdateTransaction) -> None:
-        if tx.bad_step is not None:
-            self.bad_steps.append(tx.bad_step)
-            self._state.buffers.write(self._state.buffers.copies)
-            if self._state.meters is not None:
-                self._state.meters.discard_held()
+    def commit(self, update: Update) -> None:
+        if update.bad_step is not None:
+            self.bad_steps.append(update.bad_step)
+            self._train_state.buffers.write(self._train_state.buffers.copies)
+            if self._train_state.meters is not None:
+                self._train_state.meters.discard_held()
         elif self._loss is not None:
             self._losses.append(self._loss)
 

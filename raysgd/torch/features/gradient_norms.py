@@ -8,7 +8,7 @@ import torch
 
 from raysgd._internal.arguments import check_number
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.train_state import TorchTrainState
 
 
@@ -18,13 +18,13 @@ class GradientNorms(StepFeature):
     The norm before clipping is the metric ``grad_norm`` of logged steps.
     """
 
-    def __init__(self, state: TorchTrainState, max_norm: Any) -> None:
+    def __init__(self, train_state: TorchTrainState, max_norm: Any) -> None:
         if max_norm is not None:
             check_number("register", "max_grad_norm", max_norm)
             if max_norm == 0:
                 raise ValueError("register(max_grad_norm=0): must be above 0.")
             self.needs_helper = f"max_grad_norm={max_norm}"
-        self._state, self._max_norm = state, max_norm
+        self._train_state, self._max_norm = train_state, max_norm
         self._is_logged = False
         self._norms: dict[int, torch.Tensor] = {}
 
@@ -32,18 +32,18 @@ class GradientNorms(StepFeature):
         self._is_logged = logs_steps
         self._norms.clear()
 
-    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
-        if tx.bad_step is None and (self._is_logged or self._max_norm is not None):
-            state, precision = self._state, self._state.precision
+    def before_update(self, update: Update, optimizer: Any) -> None:
+        if update.bad_step is None and (self._is_logged or self._max_norm is not None):
+            train_state, precision = self._train_state, self._train_state.precision
             precision.unscale(optimizer)
-            tensors, norm = state.exchange.norm(precision.parameters(optimizer))
+            tensors, norm = train_state.exchange.norm(precision.parameters(optimizer))
             if self._is_logged:
                 self._norms[id(optimizer)] = norm
             if self._max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(tensors, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
-        norms = [self._norms.get(id(each)) for each in self._state.optimizers]
+        norms = [self._norms.get(id(each)) for each in self._train_state.optimizers]
         return {
             "grad_norm" if len(norms) == 1 else f"grad_norm-{number}": float(norm)
             for number, norm in enumerate(norms)

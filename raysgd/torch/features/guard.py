@@ -12,10 +12,9 @@ import torch
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, format_values, hash_of, minority_of, name_workers
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.digests import digest_of, has_bits
-from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.guard_contents import ReplicaContents
 from raysgd.torch.options import Guard
 from raysgd.torch.tensors import kind_of
@@ -45,10 +44,10 @@ class ReplicaGuard(StepFeature):
     a small share of the time for all models.
     """
 
-    def __init__(self, state: TorchTrainState, averaging: Averaging, guard: Guard) -> None:
-        self._state, self._contents = state, ReplicaContents(state, averaging)
+    def __init__(self, train_state: TorchTrainState, averaging: Any, guard: Guard) -> None:
+        self._train_state, self._contents = train_state, ReplicaContents(train_state, averaging)
         self._every = guard.every
-        self._on_gpu = state.settings.device.type != "cpu"
+        self._on_gpu = train_state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
         self._equal_at = 0
         self.begin_generation()
@@ -56,7 +55,7 @@ class ReplicaGuard(StepFeature):
     # ---- what changes the group or the state
 
     def start_together(self) -> None:
-        self._contents.note_buffers()
+        self._contents.record_buffers()
 
     sync_buffers = start_together
 
@@ -67,8 +66,8 @@ class ReplicaGuard(StepFeature):
         self._steps = self._compared_at = self._complete_at = 0
 
     def receive(self, leader_rank: int) -> Callable[[], None]:
-        self._contents.note_buffers()
-        return self._contents.note_buffers
+        self._contents.record_buffers()
+        return self._contents.record_buffers
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # If this is the state of another worker, that worker still has the problem.
@@ -99,13 +98,14 @@ class ReplicaGuard(StepFeature):
         self._is_due = False
 
     def _set_active(self) -> None:
-        self._is_active = self._state.context.world_size > 1 and self._state.replication.replicates
+        train_state = self._train_state
+        self._is_active = train_state.context.world_size > 1 and train_state.replication.replicates
 
     def before_export(self) -> None:
         self._set_active()  # a new group may not have trained yet
         has_changed = self._is_due or self._steps > self._complete_at
         # A worker that got the state of another since the difference has no problem.
-        minimum = self._state.collectives.minimum
+        minimum = self._train_state.collectives.minimum
         if self._is_active and has_changed and minimum(int(not self._problem)):
             self._compare()
 
@@ -113,7 +113,7 @@ class ReplicaGuard(StepFeature):
         self._contents.has_run = True
         return super().evaluating()
 
-    def begin(self, tx: UpdateTransaction) -> None:
+    def begin(self, update: Update) -> None:
         if not self._is_active:
             return
         self._contents.has_run = True
@@ -127,7 +127,7 @@ class ReplicaGuard(StepFeature):
             self._is_new = self._is_new and not is_new
             self._compare(in_step=True, is_new=is_new)
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._steps += 1
 
     # ---- comparison
@@ -167,7 +167,7 @@ class ReplicaGuard(StepFeature):
             elif kind == "buffers" and value is not None:
                 counted.append(name)
         digests = torch.tensor([hash_of(options), hash_of(counted), 0, 0])
-        digests = digests.to(self._state.settings.device, non_blocking=True)
+        digests = digests.to(self._train_state.settings.device, non_blocking=True)
         for (is_buffer, device), tensors in groups.items():
             digests[2 + is_buffer] += digest_of(tensors, device).to(digests, non_blocking=True)
         return digests, is_complete
@@ -184,22 +184,22 @@ class ReplicaGuard(StepFeature):
             if not (options and tensors and (buffers or not counted)):
                 self._report_difference(flags)
             elif is_complete:
-                self._equal_at = self._state.global_step
+                self._equal_at = self._train_state.global_step
 
     # ---- a difference
 
     def _report_difference(self, flags: tuple[bool, bool]) -> None:
-        state = self._state
-        self._equal_at = min(self._equal_at, state.global_step)  # a loaded state may be older
+        train_state = self._train_state
+        self._equal_at = min(self._equal_at, train_state.global_step)  # a loaded state may be older
         own: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.items(*flags):
             is_tensor = isinstance(value, torch.Tensor)
             own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
-        context, kind = state.context, kind_of(state.settings.device)
+        context, kind = train_state.context, kind_of(train_state.settings.device)
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
-            f"After step {state.global_step}, the workers differ. A failure interrupted the report "
-            f"of the differences. They were equal after step {self._equal_at}. "
+            f"After step {train_state.global_step}, the workers differ. A failure interrupted the "
+            f"report of the differences. They were equal after step {self._equal_at}. "
             f"{_REMEDY.format('worker 0')}"
         )
         mine = own, kind, self._equal_at
@@ -213,7 +213,7 @@ class ReplicaGuard(StepFeature):
         minority = minority_of(differences, context.world_size)
         message = self._message(differences, minority)
         if len(kinds) > 1 and not any(kind == "options" for kind, _ in differences):
-            state.settings.warn_once(
+            train_state.settings.warn_once(
                 "devices",
                 "%s The workers compute on different devices or with different numbers of threads "
                 "(%s), so this may be rounding.",
@@ -224,9 +224,9 @@ class ReplicaGuard(StepFeature):
             self._problem = message
             # The next generation then starts from the state of the majority.
             if context.world_rank in minority:
-                state.transaction.is_damaged = True
+                train_state.update.is_damaged = True
             # Wait until all know it, because the driver interrupts the others if one raises.
-            state.collectives.barrier()
+            train_state.collectives.barrier()
             raise ReplicasDifferError(message, ranks=minority)
 
     def _message(self, differences: Mapping[tuple[str, str], Any], minority: list[int]) -> str:
@@ -240,7 +240,7 @@ class ReplicaGuard(StepFeature):
         if len(names) > _MOST_SHOWN:
             text += f"; and {len(names) - _MOST_SHOWN} more"
         return (
-            f"After step {self._state.global_step}, {who} differ in: {text}. They were equal "
+            f"After step {self._train_state.global_step}, {who} differ in: {text}. They were equal "
             f"after step {self._equal_at}. Common causes: code that changes them on one worker "
             "only, such as an option or random numbers with another seed; a damaged copy; broken "
             f"memory. {_NOT_IN_STATE if of_modules else ''}"

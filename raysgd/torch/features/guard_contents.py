@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import Versions, renormalized_weights
 from raysgd.torch.train_state import TorchTrainState
@@ -48,28 +48,28 @@ class ReplicaContents:
 
     has_run = False  # a forward pass may have run since all workers had the same buffers
 
-    def __init__(self, state: TorchTrainState, averaging: Averaging) -> None:
-        self._state, self._wraps_all = state, state.exchange.keeps_all_equal
+    def __init__(self, train_state: TorchTrainState, averaging: WeightAveraging) -> None:
+        self._train_state, self._wraps_all = train_state, train_state.exchange.keeps_all_equal
         self._averaging = averaging
         self._registrations = _registrations()
         self._seen: list[Any] = []
         self._record()
-        self.note_buffers()
+        self.record_buffers()
 
     # ---- what is added after `register`
 
     def _record(self) -> None:
         """Record the modules and parameters of the registered models."""
-        state = self._state
-        modules = [module for model in state.models for module in model.modules()]
+        train_state = self._train_state
+        modules = [module for model in train_state.models for module in model.modules()]
         views = [(m._modules.values(), m._parameters.values()) for m in modules]
         self._children = list(itertools.chain.from_iterable(views))
         # Only objects that exist have unique ids.
         self._members = list(itertools.chain.from_iterable(self._children))
-        self._named = [list(ddp.plain(model).named_parameters()) for model in state.models]
+        self._named = [list(ddp.plain(model).named_parameters()) for model in train_state.models]
         self._parameters = [parameter for named in self._named for _, parameter in named]
-        self._renormalized = renormalized_weights(state.models)
-        groups = [group for o in state.optimizers for group in o.param_groups]
+        self._renormalized = renormalized_weights(train_state.models)
+        groups = [group for o in train_state.optimizers for group in o.param_groups]
         self._stepped = {parameter for group in groups for parameter in group["params"]}
         self._recorded = self._structure()
 
@@ -78,7 +78,7 @@ class ReplicaContents:
         return [*children, *self._sizes_and_dtypes()]
 
     def _sizes_and_dtypes(self) -> list[Any]:
-        groups = [group for o in self._state.optimizers for group in o.param_groups]
+        groups = [group for o in self._train_state.optimizers for group in o.param_groups]
         return [*(len(group["params"]) for group in groups), *map(_dtype, self._parameters)]
 
     def check_step(self) -> None:
@@ -95,7 +95,7 @@ class ReplicaContents:
         """Raise an error if the next step would train what the workers do not keep equal."""
         if self._structure() == self._recorded:
             return
-        for feature in self._state.features:
+        for feature in self._train_state.features:
             feature.check_trained()
         before = self._stepped
         self._record()
@@ -110,7 +110,7 @@ class ReplicaContents:
     # ---- buffers
 
     def _all_buffers(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        for index, model in enumerate(map(ddp.plain, self._state.models)):
+        for index, model in enumerate(map(ddp.plain, self._train_state.models)):
             statistics = set(map(id, ddp.running_statistics(model)))
             for name, buffer in model.named_buffers():
                 if id(buffer) not in statistics and not buffer.is_inference():
@@ -126,7 +126,7 @@ class ReplicaContents:
             if not (self.has_run and trained[index]) and id(buffer) not in changed
         }
 
-    def note_buffers(self) -> None:
+    def record_buffers(self) -> None:
         """Record all buffers, because all workers have the same now."""
         self.has_run = False
         self._kept_alive = [buffer for *_, buffer in self._all_buffers()]  # so that IDs stay unique
@@ -136,11 +136,11 @@ class ReplicaContents:
 
     def items(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
-        state = self._state
-        is_unsharded = state.replication.is_unsharded
+        train_state = self._train_state
+        is_unsharded = train_state.replication.is_unsharded
         equal, replicated = self._equal_buffers(), set[torch.Tensor]()
-        compared = [self._wraps_all or ddp.is_ddp(model) for model in state.models]
-        for index, model in enumerate(state.models):
+        compared = [self._wraps_all or ddp.is_ddp(model) for model in train_state.models]
+        for index, model in enumerate(train_state.models):
             if not compared[index]:
                 continue
             ignored: Any = getattr(model, "parameters_to_ignore", ())
@@ -158,15 +158,15 @@ class ReplicaContents:
         for index, path, _ in self._all_buffers():
             if compared[index]:
                 yield "buffers", path, equal.get(path)
-        for index, optimizer in enumerate(state.optimizers):
+        for index, optimizer in enumerate(train_state.optimizers):
             if self._wraps_all or replicated.issuperset(self._stepped):
                 own = f"optimizers[{index}]", optimizer, replicated, is_unsharded(optimizer)
                 yield from _of_optimizer(*own)
-        for index, scheduler in enumerate(state.schedulers if self._wraps_all else ()):
+        for index, scheduler in enumerate(train_state.schedulers if self._wraps_all else ()):
             yield from _items(f"schedulers[{index}]", scheduler.state_dict())
-        yield from _items("scaler", state.precision.scale_tensors())
+        yield from _items("scaler", train_state.precision.scale_tensors())
         yield from _items("averages", self._averaging.averages)
-        for name, modules in ("models", state.models), ("criteria", state.criteria):
+        for name, modules in ("models", train_state.models), ("criteria", train_state.criteria):
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
                     yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))

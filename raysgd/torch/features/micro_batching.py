@@ -31,7 +31,7 @@ class TorchMicroBatching(MicroBatching):
     """Samples of the current batch; 0 if unknown."""
 
     def __init__(self, train_state: TrainState) -> None:
-        super().__init__(train_state.settings, train_state.transaction)
+        super().__init__(train_state.settings, train_state.update)
         self._train_state = train_state
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class TorchMicroBatching(MicroBatching):
             why_not = why_not or "smaller parts would have too few samples"
         if not self.may_split:
             why_not = why_not or "train_epoch is not the default one"
-        if self._transaction.is_damaged:
+        if self._update.is_damaged:
             why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))

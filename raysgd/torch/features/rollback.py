@@ -12,7 +12,7 @@ import torch
 from raysgd._internal.collectives import Collectives
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.tensors import (
     Versions,
     copy_all,
@@ -54,47 +54,48 @@ class Rollback(StepFeature):
         self._has_copies = False
         self._moves_parameters = None if has_bad_steps else False  # None: not known yet
 
-    def begin(self, tx: UpdateTransaction) -> None:
-        self._has_copies = tx.steps.are_several or self._moves_parameters is not False
+    def begin(self, update: Update) -> None:
+        self._has_copies = update.optimizer_steps.are_several or self._moves_parameters is not False
         if self._has_copies:
             for image in self._images:
                 image.take()
         self._versions = Versions(lambda: self._parameters)
 
-    def before_update(self, tx: UpdateTransaction, optimizer: Any) -> None:
+    def before_update(self, update: Update, optimizer: Any) -> None:
         if self._versions is None:
             return
-        if tx.bad_step is not None:
-            self._restore(tx)  # what train_batch changed before the update
-            if tx.is_damaged:
+        if update.bad_step is not None:
+            self._restore(update)  # what train_batch changed before the update
+            if update.is_damaged:
                 raise RuntimeError(
                     "A bad step cannot be undone, because train_batch changed parameters before "
                     "the update for the first time. Load a checkpoint: trainer.load(path)."
                 )
         elif not self._moves_parameters:
             self._moves_parameters = bool(self._versions.find_changed())
-            if self._has_copies and not (self._moves_parameters or tx.steps.are_several):
+            needs_copies = self._moves_parameters or update.optimizer_steps.are_several
+            if self._has_copies and not needs_copies:
                 self._has_copies = False  # of the first update; release their memory
                 self._images = [_BeforeImage(image.optimizer) for image in self._images]
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._versions = None
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         if self._versions is not None:
-            self._restore(tx)
+            self._restore(update)
             self._versions = None
 
-    def _restore(self, tx: UpdateTransaction) -> None:
+    def _restore(self, update: Update) -> None:
         assert self._versions is not None
         changed = self._versions.find_changed()
         if self._has_copies:
             for image in reversed(self._images):
                 image.restore()
                 changed.difference_update(map(id, image.parameters))
-        elif tx.steps.running is not None:
-            tx.is_damaged = True  # an optimizer may change its state before parameters
-        tx.is_damaged = tx.is_damaged or bool(changed)
+        elif update.optimizer_steps.running is not None:
+            update.is_damaged = True  # an optimizer may change its state before parameters
+        update.is_damaged = update.is_damaged or bool(changed)
 
 
 class _BeforeImage:
@@ -114,15 +115,15 @@ class _BeforeImage:
         # A frozen parameter with state may be trained later in the step.
         trained = [p for p in parameters_of(self.optimizer) if p.requires_grad or p in state]
         self.parameters, self._tensors = set(trained), [*trained]
-        self._state = map_leaves(state, self._note)
+        self._state = map_leaves(state, self._keep)
         # Some optimizers keep an estimated step size in the groups.
         self._groups = [
-            {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
+            {key: map_leaves(value, self._keep) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
         self._copies.take(self._tensors)
 
-    def _note(self, leaf: Any) -> Any:
+    def _keep(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             self._tensors.append(leaf)
         return leaf
@@ -162,7 +163,7 @@ class BufferCopies(StepFeature):
     def begin_call(self, logs_steps: bool) -> None:
         self.update()  # user code may have changed them between calls
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self.update()
 
     def update(self) -> None:
@@ -171,7 +172,7 @@ class BufferCopies(StepFeature):
             with torch.no_grad():
                 self.copies = self._copies.take(self.tensors())
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         self.write(self.copies)
 
     def write(self, values: Sequence[torch.Tensor | None]) -> None:

@@ -7,59 +7,60 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.train_state import TorchTrainState
 
 
 class Schedules(StepFeature):
-    def __init__(self, state: TorchTrainState, check_complete: Callable[[], None]) -> None:
-        self._state, self._check_complete = state, check_complete
+    def __init__(self, train_state: TorchTrainState, check_complete: Callable[[], None]) -> None:
+        self._train_state, self._check_complete = train_state, check_complete
         self._last_epochs: list[Any] = []
         self._states: list[Any] | None = None
         self._rates: list[dict[str, Any]] = []
 
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
-        tx = self._state.transaction
+        update = self._train_state.update
         is_skipped = (
-            tx.steps.are_skipped and self._state.settings.options.scheduler_step_freq == "batch"
+            update.optimizer_steps.are_skipped
+            and self._train_state.settings.options.scheduler_step_freq == "batch"
         )
-        if is_skipped or not tx.micro_batch.ends_step:
+        if is_skipped or not update.micro_batch.ends_step:
             return
-        if tx.is_last:
+        if update.is_last:
             self._check_complete()
-        for scheduler in self._state.schedulers:
+        for scheduler in self._train_state.schedulers:
             scheduler.step()
-        self._note()
+        self._record_epochs()
 
     def step_with(self, metric: float) -> None:
         """Step every scheduler. An optional ``epoch`` of its ``step`` does not get the metric."""
-        for scheduler in self._state.schedulers:
+        for scheduler in self._train_state.schedulers:
             takes = next(iter(inspect.signature(scheduler.step).parameters), "epoch")
             has_metric = takes != "epoch" or required_arguments(scheduler.step)
             scheduler.step(*[metric] if has_metric else [])
 
-    def _note(self) -> None:
-        schedulers = self._state.schedulers
+    def _record_epochs(self) -> None:
+        schedulers = self._train_state.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
-    def begin(self, tx: UpdateTransaction) -> None:
+    def begin(self, update: Update) -> None:
         self._states = None
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+    def begin_micro_batch(self, update: Update) -> None:
         """Undo and reject a scheduler step that `train_batch` makes in a part of a batch."""
-        if not tx.is_split:
+        if not update.is_split:
             return
-        train_state = self._state
+        train_state = self._train_state
         groups = [group for o in train_state.optimizers for group in o.param_groups]
         if self._states is None:
             self._states = [scheduler.state_dict() for scheduler in train_state.schedulers]
             self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            self._note()
+            self._record_epochs()
             return
         before = self._last_epochs
-        self._note()
+        self._record_epochs()
         if self._last_epochs != before:
             for scheduler, state in zip(train_state.schedulers, self._states, strict=True):
                 scheduler.load_state_dict(state)

@@ -11,13 +11,13 @@ import torch
 
 from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.train_state import TorchTrainState
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
 
 
-class Speed(StepFeature):
+class SampleRate(StepFeature):
     """Measures each batch from its start to its last gradient, without communication.
 
     DistributedDataParallel waits for other workers only after the last gradient. A fully sharded
@@ -26,18 +26,18 @@ class Speed(StepFeature):
 
     needs_warm_up = True  # so that a replacement worker knows its speed when it joins
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._on_gpu = state.settings.device.type == "cuda"
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._on_gpu = train_state.settings.device.type == "cuda"
         self._began: Any = None
         self._ended: Any = None
         self._size: float | None = None
         self._step: list[tuple[float, Any, Any]] = []
         self._steps: deque[list[tuple[float, Any, Any]]] = deque(maxlen=_NUM_STEPS)
         self._is_first = True
-        for model in state.models:
+        for model in train_state.models:
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                    parameter.register_post_accumulate_grad_hook(self._record_gradient_time)
 
     def _median_speed(self) -> float:
         # The training thread may append a step in the meantime.
@@ -49,13 +49,14 @@ class Speed(StepFeature):
 
     samples_per_s: float = forward_to(_median_speed)
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+    def begin_micro_batch(self, update: Update) -> None:
         self._end_batch()
-        if tx.index == 0:
+        if update.index == 0:
             self._step = []
-        self._began, self._ended, self._size = self._read_clock(), None, tx.micro_batch.num_samples
+        self._began, self._ended = self._read_clock(), None
+        self._size = update.micro_batch.num_samples
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._end_batch()
         if self._step:
             if not self._is_first:  # the first step is slower than others
@@ -69,7 +70,7 @@ class Speed(StepFeature):
             self._step.append((self._size, self._began, self._ended))
         self._ended = None
 
-    def _note_gradient(self, parameter: torch.nn.Parameter) -> None:
+    def _record_gradient_time(self, parameter: torch.nn.Parameter) -> None:
         self._ended = self._read_clock(self._ended)
 
     def _read_clock(self, event: Any = None) -> Any:

@@ -10,7 +10,7 @@ import torch
 from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.input.batches import Batch
 from raysgd.torch.register_checks import required_arguments
@@ -27,73 +27,75 @@ class StepChecks(StepFeature):
     whole batches, unless an accumulation needs several.
     """
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state, self._precision, self._transaction = state, state.precision, state.transaction
-        self._refuse_split = state.micro_batching.refuse
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state, self._precision = train_state, train_state.precision
+        self._update = train_state.update
+        self._refuse_split = train_state.micro_batching.refuse
         self._watched: dict[int, Versions] = {}
         """Gradients after a backward pass, by optimizer, if they are not final then."""
         self._keeps_gradients = False  # train_batch itself accumulates them
         self._collective = ""  # that train_batch calls
-        if state.context.distributed:
-            collectives.watch_user_code(self._note_collective)
+        if train_state.context.distributed:
+            collectives.watch_user_code(self._refuse_collective)
 
     needs_helper: str = forward_to(
         lambda self: (
-            f"gradient_accumulation_steps={self._state.accumulation_steps}"
-            if self._state.accumulation_steps > 1
+            f"gradient_accumulation_steps={self._train_state.accumulation_steps}"
+            if self._train_state.accumulation_steps > 1
             else ""
         )
     )
 
     # ---- hooks of a step
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        has_losses = tx.weights.has_earlier_losses
-        if tx.index > 0 and not has_losses and any(map(_has_gradients, tx.steps.optimizers)):
+    def begin_micro_batch(self, update: Update) -> None:
+        optimizers = update.optimizer_steps.optimizers
+        has_losses = update.losses.has_earlier_losses
+        if update.index > 0 and not has_losses and any(map(_has_gradients, optimizers)):
             self._refuse_split(_NO_BACKWARD)
-        self._note_gradients(self._precision.scales)
+        self._watch_gradients(self._precision.scales)
 
-    def before_commit(self, tx: UpdateTransaction) -> None:
+    def before_commit(self, update: Update) -> None:
         self.check_complete()
 
     def check_complete(self) -> None:
-        tx = self._transaction
-        if tx.weights.has_earlier_losses and not tx.steps.done:
+        update = self._update
+        if update.losses.has_earlier_losses and not update.optimizer_steps.done:
             self._reject("train_batch makes no update in the last batch of a group")
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._watched.clear()
-        has_stepped = bool(tx.steps.done)
-        self._keeps_gradients = not has_stepped and any(map(_has_gradients, tx.steps.optimizers))
-        why, weights = "", tx.weights
-        if not weights.uses_backward:
-            if self._collective or self._state.settings.options.elastic.shares != "even":
+        steps, losses, why = update.optimizer_steps, update.losses, ""
+        has_stepped = bool(steps.done)
+        self._keeps_gradients = not has_stepped and any(map(_has_gradients, steps.optimizers))
+        if not losses.uses_backward:
+            if self._collective or self._train_state.settings.options.elastic.shares != "even":
                 why = "does not call self.backward(loss)"
-        elif self._collective and weights.counted_items is None:
+        elif self._collective and losses.counted_items is None:
             why = f"calls {self._collective}, and self.backward(loss) without num_samples"
-        num_even = self._state.context.world_size * tx.plan.num_samples if why else 0
-        if has_stepped and why and tx.plan.total_samples not in (None, num_even):
-            self._state.settings.warn_once(
+        num_even = self._train_state.context.world_size * update.plan.num_samples if why else 0
+        if has_stepped and why and update.plan.total_samples not in (None, num_even):
+            self._train_state.settings.warn_once(
                 "weight",
                 "The workers have different numbers of samples in step %d, and train_batch %s. "
                 "Losses then have wrong weights. Pass num_samples to self.backward for each loss. "
                 'Or use drop_last=True, and ElasticConfig(global_batch="scale", shares="even").',
-                self._state.global_step,
+                self._train_state.global_step,
                 why,
             )
 
     def end_call(self) -> None:
-        if self._state.global_step and not self._transaction.steps.have_ever_counted:
-            self._state.settings.warn_once(
+        if self._train_state.global_step and not self._update.optimizer_steps.have_ever_counted:
+            self._train_state.settings.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."
                 "backward(loss) and self.optimizer_step(optimizer) in train_batch.",
             )
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         self._watched.clear()
         if self._keeps_gradients:
-            self._state.settings.warn_once(
+            self._train_state.settings.warn_once(
                 "kept",
                 "A step failed, and the gradients that train_batch kept from earlier batches are "
                 "lost. To accumulate gradients, use register(gradient_accumulation_steps=...).",
@@ -102,12 +104,12 @@ class StepChecks(StepFeature):
 
     # ---- within a micro-batch
 
-    def _note_collective(self, name: str) -> None:
-        tx = self._transaction
-        if not tx.is_open or tx.steps.running is not None:
+    def _refuse_collective(self, name: str) -> None:
+        update = self._update
+        if not update.is_open or update.optimizer_steps.running is not None:
             return
         self._collective = name
-        self._state.micro_batching.refuse(
+        self._train_state.micro_batching.refuse(
             f"train_batch calls {name}",
             f"leave out {name}, because the result would depend on the number of workers. For a "
             "mean over other items than samples, call self.backward(loss, num_samples=count).",
@@ -115,14 +117,14 @@ class StepChecks(StepFeature):
 
     def check_size(self) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
-        state, segment = self._state, self._state.step_iterator
-        has_weight = state.exchange.num_workers > 1 or not self._transaction.is_only
+        train_state, segment = self._train_state, self._train_state.step_iterator
+        has_weight = train_state.exchange.num_workers > 1 or not self._update.is_only
         drawn = segment.num_joined if has_weight and segment is not None else None
         if drawn is None:
             return
         num_rows, is_clear = Batch((segment.batch,), {}, None).count_samples(drawn)
         if not is_clear:
-            state.settings.warn_once(
+            train_state.settings.warn_once(
                 "samples",
                 "The loader joined %d samples, and the tensors of the batch have %d rows. raysgd "
                 "weights the batch by the samples. If the collate_fn dropped or added samples, "
@@ -133,16 +135,16 @@ class StepChecks(StepFeature):
             )
 
     def before_backward(self, count: LossCount) -> None:
-        tx, state = self._transaction, self._state
-        has_one_batch = state.accumulation_steps == 1 and not tx.has_fixed_parts
-        if has_one_batch and tx.weights.has_loss and count.items is not None:
+        update, train_state = self._update, self._train_state
+        has_one_batch = train_state.accumulation_steps == 1 and not update.has_fixed_parts
+        if has_one_batch and update.losses.has_loss and count.items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
-        if tx.weights.has_gap and counts_samples and state.exchange.num_workers > 1:
+        if update.losses.has_gap and counts_samples and train_state.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
-        if tx.steps.requested:
+        if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
-        for optimizer in state.optimizers if self._watched else ():
+        for optimizer in train_state.optimizers if self._watched else ():
             changed = self._have_changed(optimizer) and self._precision.scales
             gradients = _gradients_of(optimizer)
             if changed and any(each is not None and each.any() for each in gradients):
@@ -153,15 +155,16 @@ class StepChecks(StepFeature):
                 )
 
     def after_backward(self) -> None:
-        tx = self._transaction
-        self._note_gradients(self._precision.scales or tx.has_fixed_parts or not tx.is_last)
+        update = self._update
+        is_final = update.is_last and not update.has_fixed_parts
+        self._watch_gradients(self._precision.scales or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        tx = self._transaction
+        update = self._update
         key = id(optimizer)
-        if key in tx.steps.requested:
+        if key in update.optimizer_steps.requested:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
-        tx.steps.requested.add(key)
+        update.optimizer_steps.requested.add(key)
         if _needs_closure(type(optimizer).step):
             raise TypeError(
                 f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
@@ -175,17 +178,18 @@ class StepChecks(StepFeature):
                 "register(max_grad_norm=...), or change them in a hook: call "
                 "optimizer.register_step_pre_hook(fn) in setup, before register."
             )
-        if not tx.weights.has_loss and (tx.weights.has_earlier_losses or _has_gradients(optimizer)):
+        losses = update.losses
+        if not losses.has_loss and (losses.has_earlier_losses or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
 
     def check_direct_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Reject ``optimizer.step()`` in user code that must call ``optimizer_step``."""
-        tx = self._transaction
-        if tx.is_open:
+        update = self._update
+        if update.is_open:
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
-        features = self._state.features
+        features = self._train_state.features
         why = next((each.needs_helper for each in features if each.needs_helper), "")
-        if not why and tx.weights.uses_backward and self._precision.scales:
+        if not why and update.losses.uses_backward and self._precision.scales:
             why = f"the scaled gradients of self.backward(loss) under {self._precision.name}"
         if why:
             raise RuntimeError(
@@ -195,8 +199,8 @@ class StepChecks(StepFeature):
 
     # ---- gradients that are not final
 
-    def _note_gradients(self, is_watched: bool) -> None:
-        watched = self._state.optimizers if is_watched else ()
+    def _watch_gradients(self, is_watched: bool) -> None:
+        watched = self._train_state.optimizers if is_watched else ()
         self._watched = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
@@ -218,7 +222,7 @@ class StepChecks(StepFeature):
 
     def _reject(self, why: str) -> None:
         self._refuse_split(why)
-        if not self._transaction.is_only:
+        if not self._update.is_only:
             raise RuntimeError(
                 f"{why}. With {self.needs_helper}, call self.backward(loss) and "
                 "self.optimizer_step(optimizer) once for every batch. For a batch without a loss, "

@@ -24,8 +24,8 @@ class Untracked(StepFeature):
     place of registered ones.
     """
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state = state
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self._operator: Any = None
         self._names: set[str] = set()
         self._roles: list[str] = []  # attributes that hold registered objects
@@ -39,15 +39,16 @@ class Untracked(StepFeature):
         self._roles = [name for name, each in vars(operator).items() if _key(each) in registered]
 
     def _registered(self) -> set[int]:
-        state = self._state
-        return set(map(_key, (*state.models, *state.optimizers, *state.schedulers)))
+        train_state = self._train_state
+        models, optimizers = train_state.models, train_state.optimizers
+        return set(map(_key, (*models, *optimizers, *train_state.schedulers)))
 
     def begin_call(self, logs_steps: bool) -> None:
         registered = self._registered()
         for name in self._roles:
             value = getattr(self._operator, name, None)
             if value is not None and _key(value) not in registered:
-                self._state.settings.warn_once(
+                self._train_state.settings.warn_once(
                     f"replaced {name}",
                     "self.%s was replaced by a %s that is not registered. Checkpoints and workers "
                     "that start later lack it. Change the registered object, or register both in "
@@ -66,7 +67,7 @@ class Untracked(StepFeature):
         names = [n for n in before | now if n in self._names or not n.startswith("self.")]
         changed = [name for name in names if before.get(name) != now.get(name)]
         if changed and not self._operator.state_dict():
-            self._state.settings.warn_once(
+            self._train_state.settings.warn_once(
                 "untracked",
                 "train_batch changed %s. Checkpoints and workers that start later, such as "
                 "replacements, do not have this change. Register modules, also frozen ones, as "
@@ -79,7 +80,7 @@ class Untracked(StepFeature):
         """Return what identifies the content of each unregistered tensor, by its name."""
         tensors: dict[str, torch.Tensor] = {}
         places = [*attributes_of(self._operator)]
-        for optimizer in self._state.optimizers:
+        for optimizer in self._train_state.optimizers:
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
                 for name, value in vars(optimizer).items():
                     parts = enumerate(value if isinstance(value, list) else [value])
@@ -92,7 +93,7 @@ class Untracked(StepFeature):
                 tensors.update(named)
         registered = {
             id(tensor)
-            for model in self._state.models
+            for model in self._train_state.models
             for tensor in (*model.parameters(), *model.buffers())
         }
         return {

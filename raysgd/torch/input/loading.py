@@ -136,18 +136,18 @@ class PartitionedLoader(PartitionedSource):
     @property
     def partition(self) -> EpochPartition:
         """This worker's part, for the current length of the sampler."""
-        if self._partition.total != (total := len(self.order_sampler)):
-            self._partition = replace(self._partition, total=total)
+        if self._partition.epoch_size != (size := len(self.order_sampler)):
+            self._partition = replace(self._partition, epoch_size=size)
         return self._partition
 
     shuffles: bool = forward_to(
         lambda self: (self.epoch_order if self._numbered is None else self._numbered).shuffles
     )
 
-    def _apart(self) -> Self:
-        apart = super()._apart()
-        apart._kept_loader, apart.epoch_order = None, copy.copy(self.epoch_order)
-        return apart
+    def _copy_for_user(self) -> Self:
+        copied = super()._copy_for_user()
+        copied._kept_loader, copied.epoch_order = None, copy.copy(self.epoch_order)
+        return copied
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
         order, partition = self._order_of(epoch, offset), self.partition
@@ -208,7 +208,7 @@ class PartitionedLoader(PartitionedSource):
         order = self._order_of(epoch)
         return itertools.chain.from_iterable(pick_keys(order, *s) for s in self.partition.batches())
 
-    def sample_names(self, epoch: int, offset: int, count: int) -> list[Any]:
+    def sample_ids(self, epoch: int, offset: int, count: int) -> list[Any]:
         keys = pick_keys(self._order_of(epoch, offset), offset, offset + count)
         if self._deals_batches:
             keys = [*itertools.chain.from_iterable(keys)]
@@ -275,9 +275,9 @@ class PartitionedLoader(PartitionedSource):
 
     def fingerprint(self) -> str:
         partition = self.partition
-        sizes = f"{partition.total} samples, drop_last {partition.drop_last}"
+        sizes = f"{partition.epoch_size} samples, drop_last {partition.drop_last}"
         if self._deals_batches:
-            sizes = f"{partition.total} batches of its {type(self.order_sampler).__name__}"
+            sizes = f"{partition.epoch_size} batches of its {type(self.order_sampler).__name__}"
         elif self.loader.batch_size is None:
             sizes += ", batch_size None"
         if self.loader.generator is not None:

@@ -25,7 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from raysgd._internal.collectives import Collectives
 from raysgd.data.stream import Keys
-from raysgd.loop.train_state import Generators
+from raysgd.loop.train_state import RandomGenerators
 
 HUGE = 2**24
 """Number of samples above which a shuffled order is computed where it is read."""
@@ -71,7 +71,7 @@ def seeding(seed: int, generator: Any = None) -> Iterator[None]:
     """
     generator = generator if isinstance(generator, torch.Generator) else torch.Generator()
     before = generator.get_state()
-    with Generators().preserving(), torch.random.fork_rng(devices=[]):
+    with RandomGenerators().preserving(), torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         for each in (torch.default_generator, generator):  # torch.manual_seed also reseeds GPUs

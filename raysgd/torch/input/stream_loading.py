@@ -63,11 +63,11 @@ class StreamSource(PartitionedSource):
         return self.loader.dataset if self._joins else self.loader
 
     def __iter__(self) -> Iterator[Any]:
-        apart = self._apart()
-        apart.close_workers()
-        for batch in apart.batches(self.current_epoch or 0, 0):
+        copied = self._copy_for_user()
+        copied.close_workers()
+        for batch in copied.batches(self.current_epoch or 0, 0):
             yield batch
-            apart._buffer.trim(apart._unit[0])
+            copied._buffer.trim(copied._unit[0])
 
     # ---- batches
 
@@ -79,7 +79,7 @@ class StreamSource(PartitionedSource):
         unit = partition.step_size if partition.training else turns
         while offset < end:
             self._unit = offset, size = offset, self._ensure(offset, min(unit, end - offset))
-            step = replace(partition, total=size)
+            step = replace(partition, epoch_size=size)
             if step.end(0) == 0:
                 return
             self._steps_read = -(-(offset + size - first) // partition.step_size)

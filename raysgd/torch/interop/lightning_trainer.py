@@ -60,10 +60,10 @@ class TrainerStandIn:
 
     @property
     def current_epoch(self) -> int:
-        state = self._operator._train_state
+        train_state = self._operator._train_state
         # In Lightning, an epoch ends after its validation.
-        is_over = self.validating and state.epoch > 0 and state.offset == 0
-        return int(state.epoch - is_over)
+        is_over = self.validating and train_state.epoch > 0 and train_state.offset == 0
+        return int(train_state.epoch - is_over)
 
     @property
     def global_step(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from raysgd._internal.arguments import is_number
 from raysgd.errors import CheckpointError
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.precision.base import Precision
 
 _KEY = "amp_native"
@@ -71,7 +71,7 @@ class NativeAmp(Precision):
         if all(id(registered) in self._stepped for registered in self._optimizers):
             self._update_scale()
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._update_scale()
 
     def _update_scale(self) -> None:
@@ -84,7 +84,7 @@ class NativeAmp(Precision):
         self._stepped: set[int] = set()  # the IDs of optimizers
         self._unscaled: set[int] = set()
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         """Keep the scale, and discard the results of overflow checks."""
         if self._is_checked and self.scaler is not None:
             state = self.scaler.state_dict()

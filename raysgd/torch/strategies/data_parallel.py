@@ -14,7 +14,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.step_timing import OTHER
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.feature import Replication
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
@@ -27,59 +27,63 @@ from raysgd.torch.train_state import TorchTrainState
 class OwnModels(Replication):
     """Each worker keeps its own models, unless user code has wrapped some of them."""
 
-    def __init__(self, state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
-        self._state = state
+    def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
+        self._train_state = train_state
 
-    replicates: bool = forward_to(lambda self: any(map(ddp.is_ddp, self._state.models)))
+    replicates: bool = forward_to(lambda self: any(map(ddp.is_ddp, self._train_state.models)))
 
 
 class GroupGradients(GradientExchange):
     """What the exchanges have in common: the registered models, and the group of workers."""
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state = state
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self._dtypes: Mapping[Any, torch.dtype] = {}
 
     needs_warm_up: bool = forward_to(
         lambda self: (
-            self._state.settings.device.type == "cuda"
-            or any(map(ddp.is_compiled, self._state.models))
+            self._train_state.settings.device.type == "cuda"
+            or any(map(ddp.is_compiled, self._train_state.models))
         )
     )
     num_workers: int = forward_to(
-        lambda self: self._state.context.world_size if self._averages else 1
+        lambda self: self._train_state.context.world_size if self._averages else 1
     )
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        self._dtypes = {p: p.dtype for model in self._state.models for p in model.parameters()}
+        models = self._train_state.models
+        self._dtypes = {p: p.dtype for model in models for p in model.parameters()}
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         wrapped = {id(wrapper.module): wrapper for wrapper in wrappers}
-        self._state.models = [wrapped.get(id(model), model) for model in self._state.models]
+        models = self._train_state.models
+        self._train_state.models = [wrapped.get(id(model), model) for model in models]
 
     def check_trained(self) -> None:
-        models, dtypes = list(map(ddp.unwrap, self._state.models)), self._dtypes
+        models, dtypes = list(map(ddp.unwrap, self._train_state.models)), self._dtypes
         if not self.keeps_all_equal:  # a worker may add parameters, or cast them
-            stepped = [p for each in self._state.optimizers for p in parameters_of(each)]
+            stepped = [p for each in self._train_state.optimizers for p in parameters_of(each)]
             dtypes = {p: p.dtype for p in (*dtypes, *stepped)}
         check_same_parameters(models, dtypes)
 
     def sync_buffers(self) -> None:
         buffers = [each for each in self._shared_buffers() if each.layout is torch.strided]
         if buffers:
-            self._state.collectives.barrier()  # an error if another worker still averages
-            collectives.broadcast_tensors(buffers, source=0)
-            self._state.buffers.update()
+            self._train_state.collectives.barrier()  # an error if another worker still averages
+            collectives.broadcast_tensors(buffers, src=0)
+            self._train_state.buffers.update()
 
     def _shared_buffers(self) -> list[torch.Tensor]:
-        return [buffer for model in self._state.models for buffer in model.buffers()]
+        return [buffer for model in self._train_state.models for buffer in model.buffers()]
 
-    def total(self, number: float) -> float:
-        return collectives.total(number, self._state.settings.device) if self._averages else number
+    def sum_over_workers(self, number: float) -> float:
+        device = self._train_state.settings.device
+        return collectives.sum_over_workers(number, device) if self._averages else number
 
     @property
     def _averages(self) -> bool:
-        return bool(self._state.settings.context.distributed and self._state.replication.replicates)
+        train_state = self._train_state
+        return train_state.context.distributed and train_state.replication.replicates
 
 
 class UserWrappedGradients(GroupGradients):
@@ -95,13 +99,13 @@ class UserWrappedGradients(GroupGradients):
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        state = self._state
-        self._wrappers = [m for m in state.models if isinstance(m, DistributedDataParallel)]
+        train_state = self._train_state
+        self._wrappers = [m for m in train_state.models if isinstance(m, DistributedDataParallel)]
         self._averaged = list(map(ddp.averaged_parameters, self._wrappers))
         if any(wrapper.static_graph for wrapper in self._wrappers):
             why = "DistributedDataParallel(static_graph=True) cannot accumulate"
-            state.micro_batching.refuse(why)
-            if state.accumulation_steps > 1:
+            train_state.micro_batching.refuse(why)
+            if train_state.accumulation_steps > 1:
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
@@ -110,15 +114,15 @@ class UserWrappedGradients(GroupGradients):
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         buffers: list[torch.Tensor] = []
-        for model in self._state.models:
+        for model in self._train_state.models:
             if ddp.is_ddp(model):
                 buffers += model.buffers()
             elif self.keeps_all_equal:
                 buffers += ddp.running_statistics(model)
         return buffers
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        self._set_sync(tx.is_last)
+    def begin_micro_batch(self, update: Update) -> None:
+        self._set_sync(update.is_last)
 
     def _set_sync(self, wanted: bool) -> None:
         """Set whether the next backward passes average gradients."""
@@ -138,11 +142,11 @@ class UserWrappedGradients(GroupGradients):
             for wrapper, value in zip(self._wrappers, before, strict=True):
                 wrapper.require_forward_param_sync = value
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._set_sync(True)
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
-        self.commit(tx)
+    def roll_back(self, update: Update) -> None:
+        self.commit(update)
 
 
 class ReplicatedGradients(UserWrappedGradients):
@@ -151,13 +155,13 @@ class ReplicatedGradients(UserWrappedGradients):
     keeps_all_equal = True
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
-        state, num_given = self._state, len(self._state.given_models)
-        device, ddp_args = state.settings.device, arguments["ddp_args"]
-        state.models = [
+        train_state, num_given = self._train_state, len(self._train_state.given_models)
+        device, ddp_args = train_state.settings.device, arguments["ddp_args"]
+        train_state.models = [
             ddp.wrap(model, device, ddp_args, is_criterion=index >= num_given)
-            for index, model in enumerate(state.models)
+            for index, model in enumerate(train_state.models)
         ]
-        state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
+        train_state.timing.batch_phase = OTHER  # the wrappers know when a forward pass runs
         super().wrap()
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -165,7 +169,7 @@ class ReplicatedGradients(UserWrappedGradients):
         self._replicas = [w for w in self._wrappers if isinstance(w, ReplicatedModel)]
 
     def start_together(self) -> None:
-        copy_first(self._state)
+        copy_first(self._train_state)
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of an optimizer, unless wrappers of models have averaged them.
@@ -203,7 +207,7 @@ class ReplicatedGradients(UserWrappedGradients):
             ranks=[rank],
         )
 
-    def before_commit(self, tx: UpdateTransaction) -> None:
+    def before_commit(self, update: Update) -> None:
         """Raise an error if this worker has skipped a model that other workers have trained.
 
         Without it, the other workers would average their gradients with those of a later pass. A
@@ -213,7 +217,7 @@ class ReplicatedGradients(UserWrappedGradients):
         replicas = sorted(self._replicas, key=lambda replica: replica._passes.first_pass)
         trained = [replica for replica in replicas if replica._passes.trained_this_update]
         skipped = [r for r in replicas if r._passes.trained_last_update and r not in trained]
-        if not (tx.steps.done or trained):
+        if not (update.optimizer_steps.done or trained):
             skipped = replicas[:1]
         parameters = [parameter for model in skipped for parameter in model.parameters()]
         if any(parameter.grad is not None for parameter in parameters):
@@ -221,19 +225,19 @@ class ReplicatedGradients(UserWrappedGradients):
         for model in skipped:
             model._passes.complete_skipped()
 
-    def commit(self, tx: UpdateTransaction) -> None:
-        super().commit(tx)
+    def commit(self, update: Update) -> None:
+        super().commit(update)
         for replica in self._replicas:
             replica._passes.end_update()
 
 
-def copy_first(state: TorchTrainState) -> None:
+def copy_first(train_state: TorchTrainState) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
-    tensors = [t.detach() for m in state.models for t in (*m.parameters(), *m.buffers())]
+    tensors = [t.detach() for m in train_state.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.
-    if not state.collectives.is_equal(int.from_bytes(collectives.fingerprint(tensors)[:7])):
-        received = state.collectives.broadcast(lambda: tensors, 0)
+    if not train_state.collectives.is_equal(int.from_bytes(collectives.fingerprint(tensors)[:7])):
+        received = train_state.collectives.broadcast(lambda: tensors, 0)
         for own, value in zip(tensors, received, strict=False):
             if own.shape == value.shape:  # a buffer of another shape is a cache
                 own.copy_(value)
-        state.buffers.update()
+        train_state.buffers.update()

@@ -13,8 +13,8 @@ Elsewhere, code asks for what the mode changes, not for its name:
   (`OperatorRunner`), and errors if memory runs out (`MicroBatching`). `TorchSources` rejects
   iterable data sets that cannot be grouped into shards.
 - ``options.exact``: deterministic operations (`TorchRunner`). `TorchOptions` unsets split_on_oom.
-- ``transaction.has_fixed_parts``: an update needs copies, and ends with its commit
-  (`UpdateTransaction`). Each worker has the metrics of all (`CallProgress`, `OperatorRunner`),
+- ``update.has_fixed_parts``: an update needs copies, and ends with its commit
+  (`Update`). Each worker has the metrics of all (`CallProgress`, `OperatorRunner`),
   whose sums have a fixed order (`BadStepFilter`, `TrainingOperator`). The total of losses
   (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`).
 """
@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.data.partition import EpochPartition
 from raysgd.errors import CheckpointError
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch import conflicts
 from raysgd.torch.input.orders import seed_all
 from raysgd.torch.strategies.data_parallel import GroupGradients, copy_first
@@ -62,26 +62,26 @@ class EqualBitsGradients(GroupGradients):
     needs_helper = 'exact="bits"'
     num_workers = 1  # gradients are summed
 
-    def __init__(self, state: TorchTrainState) -> None:
-        super().__init__(state)
-        self._precision, self._transaction = state.precision, state.transaction
-        self._num_shards = state.settings.options.layout.num_full_parts(1)
+    def __init__(self, train_state: TorchTrainState) -> None:
+        super().__init__(train_state)
+        self._precision, self._update = train_state.precision, train_state.update
+        self._num_shards = train_state.settings.options.layout.num_full_parts(1)
         self._shard = 0
         self._is_last_of_shard = True  # the shard has no later micro-batch in this update
-        self._buffers, self._metrics = EqualBitsBuffers(state), ShardMetrics(state)
+        self._buffers, self._metrics = EqualBitsBuffers(train_state), ShardMetrics(train_state)
         self._clear()
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()
-        _check_modules(self._state.models)
+        _check_modules(self._train_state.models)
 
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().use_wrappers(wrappers)
-        call, options = f"TorchTrainer({self.needs_helper})", self._state.settings.options
-        conflicts.check("equal bits", call, options, self._state.models)
+        call, options = f"TorchTrainer({self.needs_helper})", self._train_state.settings.options
+        conflicts.check("equal bits", call, options, self._train_state.models)
 
     def start_together(self) -> None:
-        copy_first(self._state)
+        copy_first(self._train_state)
 
     def _clear(self) -> None:
         self._gradients: dict[int, ShardGradients] = {}  # by ID of the optimizer
@@ -91,12 +91,12 @@ class EqualBitsGradients(GroupGradients):
 
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
-        self._metrics = ShardMetrics(self._state)
-        if not self._state.context.distributed:
+        self._metrics = ShardMetrics(self._train_state)
+        if not self._train_state.context.distributed:
             return
-        own = kind_of(self._state.settings.device)
-        first = self._state.collectives.broadcast(lambda: own, 0)
-        if self._state.collectives.is_any(own != first):
+        own = kind_of(self._train_state.settings.device)
+        first = self._train_state.collectives.broadcast(lambda: own, 0)
+        if self._train_state.collectives.is_any(own != first):
             raise RuntimeError(
                 f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {own}). Choose equal hosts with "
@@ -120,28 +120,28 @@ class EqualBitsGradients(GroupGradients):
     # ---- hooks of a step
 
     def begin_call(self, logs_steps: bool) -> None:
-        self.end_epoch(self._state.epoch)
+        self.end_epoch(self._train_state.epoch)
 
     def end_epoch(self, epoch: int) -> None:
         """Seed the generators for code of the next ``train_epoch`` before its first batch."""
-        seed_all(hash((self._state.seed, epoch)))
+        seed_all(hash((self._train_state.seed, epoch)))
 
-    def begin(self, tx: UpdateTransaction) -> None:
+    def begin(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
         self._scales = [t.clone() for t in self._precision.scale_tensors()]
-        self._schedulers = [scheduler.state_dict() for scheduler in self._state.schedulers]
+        self._schedulers = [scheduler.state_dict() for scheduler in self._train_state.schedulers]
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
-        owned = self._state.data.current.partition.owned_parts
-        if tx.index > 0:
+    def begin_micro_batch(self, update: Update) -> None:
+        owned = self._train_state.data.current.partition.owned_parts
+        if update.index > 0:
             self._end_shard()
-            for optimizer in tx.steps.optimizers:  # of losses of other optimizers
+            for optimizer in update.optimizer_steps.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
-        for model in self._state.models:  # also of parameters that no optimizer has yet
+        for model in self._train_state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
-        self._shard = owned[tx.index % len(owned)]
-        self._is_last_of_shard = tx.micro_batch.step_index == tx.plan.num_steps - 1
-        self._buffers.begin(self._shard, is_first=tx.index <= 0)
+        self._shard = owned[update.index % len(owned)]
+        self._is_last_of_shard = update.micro_batch.step_index == update.plan.num_steps - 1
+        self._buffers.begin(self._shard, is_first=update.index <= 0)
         self._num_operations = _num_operations()
 
     def _end_shard(self) -> None:
@@ -149,26 +149,28 @@ class EqualBitsGradients(GroupGradients):
         if self._stepped:
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
-            raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, self._state.global_step))
+            step = self._train_state.global_step
+            raise RuntimeError(_SHARDS_DIFFER.format(self.needs_helper, step))
         self._stepped, self._stepped_before = [], self._stepped
 
-    def before_commit(self, tx: UpdateTransaction) -> None:
+    def before_commit(self, update: Update) -> None:
         self._end_shard()
         if not self._stepped_before:
             self._agree(0, [])
-        if self._state.meters is not None:
-            self._state.meters.exchange_held(self._metrics.of_all_workers)
+        if self._train_state.meters is not None:
+            self._train_state.meters.exchange_held(self._metrics.of_all_workers)
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._state.buffers.write(self._state.buffers.copies)
+            self._train_state.buffers.write(self._train_state.buffers.copies)
         self._clear()
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
-        if tx.steps.done:
+    def roll_back(self, update: Update) -> None:
+        if update.optimizer_steps.done:
             for scale, before in zip(self._precision.scale_tensors(), self._scales, strict=True):
                 scale.copy_(before)
-            for scheduler, state in zip(self._state.schedulers, self._schedulers, strict=True):
+            schedulers = self._train_state.schedulers
+            for scheduler, state in zip(schedulers, self._schedulers, strict=True):
                 scheduler.load_state_dict(state)
         self._clear()
 
@@ -177,7 +179,7 @@ class EqualBitsGradients(GroupGradients):
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the gradients of a shard, when its optimizer would step."""
         if not self._stepped and _num_operations() != self._num_operations:
-            self._state.micro_batching.refuse(
+            self._train_state.micro_batching.refuse(
                 "train_batch communicates with other workers",
                 "leave out collectives and messages, also in hooks of the backward pass.",
             )
@@ -189,8 +191,8 @@ class EqualBitsGradients(GroupGradients):
                 "raysgd cannot order. Create the embedding with sparse=False."
             )
         optimizer.zero_grad(set_to_none=True)
-        if (count := self._transaction.weights.counted_items) is not None:
-            device = self._state.settings.device
+        if (count := self._update.losses.counted_items) is not None:
+            device = self._train_state.settings.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         of_optimizer = self._gradients.setdefault(id(optimizer), ShardGradients(parameters))
         of_optimizer.add(self._shard, gradients, self._is_last_of_shard)
@@ -203,8 +205,9 @@ class EqualBitsGradients(GroupGradients):
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the sum over all shards into the gradients. Every rank must call this."""
-        tx, numbers = self._transaction, {id(o): n for n, o in enumerate(self._state.optimizers, 1)}
-        if not tx.is_open or id(optimizer) not in numbers:
+        update, optimizers = self._update, self._train_state.optimizers
+        numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}
+        if not update.is_open or id(optimizer) not in numbers:
             raise RuntimeError(
                 f"{self.needs_helper} works only within train_batch, for batches that train_epoch "
                 "draws from its iterator, and for registered optimizers."
@@ -212,16 +215,16 @@ class EqualBitsGradients(GroupGradients):
         self.take_gradients(optimizer)
         parameters = _trainable(optimizer)
         own = self._gradients.pop(id(optimizer))
-        kind = 2 * numbers[id(optimizer)] + (tx.weights.counted_items is not None)
+        kind = 2 * numbers[id(optimizer)] + (update.losses.counted_items is not None)
         flags = self._agree(kind, [*own.exist, *self._buffers.changes()])
-        partition: EpochPartition = self._state.data.current.partition
+        partition: EpochPartition = self._train_state.data.current.partition
         total = sum_over_workers(own.tree, self._num_shards, partition.shares)
-        if tx.weights.counted_items is not None:
+        if update.losses.counted_items is not None:
             *total, count = total
             num_items = count.item()
-            tx.weights.is_empty = not num_items
+            update.losses.is_empty = not num_items
             if num_items:
-                multiply_all(total, (tx.plan.total_samples or 1) / num_items)
+                multiply_all(total, (update.plan.total_samples or 1) / num_items)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):
             # Sums of workers have another layout, which may change the order of later sums.
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None
@@ -236,11 +239,12 @@ class EqualBitsGradients(GroupGradients):
         if not dist.is_initialized():
             return list(flags)
         # Messages of different optimizers have equal sizes, so that they can be compared.
-        width = max(sum(len(g["params"]) for g in o.param_groups) for o in self._state.optimizers)
-        padding = [0] * (width + len(self._state.buffers.copies) - len(flags))
-        step = self._state.global_step
+        optimizers = self._train_state.optimizers
+        width = max(sum(len(g["params"]) for g in o.param_groups) for o in optimizers)
+        padding = [0] * (width + len(self._train_state.buffers.copies) - len(flags))
+        step = self._train_state.global_step
         sent = [step, kind, -step, -kind, *flags, *padding]
-        maxima = torch.tensor(sent, dtype=torch.int64, device=self._state.settings.device)
+        maxima = torch.tensor(sent, dtype=torch.int64, device=self._train_state.settings.device)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         max_step, max_kind, minus_min_step, minus_min_kind, *agreed = maxima.tolist()
         if (max_step, max_kind) != (-minus_min_step, -minus_min_kind):
@@ -282,13 +286,13 @@ class ShardMetrics:
     Each generation has its own object.
     """
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state = state
+    def __init__(self, train_state: TorchTrainState) -> None:
+        self._train_state = train_state
         self._width = 64  # of a worker's message, in units of 4 bytes, until one is longer
 
     def of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
         """Return the metrics of all workers' shards."""
-        partition: EpochPartition = self._state.data.current.partition
+        partition: EpochPartition = self._train_state.data.current.partition
         shards = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
         own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
         rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
@@ -305,7 +309,7 @@ class ShardMetrics:
             content = (content if len(content) <= size else content[:4]).ljust(size, b"\0")
             rows = torch.zeros(dist.get_world_size(), self._width, dtype=torch.int32)
             rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
-            rows = rows.to(self._state.settings.device)
+            rows = rows.to(self._train_state.settings.device)
             dist.all_reduce(rows)  # the rows of the other workers are zeros
             parts = [row.tobytes() for row in rows.cpu().numpy()]
             ends = [4 + int.from_bytes(part[:4], sys.byteorder) for part in parts]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from raysgd.checkpoint.file import SHARDS
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import check_same_parameters
@@ -39,33 +39,35 @@ class FullyShardedModel(ShardedOptimizer):
     can repeat its update. Parameters change when all workers have computed their updates.
 
     Args:
-        state: the training state, with the user's models and an elementwise optimizer. The module
-            objects stay the same. The optimizer gets the new parameters of each generation.
+        train_state: the training state, with the user's models and an elementwise optimizer. The
+            module objects stay the same. The optimizer gets new parameters in each generation.
         arguments: ``sharding_args`` of ``register``.
     """
 
-    def __init__(self, state: TorchTrainState, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, train_state: TorchTrainState, arguments: Mapping[str, Any]) -> None:
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise ImportError(
                 'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
                 f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
             )
-        if state.micro_batching.batch_norms:
-            state.micro_batching.refuse("batch normalization may need fewer parts on some workers")
-        models, device, (optimizer,) = state.models, state.settings.device, state.optimizers
-        precision = state.precision
+        if train_state.micro_batching.batch_norms:
+            why = "batch normalization may need fewer parts on some workers"
+            train_state.micro_batching.refuse(why)
+        models, (optimizer,) = train_state.models, train_state.optimizers
+        device, precision = train_state.settings.device, train_state.precision
         dtype = precision.dtype if isinstance(precision, NativeAmp) else None
         self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
         # Rows of a new worker come from the group, or from a state that it loads.
-        whole = () if state.context.alone else self.models.parameters
+        whole = () if train_state.context.alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
         """Complete parameters for `take_state`, by index."""
         self._received: dict[int, UpdateBuffers] = {}
         """Received gradients of the shards that this worker holds as copies, by shard."""
         self.features = (self,)
         if dist.get_world_size() > 1:
-            collectives.broadcast_tensors([p.detach() for p in self.models.parameters], source=0)
-        super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
+            collectives.broadcast_tensors([p.detach() for p in self.models.parameters], src=0)
+        parameters = list(self.models.parameters)
+        super().__init__(optimizer, arguments.get("copies"), train_state, parameters)
 
     def is_unsharded(self, each: Any) -> bool:
         return False
@@ -83,10 +85,10 @@ class FullyShardedModel(ShardedOptimizer):
             if (gradient := self.models.gradient(param_index)) is not None:
                 part.copy_(gradient)
         for distance in range(1, num_copies + 1):
-            to, source = (rank + distance) % size, (rank - distance) % size
-            rows = self._received[source] = layout.new_buffers(source, device)
-            requests += [dist.P2POp(dist.isend, buffer, to) for buffer in own.bytes()]
-            requests += [dist.P2POp(dist.irecv, buffer, source) for buffer in rows.bytes()]
+            dst, src = (rank + distance) % size, (rank - distance) % size
+            rows = self._received[src] = layout.new_buffers(src, device)
+            requests += [dist.P2POp(dist.isend, buffer, dst) for buffer in own.bytes()]
+            requests += [dist.P2POp(dist.irecv, buffer, src) for buffer in rows.bytes()]
         for work in dist.batch_isend_irecv(requests) if requests else ():
             work.wait()
 
@@ -108,8 +110,8 @@ class FullyShardedModel(ShardedOptimizer):
         copy_all((self._current_elements(p), p.value) for p in self._pieces if p.value is not None)
         self._received = {}
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
-        super().roll_back(tx)
+    def roll_back(self, update: Update) -> None:
+        super().roll_back(update)
         self._received = {}
         self.models.reset()
 
@@ -222,7 +224,7 @@ class FullyShardedModel(ShardedOptimizer):
             rows = {param_index: self.models.local(param_index) for param_index in shard}
             if number != layout.rank:
                 rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
-            collectives.broadcast_tensors(list(rows.values()), source=number)
+            collectives.broadcast_tensors(list(rows.values()), src=number)
             for param_index, (start, stop) in shard.items() if is_first else ():
                 values[param_index].view(-1)[start:stop] = rows[param_index]
         if not is_first:
@@ -249,20 +251,20 @@ class FullyShardedGradients(GroupGradients):
     keeps_all_equal = True
     needs_warm_up = False  # a replacement worker has no rows yet
 
-    def __init__(self, state: TorchTrainState) -> None:
-        super().__init__(state)
-        sharded: Any = state.replication
+    def __init__(self, train_state: TorchTrainState) -> None:
+        super().__init__(train_state)
+        sharded: Any = train_state.replication
         self._models: ShardedModels = sharded.models
-        self._sharing = [m for m in state.models if not ddp.only_running_statistics(m)]
+        self._sharing = [m for m in train_state.models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_trained(self) -> None:
         """Do nothing, because `FullyShardedModel` checks the parameters of its generation."""
 
-    def begin_micro_batch(self, tx: UpdateTransaction) -> None:
+    def begin_micro_batch(self, update: Update) -> None:
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
         buffers = [buffer for model in self._sharing for buffer in model.buffers()]
-        collectives.broadcast_tensors(buffers, source=0)
+        collectives.broadcast_tensors(buffers, src=0)
 
     def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -10,7 +10,7 @@ import torch
 
 from raysgd._internal import step_timing
 from raysgd.comm.horovod import check_dtypes
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.saved_state import TorchSavedState
 from raysgd.torch.strategies.data_parallel import GroupGradients
 from raysgd.torch.tensors import parameters_of
@@ -28,18 +28,18 @@ class HorovodGradients(GroupGradients):
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
         super().wrap()
-        state, own = self._state, arguments["horovod_args"]
-        buffers = [buffer for model in state.models for buffer in model.buffers()]
-        trained = [p for model in state.models for p in model.parameters() if p.requires_grad]
+        train_state, own = self._train_state, arguments["horovod_args"]
+        buffers = [buffer for model in train_state.models for buffer in model.buffers()]
+        trained = [p for model in train_state.models for p in model.parameters() if p.requires_grad]
         compressed = "compression" in own  # Horovod then averages another dtype
         check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
-        self._arguments = {"backward_passes_per_step": state.accumulation_steps, **own}
+        self._arguments = {"backward_passes_per_step": train_state.accumulation_steps, **own}
         self._distributed: dict[int, Any] = {}
         self.begin_generation()
 
     def start_together(self) -> None:
-        saved_state = TorchSavedState(self._state)
-        saved_state.load(self._state.collectives.broadcast(saved_state.read, 0))
+        saved_state = TorchSavedState(self._train_state)
+        saved_state.load(self._train_state.collectives.broadcast(saved_state.read, 0))
 
     def begin_generation(self) -> None:
         """Create the DistributedOptimizers for the current group."""
@@ -50,11 +50,11 @@ class HorovodGradients(GroupGradients):
             # If the graph of a failed step still exists, its hooks must never start an exchange.
             for parameter in before._allreduce_delay:
                 before._allreduce_delay[parameter] = sys.maxsize
-        for optimizer in self._state.optimizers:
+        for optimizer in self._train_state.optimizers:
             own = set(map(id, parameters_of(optimizer)))
             named = [
                 (f"{number}.{name}", parameter)
-                for number, model in enumerate(self._state.models)
+                for number, model in enumerate(self._train_state.models)
                 for name, parameter in model.named_parameters()
                 if id(parameter) in own
             ]
@@ -62,9 +62,9 @@ class HorovodGradients(GroupGradients):
                 optimizer, named_parameters=named, **self._arguments
             )
 
-    def begin(self, tx: UpdateTransaction) -> None:
+    def begin(self, update: Update) -> None:
         """Start the allreduce in the last backward pass of the update."""
-        passes = max(tx.num_planned, self._arguments["backward_passes_per_step"])
+        passes = max(update.num_planned, self._arguments["backward_passes_per_step"])
         for distributed in self._distributed.values():
             if passes != distributed.backward_passes_per_step:
                 distributed.set_backward_passes_per_step(passes)
@@ -75,7 +75,7 @@ class HorovodGradients(GroupGradients):
             distributed.synchronize()
             step_timing.resume(phase)
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         for distributed in self._distributed.values():
             distributed._handles.clear()
             for parameter in distributed._allreduce_delay:

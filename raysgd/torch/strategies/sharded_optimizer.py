@@ -25,7 +25,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint.file import SHARDS
 from raysgd.loop.feature import Replication, StepFeature
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.strategies.shards import (
     Piece,
@@ -54,7 +54,7 @@ class ShardedOptimizer(Replication, StepFeature):
     Args:
         optimizer: one of `raysgd.torch.tensors.ELEMENTWISE`, with averaged gradients.
         copies: see `ShardLayout`.
-        state: the training state.
+        train_state: the training state.
         parameters: parameters that are sharded too, by rows. None if each worker has the complete
             parameters. The layout then covers the parameters that the optimizer trains.
     """
@@ -65,11 +65,11 @@ class ShardedOptimizer(Replication, StepFeature):
         self,
         optimizer: torch.optim.Optimizer,
         copies: int | None,
-        state: TorchTrainState,
+        train_state: TorchTrainState,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._train_state = state
+        self._train_state = train_state
         optimized: list[Any] = parameters_of(optimizer)
         self._num_parameters = len(optimized)
         numbers = {parameter: number for number, parameter in enumerate(optimized)}
@@ -167,7 +167,7 @@ class ShardedOptimizer(Replication, StepFeature):
         self._give_back()
         for piece in self._pieces:
             piece.version = self._version + 1
-        if self._train_state.transaction.steps.in_helper:
+        if self._train_state.update.optimizer_steps.in_helper:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shards of other workers
         self._apply_updates()
@@ -217,23 +217,23 @@ class ShardedOptimizer(Replication, StepFeature):
         self.optimizer.state = self._unsharded
         self._swapped, self._stepped = None, []
 
-    def commit(self, tx: UpdateTransaction) -> None:
+    def commit(self, update: Update) -> None:
         self._committed = self._version
         self._buffers = {}
-        self.in_sync = all(piece.version == self._version for piece in self._pieces)
+        self.is_in_sync = all(piece.version == self._version for piece in self._pieces)
         for piece in self._pieces:
             if piece.version == self._version:
                 piece.value = None
 
-    def roll_back(self, tx: UpdateTransaction) -> None:
+    def roll_back(self, update: Update) -> None:
         for piece in self._stepped:  # the optimizer raised within its step
             piece.version = _PARTIAL
         if self._swapped is not None:
             self._give_back()
-        if tx.steps.running is self.optimizer:
-            tx.steps.running = None  # parameters change together, after the step
+        if update.optimizer_steps.running is self.optimizer:
+            update.optimizer_steps.running = None  # parameters change together, after the step
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
-        if tx.is_open and tx.steps.are_several:
+        if update.is_open and update.optimizer_steps.are_several:
             self._version = self._committed  # `Rollback` restores the parameters
 
     # ---- state of this worker
@@ -261,7 +261,7 @@ class ShardedOptimizer(Replication, StepFeature):
                 base = self._elements_of(index, start, stop)
                 self._pieces.append(Piece(index, start, stop, self._version, state, base=base))
         self._token = self._token[0], self._token[1] + 1
-        self.in_sync, self.holdings = True, Holdings(complete=False)
+        self.is_in_sync, self.holdings = True, Holdings(complete=False)
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         """Return a value of the state with the dtype and device that the optimizer needs."""
@@ -313,25 +313,25 @@ class ShardedOptimizer(Replication, StepFeature):
         self.holdings = Holdings(complete=False, condition="lost" if transfers is None else "good")
         if transfers is None:
             return super().receive(leader_rank)
-        by_source: dict[int, list[Transfer]] = defaultdict(list)
+        by_src: dict[int, list[Transfer]] = defaultdict(list)
         for transfer in transfers:
-            by_source[transfer.source].append(transfer)
+            by_src[transfer.src].append(transfer)
         pieces: list[Piece] = []
-        for source, of_source in by_source.items():
-            kept = [transfer for transfer in of_source if source in transfer.to]
-            sent = [transfer for transfer in of_source if source not in transfer.to]
-            messages = self._messages(kept, version) if rank == source else []
+        for src, of_src in by_src.items():
+            kept = [transfer for transfer in of_src if src in transfer.dst]
+            sent = [transfer for transfer in of_src if src not in transfer.dst]
+            messages = self._messages(kept, version) if rank == src else []
             if sent:
                 make = functools.partial(self._messages, sent, version)
-                wanted = any(rank in transfer.to for transfer in sent)
-                broadcasts = collectives.broadcast_state(make, source, self._device, wanted)
-                messages += [m for t, m in zip(sent, broadcasts, strict=True) if rank in t.to]
+                wanted = any(rank in transfer.dst for transfer in sent)
+                broadcasts = collectives.broadcast_state(make, src, self._device, wanted)
+                messages += [m for t, m in zip(sent, broadcasts, strict=True) if rank in t.dst]
             pieces += [Piece(*message) for message in messages]
         self._train_state.collectives.barrier()  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()
-        self.in_sync = all(transfer.version == version for transfer in transfers)
+        self.is_in_sync = all(transfer.version == version for transfer in transfers)
         return super().receive(leader_rank)
 
     def _messages(self, transfers: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
@@ -350,11 +350,11 @@ class ShardedOptimizer(Replication, StepFeature):
 class ShardedOptimizers(Replication):
     """Several sharded optimizers. Every worker has the complete models."""
 
-    def __init__(self, state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
-        self._optimizers = state.optimizers
+    def __init__(self, train_state: TorchTrainState, sharding_args: Mapping[str, Any]) -> None:
+        self._optimizers = train_state.optimizers
         self.features: list[ShardedOptimizer] = [
-            ShardedOptimizer(each, sharding_args.get("copies"), state)
-            for each in state.optimizers
+            ShardedOptimizer(each, sharding_args.get("copies"), train_state)
+            for each in train_state.optimizers
             if any(parameter.requires_grad for parameter in parameters_of(each))
         ]
 
@@ -364,7 +364,7 @@ class ShardedOptimizers(Replication):
             Holdings(complete=False),
         )
     )
-    in_sync: bool = forward_to(lambda self: all(each.in_sync for each in self.features))
+    is_in_sync: bool = forward_to(lambda self: all(each.is_in_sync for each in self.features))
 
     def is_unsharded(self, each: Any) -> bool:
         return all(feature.is_unsharded(each) for feature in self.features)

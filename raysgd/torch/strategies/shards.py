@@ -25,14 +25,14 @@ Shard: TypeAlias = Mapping[int, tuple[int, int]]
 
 
 class Transfer(NamedTuple):
-    """Elements that rank `source` sends to the ranks `to`, or keeps if this is only `source`."""
+    """Elements that rank `src` sends to the ranks `dst`, or keeps if this is only `src`."""
 
     param_index: int
     start: int
     stop: int
     version: int
-    source: int
-    to: tuple[int, ...]
+    src: int
+    dst: tuple[int, ...]
 
     def newest(self, pieces: Sequence[Piece]) -> Piece:
         """Return the newest piece that contains the elements."""
@@ -85,8 +85,8 @@ def plan_transfers(
                 keep = [rank for rank in holders if rank in sources]
                 planned += [Transfer(param_index, start, stop, newest, n, (n,)) for n in keep]
                 if lacking := tuple(rank for rank in holders if rank not in sources):
-                    source = sources[index % len(sources)]  # spreads the load
-                    planned.append(Transfer(param_index, start, stop, newest, source, lacking))
+                    src = sources[index % len(sources)]  # spreads the load
+                    planned.append(Transfer(param_index, start, stop, newest, src, lacking))
     return planned
 
 

@@ -45,16 +45,18 @@ class Strategy(NamedTuple):
     """Whether parameters stay on their device, because each worker moves only its rows."""
 
 
-def _fully_sharded_model(state: TorchTrainState, sharding_args: Mapping[str, Any]) -> Replication:
+def _fully_sharded_model(
+    train_state: TorchTrainState, sharding_args: Mapping[str, Any]
+) -> Replication:
     from raysgd.torch.strategies.fully_sharded import FullyShardedModel  # imports for a second
 
-    return FullyShardedModel(state, sharding_args)
+    return FullyShardedModel(train_state, sharding_args)
 
 
-def _fully_sharded_gradients(state: TorchTrainState) -> GradientExchange:
+def _fully_sharded_gradients(train_state: TorchTrainState) -> GradientExchange:
     from raysgd.torch.strategies.fully_sharded import FullyShardedGradients
 
-    return FullyShardedGradients(state)
+    return FullyShardedGradients(train_state)
 
 
 STRATEGIES = {
@@ -74,8 +76,8 @@ STRATEGIES = {
 }
 
 
-def check_sharding_args(
-    state: TorchTrainState,
+def as_sharding_args(
+    train_state: TorchTrainState,
     sharding: Any,
     arguments: Any,
     models: Sequence[torch.nn.Module],
@@ -94,7 +96,7 @@ def check_sharding_args(
                 f"sharding too: {shown}."
             )
         return {}
-    strategy, options = STRATEGIES[sharding], state.settings.options
+    strategy, options = STRATEGIES[sharding], train_state.settings.options
     allowed = strategy.sharding_args or ()
     if unknown := sorted(str(name) for name in sharding_args if name not in allowed):
         raise ValueError(
@@ -104,9 +106,9 @@ def check_sharding_args(
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
     if "copies" in sharding_args:
         check_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
-    call, scales = f'register(sharding="{sharding}")', state.precision.scales
+    call, scales = f'register(sharding="{sharding}")', train_state.precision.scales
     conflicts.check(sharding, call, options, models, ddp_args, scales)
-    strategy.check(call, models, state.optimizers)
+    strategy.check(call, models, train_state.optimizers)
     return sharding_args
 
 

@@ -21,7 +21,7 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.trainer.dispatcher import TrainCall
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
@@ -111,7 +111,7 @@ class Driver:
     def train(self, goal, max_losses=0):
         """Train up to a step. Return the step of each worker."""
         self.call = Call(
-            request=TrainRequest(number=0, until_step=goal),
+            request=TrainRequest(call_number=0, until_step=goal),
             max_losses=max_losses,
             has_batches=True,
             can_pause=True,
@@ -122,7 +122,7 @@ class Driver:
     def train_further(self, num_steps):
         """Train a number of steps, in a call that computes its goal itself."""
         call = TrainCall(
-            request=TrainRequest(number=0),
+            request=TrainRequest(call_number=0),
             num_steps=num_steps,
             next_pause=lambda step, immediately: None,
         )
@@ -149,7 +149,7 @@ class Driver:
 
     @property
     def has_snapshot(self):
-        return self.controller.snapshots.state() is not None
+        return self.controller.snapshots.load() is not None
 
     @property
     def min_workers(self):
@@ -532,21 +532,21 @@ class SimMember(WorkerHandle):
 
     def _take_step(self, failure):
         """Do a step up to its failure. Return whether the step counts."""
-        tx = UpdateTransaction()
-        tx.steps.optimizers = [self]
-        tx.begin_micro_batch(MicroBatch())
+        update = Update()
+        update.optimizer_steps.optimizers = [self]
+        update.begin_micro_batch(MicroBatch())
         if failure is None or failure > 1:
-            tx.steps.running = self
+            update.optimizer_steps.running = self
             self.weights[0] += 1
         if failure is None or failure > 2:
             self.weights[1] += 1
-            tx.steps.end(self)
-        counts = tx.steps.are_complete
+            update.optimizer_steps.end(self)
+        counts = update.optimizer_steps.are_complete
         if not counts and self.weights[0] != self.weights[1]:
             self.condition = "damaged"
         if counts:
-            tx.commit()
-        tx.reset()
+            update.commit()
+        update.reset()
         return counts
 
     def _commit(self):

@@ -8,8 +8,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
 from raysgd.errors import CheckpointError
-from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.features.averaging import Averaging
+from raysgd.loop.update import Update
+from raysgd.torch.features.averaging import WeightAveraging
 from tests.unit.recorder import Recorder
 
 CONFIG = {"batch_norm": True, "dropout": 0.5, "shuffle": True}
@@ -137,9 +137,9 @@ def test_validation_with_averages_restores_shared_parameters():
     shared = torch.nn.Linear(2, 2)
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     state = SimpleNamespace(models=models, optimizers=[], has_all_parameters=True)
-    averages = Averaging(state)
+    averages = WeightAveraging(state)
     averages.start(0.5, start_epoch=1)
-    averages.commit(UpdateTransaction())
+    averages.commit(Update())
     average = shared.weight.detach().clone()
     with torch.no_grad():
         shared.weight += 1

@@ -13,7 +13,7 @@ from raysgd.callbacks import (
     TensorBoardLogger,
     TorchProfiler,
 )
-from raysgd.callbacks.callback_list import check_logdir, trainer_callbacks
+from raysgd.callbacks.callback_list import as_logdir, trainer_callbacks
 from raysgd.callbacks.report import RunReport
 
 
@@ -24,11 +24,11 @@ def kinds(callbacks=(), use_tqdm=False, logdir=None):
 def test_logdir_becomes_absolute_and_need_not_exist(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert check_logdir(None) is None
+    assert as_logdir(None) is None
     for given in ("~/runs/1", "runs/1", Path("runs") / "1", tmp_path / "runs" / "1"):
-        assert check_logdir(given) == tmp_path / "runs" / "1"
+        assert as_logdir(given) == tmp_path / "runs" / "1"
     assert list(tmp_path.iterdir()) == []
-    assert check_logdir(tmp_path) == tmp_path, "an existing folder is used"
+    assert as_logdir(tmp_path) == tmp_path, "an existing folder is used"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_logdir_becomes_absolute_and_need_not_exist(tmp_path, monkeypatch):
 )
 def test_wrong_logdir_is_an_error(logdir, error, said):
     with pytest.raises(error, match=said):
-        check_logdir(logdir)
+        as_logdir(logdir)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class NamedRequest(Request):
 
 def request_of(method, **arguments):
     if method == "train":
-        return TrainRequest(number=0, **arguments)
+        return TrainRequest(call_number=0, **arguments)
     if method == "load":
         return LoadRequest(**arguments)
     return NamedRequest(method, arguments)

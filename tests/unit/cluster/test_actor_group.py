@@ -77,7 +77,7 @@ class FakeReservation:
 
 class FakeMember:
     remote = True
-    alive = True
+    is_alive = True
 
     def __init__(self, actor, monitor=None):
         self.number = actor

@@ -16,11 +16,11 @@ from tests.unit.cluster.clock import ManualClock
 def train(controller, step, max_losses=0):
     """Train up to a step as the trainer does, and return the call."""
     call = Call(
-        request=TrainRequest(number=0, until_step=step),
+        request=TrainRequest(call_number=0, until_step=step),
         has_batches=True,
         can_pause=True,
         max_losses=max_losses,
-        departure_request=DepartureRequest(number=0),
+        departure_request=DepartureRequest(call_number=0),
     )
     outcomes = controller.run(call)
     assert [outcome.progress.global_step for outcome in outcomes] == [step] * len(outcomes)
@@ -128,10 +128,12 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     class Saved(Call):
         def begin(self, progress):
             super().begin(progress)
-            begun.append((progress.global_step, self.save_soon, snapshots.state()))
+            begun.append((progress.global_step, self.must_save_soon, snapshots.load()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
-    call = Saved(request=TrainRequest(number=0, until_step=100), has_batches=True, can_pause=True)
+    call = Saved(
+        request=TrainRequest(call_number=0, until_step=100), has_batches=True, can_pause=True
+    )
     controller.run(call)
     assert kinds(controller) == ["draining"]
     ((_, _, _), (step, immediately, state), *_) = begun
@@ -146,7 +148,7 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     world.at_step(20, lambda: controller.drain(None, 2, left_s))
     record = train(controller, 50)
     assert kinds(controller)[0] == "draining"
-    assert record.save_soon == saves
+    assert record.must_save_soon == saves
 
 
 def watch_of(left_s, **sizes):
@@ -164,9 +166,9 @@ def watch_of(left_s, **sizes):
 def test_a_later_notice_does_not_revoke_the_save():
     left_s = {0: 1}
     watch = watch_of(left_s, num_workers=4)
-    watch.poll({})
+    watch.observe({})
     left_s[1] = 60
-    watch.poll({})
+    watch.observe({})
     assert watch.must_save
 
 

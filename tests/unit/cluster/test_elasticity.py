@@ -380,7 +380,7 @@ def test_a_restart_of_all_workers_returns_to_even_shares(world, mixed):
 def test_snapshots_are_fetched_in_the_order_of_ranks(world, monkeypatch):
     controller, polled = world.drive(3).controller, []
     world.workers.reverse()  # the last rank returns first
-    monkeypatch.setattr(controller.snapshots, "poll", lambda p: polled.append([*p]))
+    monkeypatch.setattr(controller.snapshots, "fetch_newer", lambda p: polled.append([*p]))
     run_until(controller, 5)
     assert polled[-1] == controller.members
 
@@ -452,7 +452,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
     run_until(controller, 25)
     lose_all(world)
     if snapshot_every is not None:
-        controller.snapshots.put(read_damaged_file)
+        controller.snapshots.keep(read_damaged_file)
     for _ in range(2):
         with pytest.raises((WorkerLostError, CheckpointError), match=r"trainer\.load\(path\)"):
             run_until(controller, 30, max_losses=1)
@@ -464,7 +464,7 @@ def test_a_state_can_be_loaded_if_the_snapshot_is_missing_or_damaged(world, snap
 
 def test_a_call_reads_the_snapshot_only_if_all_workers_are_lost(world):
     controller = world.drive(3, snapshot_every=None).controller
-    controller.snapshots.put(read_damaged_file)  # reading a large file takes long
+    controller.snapshots.keep(read_damaged_file)  # reading a large file takes long
     assert steps_of(run_until(controller, 5)) == [5] * 3
 
 
@@ -540,7 +540,7 @@ def test_a_restart_without_room_fails_and_keeps_the_state(world):
     with pytest.raises(WorkerLostError, match="0 workers left, but min_workers=2"):
         run_until(controller, 60, max_losses=1)
     assert kinds(controller).count("waiting") == 3
-    assert controller.snapshots.state() == {"global_step": 10}
+    assert controller.snapshots.load() == {"global_step": 10}
     world.room = 3
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
 
@@ -591,7 +591,7 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
     assert "OOM" in str(caught.value)
     assert kinds(controller).count("waiting") == 3
     assert len(controller.members) == 2
-    assert len(run(controller, "work", any_size=True)) == 2
+    assert len(run(controller, "work", allows_any_size=True)) == 2
 
 
 @pytest.mark.parametrize(

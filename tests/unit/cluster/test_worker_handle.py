@@ -108,7 +108,7 @@ def test_without_ray_a_call_is_an_error_and_does_not_start_ray(member, monkeypat
             call("progress")
     member.kill()
     assert member.actor.calls == []
-    assert not member.alive
+    assert not member.is_alive
 
 
 def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
@@ -215,8 +215,8 @@ def test_worker_that_ray_cannot_reach_may_live_if_its_host_is_watched(member, st
     if stops is not None:  # whether the worker stops its calls when it loses the driver
         member._monitor = SimpleNamespace(stops_calls=stops)
         member.watch = object()
-    assert member.may_live(ray.exceptions.ActorUnavailableError("reset", None)) is lives
-    assert not member.may_live(ray.exceptions.ActorDiedError())
+    assert member.may_be_alive(ray.exceptions.ActorUnavailableError("reset", None)) is lives
+    assert not member.may_be_alive(ray.exceptions.ActorDiedError())
 
 
 def test_worker_is_reached_on_the_host_of_the_driver_once_its_host_is_known(member):

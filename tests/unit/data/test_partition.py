@@ -19,7 +19,7 @@ courses = st.lists(st.tuples(world_sizes, st.integers(1, 4)), max_size=6)
 def group(total, batch_size, world_size, **arguments):
     return [
         EpochPartition(
-            total=total, batch_size=batch_size, world_size=world_size, rank=rank, **arguments
+            epoch_size=total, batch_size=batch_size, world_size=world_size, rank=rank, **arguments
         )
         for rank in range(world_size)
     ]

@@ -28,7 +28,7 @@ class Named(str):
 
     num_lost = 2
 
-    def may_live(self, error):
+    def may_be_alive(self, error):
         return isinstance(error, ray.exceptions.ActorUnavailableError)
 
     def control(self, method):
@@ -56,18 +56,18 @@ def test_the_first_failure_in_time_is_the_one_to_raise():
     attempt, futures = attempt_of("a", "b")
     futures["b"].set_result(outcome("user", ValueError("the reason")))
     attempt.collect(0)
-    assert attempt.failed
+    assert attempt.has_failed
     futures["a"].set_result(outcome("user", KeyError("a consequence")))
     attempt.collect(0)
     assert attempt.first_error[0] == "b"
-    assert isinstance(attempt.error(), ValueError)
+    assert isinstance(attempt.make_error(), ValueError)
 
 
 def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
     attempt, futures = attempt_of("a", "b")
     futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
     attempt.collect(0)
-    assert attempt.failed
+    assert attempt.has_failed
     assert attempt.needs_new_group  # so that the call is repeated, if possible
     stopped = outcome("stopped", RuntimeError())
     attempt.interrupt_after_cause(lambda: futures["b"].set_result(stopped))

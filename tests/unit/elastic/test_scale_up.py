@@ -23,19 +23,19 @@ def test_a_replacement_is_discarded_if_the_member_stays_after_all(world):
     controller = world.drive(2).controller
     scale_up, leaving = controller._scale_up, controller._group.notices._announced
     leaving |= dict.fromkeys(controller.members, Notice("a test"))
-    scale_up.tick()
+    scale_up.advance()
     *_, one, other = slots = world.reservations[0].slots
     one.index, other.index, world.room = other.index, one.index, 3  # there is room for the second
     world.sleep(1.0)
-    scale_up.tick()
+    scale_up.advance()
     *_, started = world.workers
     assert (len(slots), len(world.workers), started.slot) == (4, 3, other)
     leaving.popitem()
-    scale_up.tick()
+    scale_up.advance()
     assert not started.dead
     assert one in world.reservations[0].slots
     leaving.clear()
-    scale_up.tick()
+    scale_up.advance()
     assert started.dead
     assert one not in world.reservations[0].slots
 
@@ -158,9 +158,9 @@ def test_a_replacement_knows_its_rank_and_sets_up_alone(world):
     controller = world.drive(4).controller
     every_new(world, home=WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=GPUS))
     world.room = 4
-    controller._scale_up.tick()
+    controller._scale_up.advance()
     world.workers[2].die("OOM")
-    controller._scale_up.tick()
+    controller._scale_up.advance()
     for rank, member in ((3, world.workers[3]), (2, world.workers[4])):
         ((context, rendezvous, leader, alone),) = setups(member)
         assert (rendezvous, leader, alone) == (None, None, True)

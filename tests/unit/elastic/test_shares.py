@@ -37,7 +37,7 @@ class FakeJournal:
 def make(num_workers=2, **config):
     group, journal = FakeGroup(num_workers), FakeJournal()
     shares = Shares(group, ElasticConfig(**config), journal)
-    shares.of(group.members)
+    shares.choose_for(group.members)
     return group, journal, shares
 
 
@@ -45,17 +45,17 @@ def poll(group, shares, *speeds, seconds=0.0):
     """Report `speeds` once per second, for `seconds`."""
     for _ in range(int(seconds) + 1):
         progress = zip(group.members, speeds, strict=True)
-        shares.poll({member: Progress(samples_per_s=speed) for member, speed in progress})
+        shares.observe({member: Progress(samples_per_s=speed) for member, speed in progress})
         group.clock.sleep(1.0)
 
 
 def test_shares_follow_a_difference_of_speed_that_lasts():
     group, journal, shares = make(shares="measured")
     poll(group, shares, 300, 100)
-    assert shares.of(group.members) is None
+    assert shares.choose_for(group.members) is None
     poll(group, shares, 300, 100, seconds=5)
     assert shares.wants_change
-    assert shares.of(group.members) == (1.5, 0.5)
+    assert shares.choose_for(group.members) == (1.5, 0.5)
     assert journal.events == [((1.0, 1.0), (1.5, 0.5))]
     assert not shares.wants_change
 
@@ -66,27 +66,27 @@ def test_shares_do_not_follow_noise():
         poll(group, shares, 300 if second % 2 else 100, 100)
     poll(group, shares, 120, 100, seconds=60)
     assert not shares.wants_change
-    assert shares.of(group.members) is None
+    assert shares.choose_for(group.members) is None
     assert journal.events == []
 
 
 def test_a_worker_that_recovers_gets_its_share_back_after_the_cooldown():
     group, journal, shares = make(shares="measured", resize_cooldown_s=30.0)
     poll(group, shares, 300, 100, seconds=5)
-    shares.of(group.members)
+    shares.choose_for(group.members)
     poll(group, shares, 100, 100, seconds=20)
-    assert shares.of(group.members) == (1.5, 0.5)
+    assert shares.choose_for(group.members) == (1.5, 0.5)
     poll(group, shares, 105, 100, seconds=20)
-    assert shares.of(group.members) is None, "small differences give even shares"
+    assert shares.choose_for(group.members) is None, "small differences give even shares"
     assert [new for _, new in journal.events] == [(1.5, 0.5), (1.0, 1.0)]
 
 
 def test_a_new_group_has_shares_by_the_speeds_that_are_known():
     group, journal, shares = make(3, shares="measured")
     poll(group, shares, 400, 100, 200, seconds=5)
-    assert shares.of(group.members) == (1.714, 0.429, 0.857)
-    assert shares.of([group.members[0], group.members[2]]) == (1.333, 0.667)
-    assert shares.of([group.members[0], FakeMember("new")]) is None
+    assert shares.choose_for(group.members) == (1.714, 0.429, 0.857)
+    assert shares.choose_for([group.members[0], group.members[2]]) == (1.333, 0.667)
+    assert shares.choose_for([group.members[0], FakeMember("new")]) is None
     assert [new for _, new in journal.events[1:]] == [(1.333, 0.667), (1.0, 1.0)]
 
 
@@ -94,25 +94,27 @@ def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
     group, journal, shares = make(shares="measured")
     poll(group, shares, 100, 100)
     new = FakeMember("new")
-    shares.poll({new: Progress(samples_per_s=300)})
+    shares.observe({new: Progress(samples_per_s=300)})
     poll(group, shares, 100, 100)
-    assert shares.of([group.members[0], new]) == (0.5, 1.5)
+    assert shares.choose_for([group.members[0], new]) == (0.5, 1.5)
     assert journal.events == [((1.0, 1.0), (0.5, 1.5))]
-    shares.of(group.members)
-    assert shares.of([group.members[0], new]) is None  # speeds of departed workers are forgotten
+    shares.choose_for(group.members)
+    assert (
+        shares.choose_for([group.members[0], new]) is None
+    )  # speeds of departed workers are forgotten
 
 
 def test_a_worker_that_has_almost_stopped_keeps_a_share():
     group, _, shares = make(shares="measured")
     poll(group, shares, 10_000, 1, seconds=5)
-    assert min(shares.of(group.members)) > 0
+    assert min(shares.choose_for(group.members)) > 0
     poll(group, shares, 10_000, 10_000, seconds=20)
-    assert shares.of(group.members) is None
+    assert shares.choose_for(group.members) is None
 
 
 def test_nodes_have_the_shares_of_a_mapping():
     group, journal, shares = make(shares={"slot=w1": 0.25})
-    assert shares.of(group.members) == shares.from_config(group.members) == (1.6, 0.4)
+    assert shares.choose_for(group.members) == shares.from_config(group.members) == (1.6, 0.4)
     assert journal.events == [((1.0, 1.0), (1.6, 0.4))]
     assert make(shares={"CPU": 2.0})[2].from_config(group.members) is None
 
@@ -125,7 +127,7 @@ def test_resources_that_no_node_has_yet_are_logged(caplog):
 def test_the_only_worker_has_the_whole_batch_without_a_look_at_nodes(monkeypatch):
     monkeypatch.delattr(FakeGroup, "node_traits")  # it would need Ray
     group, _, shares = make(1, shares={"slot=w0": 0.25})
-    assert shares.of(group.members) is None
+    assert shares.choose_for(group.members) is None
     assert shares.from_config(group.members) is None
 
 

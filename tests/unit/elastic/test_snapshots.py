@@ -57,13 +57,13 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
     """For example, a scheduler has received a metric in between."""
     member = FakeMember()
     for step, state in ((5, "before"), (None, ""), (5, "after")):
-        keeper.poll({member: at(step)})
+        keeper.fetch_newer({member: at(step)})
         if step is not None:
             member.send(state)
-    assert keeper.state() == "after"
-    keeper.poll({member: replace(at(5), num_changes=1)})
+    assert keeper.load() == "after"
+    keeper.fetch_newer({member: replace(at(5), num_changes=1)})
     member.send("after that")
-    assert keeper.state() == "after that"
+    assert keeper.load() == "after that"
 
 
 def divided(step):
@@ -73,54 +73,54 @@ def divided(step):
 def test_shards_of_one_step_are_fetched_together():
     keeper = make_keeper(2)
     one, other = FakeMember(), FakeMember()
-    keeper.poll({one: divided(4)})  # the other has not answered
-    keeper.poll({one: divided(4), other: divided(3)})
+    keeper.fetch_newer({one: divided(4)})  # the other has not answered
+    keeper.fetch_newer({one: divided(4), other: divided(3)})
     assert one.asked == other.asked == []
-    keeper.poll({one: divided(4), other: divided(4)})
+    keeper.fetch_newer({one: divided(4), other: divided(4)})
     one.send({"step": 4, "shares": "a"})
-    assert keeper.state() is None
+    assert keeper.load() is None
     other.send({"step": 4, "shares": "b"})
-    assert keeper.state() == {"step": 4, "shares": ["a", "b"]}
-    keeper.poll({one: divided(5), other: divided(5)})
+    assert keeper.load() == {"step": 4, "shares": ["a", "b"]}
+    keeper.fetch_newer({one: divided(5), other: divided(5)})
     one.send({"step": 5, "shares": "a"})
     other.asked[-1].set_result(None)  # its snapshot is of a later step
-    assert keeper.state()["step"] == 4
+    assert keeper.load()["step"] == 4
 
 
 def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
     member = FakeMember()
-    keeper.poll({member: at(0)})
-    keeper.poll({member: at(0)})
-    keeper.poll({member: at(5)})
+    keeper.fetch_newer({member: at(0)})
+    keeper.fetch_newer({member: at(0)})
+    keeper.fetch_newer({member: at(5)})
     assert len(member.asked) == 1
     member.send({"step": 0})
-    keeper.poll({member: at(0)})
+    keeper.fetch_newer({member: at(0)})
     assert len(member.asked) == 1
-    keeper.poll({member: at(5)})
+    keeper.fetch_newer({member: at(5)})
     assert len(member.asked) == 2
 
 
 def test_a_worker_may_die_while_it_sends_a_snapshot(keeper):
     first, second = FakeMember(), FakeMember()
-    keeper.poll({first: at(0)})
+    keeper.fetch_newer({first: at(0)})
     first.send({"step": 0})
-    keeper.poll({first: at(5)})
+    keeper.fetch_newer({first: at(5)})
     first.asked[-1].set_exception(RuntimeError("the actor died"))
-    assert keeper.state() == {"step": 0}
-    keeper.poll({second: at(5)})
+    assert keeper.load() == {"step": 0}
+    keeper.fetch_newer({second: at(5)})
     second.send({"step": 5})
-    assert keeper.state() == {"step": 5}
+    assert keeper.load() == {"step": 5}
 
 
 def test_a_loaded_state_replaces_snapshots_even_those_being_fetched(keeper):
     member = FakeMember()
-    keeper.poll({member: at(5)})
+    keeper.fetch_newer({member: at(5)})
     member.send({"step": 5})
-    keeper.poll({member: at(10)})
+    keeper.fetch_newer({member: at(10)})
     keeper.store({"step": 3})
-    assert keeper.state() == {"step": 3}
+    assert keeper.load() == {"step": 3}
     member.send({"step": 10})
-    assert keeper.state() == {"step": 3}
+    assert keeper.load() == {"step": 3}
 
 
 class LargeMember(FakeMember):
@@ -143,8 +143,8 @@ class LargeMember(FakeMember):
 
 
 def fetch_all(keeper, member, step):
-    keeper.poll({member: at(step)})
-    wait_until(lambda: (keeper.exists, keeper._requested)[1] is None)
+    keeper.fetch_newer({member: at(step)})
+    wait_until(lambda: (keeper.has_snapshot, keeper._requested)[1] is None)
 
 
 def test_the_driver_stores_large_states_in_a_file_without_a_name(keeper, tmp_path, monkeypatch):
@@ -158,12 +158,12 @@ def test_the_driver_stores_large_states_in_a_file_without_a_name(keeper, tmp_pat
     member = LargeMember(state)
     fetch_all(keeper, member, 5)
     assert len(member.sent) == 1  # so it is released
-    stored = keeper.state()
+    stored = keeper.load()
     torch.testing.assert_close(stored["halves"], state["halves"], rtol=0, atol=0)
     torch.testing.assert_close(stored["floats"], state["floats"], rtol=0, atol=0)
     np.testing.assert_array_equal(stored["array"], state["array"])
     stored["halves"].zero_()  # changes no file
-    assert keeper.state()["halves"].abs().sum() > 0
+    assert keeper.load()["halves"].abs().sum() > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,12 +174,12 @@ def test_a_loaded_state_leaves_the_memory_of_the_driver(keeper, size):
     loaded = weakref.ref(state["a"])
     state.pop("a").zero_()
     assert loaded() is None
-    assert torch.equal(keeper.state()["a"], torch.arange(float(size)))
+    assert torch.equal(keeper.load()["a"], torch.arange(float(size)))
 
 
 def test_a_full_disk_costs_the_new_snapshot_but_not_the_previous_one(keeper, monkeypatch, caplog):
     member = FakeMember()
-    keeper.poll({member: at(0)})
+    keeper.fetch_newer({member: at(0)})
     member.send({"step": 0})
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: full)
@@ -187,7 +187,7 @@ def test_a_full_disk_costs_the_new_snapshot_but_not_the_previous_one(keeper, mon
             large = LargeMember({"a": torch.zeros(5_000_000)})
             fetch_all(keeper, large, step)
             assert len(large.sent) == 1
-    assert keeper.state() == {"step": 0}
+    assert keeper.load() == {"step": 0}
     assert caplog.text.count("No space left on device") == 1
     assert "Set TMPDIR" in caplog.text
 
@@ -203,7 +203,7 @@ def test_a_rescued_state_leaves_the_memory_of_the_driver_if_it_can(keeper, monke
         if is_full:
             monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: full)
         keeper.rescue(Commands(group, None, None, 0.0))
-    assert torch.equal(keeper.state()["a"], state["a"])
+    assert torch.equal(keeper.load()["a"], state["a"])
     assert isinstance(member.asked[-1].result().payload, Address)
 
 
@@ -214,12 +214,12 @@ class Unreadable:
 
 def test_a_snapshot_is_not_read_to_know_that_it_exists(keeper):
     member = FakeMember()
-    assert not keeper.exists
-    keeper.poll({member: at(5)})
+    assert not keeper.has_snapshot
+    keeper.fetch_newer({member: at(5)})
     member.send(Unreadable())
-    assert keeper.exists
+    assert keeper.has_snapshot
     with pytest.raises(ValueError, match="read only for a restart"):
-        keeper.state()
+        keeper.load()
 
 
 def test_a_missed_answer_of_rank_0_does_not_repeat_a_snapshot():
@@ -230,8 +230,8 @@ def test_a_missed_answer_of_rank_0_does_not_repeat_a_snapshot():
         {second: at(None)},
         {first: at(5), second: at(None)},
     ):
-        keeper.poll(answers)
-        if not keeper.exists:
+        keeper.fetch_newer(answers)
+        if not keeper.has_snapshot:
             first.send({"step": 5})
     assert len(first.asked) == 1
 
@@ -263,13 +263,13 @@ def set_lr(operator):
 def test_a_fetch_from_before_a_change_does_not_take_the_snapshot_of_the_change(keeper, monkeypatch):
     runner = runner_with_snapshots("epoch")
     member = RunnerMember(runner)
-    runner.handle(TrainRequest(number=0, until_step=2))
+    runner.handle(TrainRequest(call_number=0, until_step=2))
     with monkeypatch.context() as patch:
         patch.setattr(member, "control", member.answer_late)
-        keeper.poll({member: runner.progress()})
+        keeper.fetch_newer({member: runner.progress()})
     runner.handle(ApplyOperatorRequest(function=set_lr))
-    keeper.poll({member: runner.progress()})
-    assert keeper.state()["optimizers"][0]["param_groups"][0]["lr"] == 0.125
+    keeper.fetch_newer({member: runner.progress()})
+    assert keeper.load()["optimizers"][0]["param_groups"][0]["lr"] == 0.125
 
 
 @pytest.mark.parametrize("every", ["epoch", 2])
@@ -278,19 +278,19 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     runner = runner_with_snapshots(every)
     member = RunnerMember(runner)
     loaded = runner.state_dict()
-    runner.handle(TrainRequest(number=0, until_step=8))
-    keeper.poll({member: runner.progress()})
-    assert keeper.state()["global_step"] > 1
+    runner.handle(TrainRequest(call_number=0, until_step=8))
+    keeper.fetch_newer({member: runner.progress()})
+    assert keeper.load()["global_step"] > 1
     runner.load_state_dict(loaded)
-    keeper.put(lambda: loaded)
+    keeper.keep(lambda: loaded)
     if train_after:
-        runner.handle(TrainRequest(number=1, until_step=train_after))
+        runner.handle(TrainRequest(call_number=1, until_step=train_after))
     for _ in range(2):
-        keeper.poll({member: runner.progress()})
-    assert keeper.state()["global_step"] <= train_after
+        keeper.fetch_newer({member: runner.progress()})
+    assert keeper.load()["global_step"] <= train_after
 
 
 def test_a_worker_in_the_drivers_process_sends_no_snapshots():
     member = FakeMember(remote=False)
-    make_keeper(1).poll({member: at(5)})
+    make_keeper(1).fetch_newer({member: at(5)})
     assert member.asked == []

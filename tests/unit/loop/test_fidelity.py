@@ -49,7 +49,7 @@ class Mortal(Exact):
         if self.death == (step, "before") or (self.death == (step, "between") and self.part):
             self.end()
         result = super().train_batch(batch, batch_info)
-        if self.death == (step, "after") and self._train_state.transaction.is_last:
+        if self.death == (step, "after") and self._train_state.update.is_last:
             self.end()
         if self.config.get("tells", False):
             gather(self, None)
@@ -71,7 +71,7 @@ class Exchange(StepFeature):
     def __init__(self, worker):
         self.worker = worker
 
-    def before_update(self, tx, optimizer):
+    def before_update(self, update, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         told = self.worker.gather([parameter.grad.clone() for parameter in parameters])
         for parameter, gradients in zip(parameters, zip(*told, strict=True), strict=True):
@@ -98,7 +98,7 @@ class Worker:
         )
         self.saved_state = self.runner._hosted_loop.saved_state
         self.saved_state.copy_from = self.copy_state
-        train_state.exchange.total = self.total
+        train_state.exchange.sum_over_workers = self.total
         train_state.set_features([Exchange(self), *train_state.features])
         self.is_new = True
 
@@ -128,7 +128,7 @@ class Worker:
 
     def train(self, until_step, split):
         try:
-            self.runner.handle(TrainRequest(number=0, until_step=until_step, split=split))
+            self.runner.handle(TrainRequest(call_number=0, until_step=until_step, split=split))
         except (DiedError, MemoryError, RepeatInPartsError, threading.BrokenBarrierError) as error:
             self.meeting.barrier.abort()
             return error
@@ -292,7 +292,7 @@ def test_a_repeated_sample_counts_once(split):
     found = merge_workers(
         workers.each(
             lambda rank, member: member.runner.handle(
-                TrainRequest(number=0, until_step=3, split=split)
+                TrainRequest(call_number=0, until_step=3, split=split)
             )
         )
     )

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from tests.unit.recorder import Recorder, Streaming, failure
 
 
@@ -33,9 +33,9 @@ class Spy(StepFeature):
 def recorded(name):
     def hook(self, *arguments, **named):
         shown = [each for each in (*arguments, *named.values()) if isinstance(each, int)]
-        if arguments and isinstance(arguments[0], UpdateTransaction):
-            tx = arguments[0]
-            shown = [tx.index] if tx.is_open else ["closed"]
+        if arguments and isinstance(arguments[0], Update):
+            update = arguments[0]
+            shown = [update.index] if update.is_open else ["closed"]
         self.called.append(" ".join(map(str, [name, *shown])))
 
     return hook
@@ -135,9 +135,9 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
     operator = trainer.get_local_operator()
     state, asked = operator._train_state, []
 
-    def refuse(tx):
+    def refuse(update):
         if operator.trained[8:]:
-            asked.append(tx)
+            asked.append(update)
             if len(asked) == 1:  # it could have forgotten the reason afterwards
                 raise ValueError("refused")
 
@@ -149,7 +149,7 @@ def test_step_that_a_feature_refuses_does_not_count(spied):
         "commit closed",
         "roll_back 0",
     ]
-    assert not state.transaction.is_open
+    assert not state.update.is_open
 
 
 @pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
@@ -157,10 +157,12 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     trainer, called = spied(operator_cls, {"num_samples": 24})
     operator, refused = trainer.get_local_operator(), []
     state = operator._train_state
-    state.transaction.steps._max_steps[id(operator.optimizer)] = 2  # so that the step is undone
+    state.update.optimizer_steps._max_steps[id(operator.optimizer)] = (
+        2  # so that the step is undone
+    )
 
-    def refuse(tx):
-        refused.append(tx)
+    def refuse(update):
+        refused.append(update)
         raise ValueError("refused")
 
     def fail(batch_info, when):
@@ -173,7 +175,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     with pytest.raises(ValueError, match="bad batch"):
         trainer.train()
     assert (refused != [], called[-1]) == (True, "roll_back 0")
-    assert (state.global_step, state.transaction.is_open, operator.trained) == (0, False, [])
+    assert (state.global_step, state.update.is_open, operator.trained) == (0, False, [])
     state.features_with["before_commit"].pop()
     trainer.train()
     assert operator.trained == list(range(24))
@@ -240,12 +242,12 @@ def test_metrics_of_a_call_so_far(make_trainer):
     operator._train_state.set_features([*operator._train_state.features, Spy()])
     loop = trainer._controller.members[0].worker.runner._loop
     assert loop.departure_metrics(0) is None
-    request = TrainRequest(number=0, until_step=6, log_every=4)
+    request = TrainRequest(call_number=0, until_step=6, log_every=4)
     assert loop.train(dataclasses.replace(request, callback_pause=5)) is None
-    assert (loop.departure_metrics(1), len(loop.call_progress.points_after(-1))) == (None, 1)
+    assert (loop.departure_metrics(1), len(loop.call_progress.release_points(-1))) == (None, 1)
     whole = loop.departure_metrics(0)  # the worker leaves
     assert (whole["num_samples"], "lr" in whole) == (40, False)
-    point, rest = loop.call_progress.points_after(-1)
+    point, rest = loop.call_progress.release_points(-1)
     assert (point.global_step, rest.global_step) == (4, 5)
     assert (point.reaches_log_step, rest.reaches_log_step) == (True, False)
     assert (point.metrics["num_samples"], rest.metrics["num_samples"]) == (32, 8)
@@ -258,7 +260,7 @@ def test_metrics_of_a_call_so_far(make_trainer):
 )
 def test_a_restart_yields_the_points_of_its_steps_again(make_trainer, restart, points):
     """Their numbers are the same, also after a restart at the first step of the call."""
-    request = TrainRequest(number=0, until_step=10, log_every=3)
+    request = TrainRequest(call_number=0, until_step=10, log_every=3)
     first, second = (
         make_trainer(Recorder, {"num_samples": 100})._controller.members[0].worker.runner
         for _ in range(2)

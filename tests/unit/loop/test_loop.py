@@ -619,7 +619,7 @@ def loop_of(start):
 
 def train(loop, call=0, until_epoch=None, until_step=None, start_step=0):
     goal = {"until_epoch": until_epoch, "until_step": until_step}
-    return loop.train(TrainRequest(number=call, start_step=start_step, **goal))
+    return loop.train(TrainRequest(call_number=call, start_step=start_step, **goal))
 
 
 def pausing(loop, pause, at):
@@ -627,7 +627,7 @@ def pausing(loop, pause, at):
 
     def ask(batch_info, when):
         if when == "before" and loop.operator.global_step == at:
-            loop.signal.driver_pause = pause
+            loop.control.driver_pause = pause
 
     return ask
 
@@ -655,7 +655,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert operator.global_step == pause
-    loop.signal.driver_pause = None
+    loop.control.driver_pause = None
     result = train(loop, until_epoch=2)
     assert operator.trained == its_operator.trained
     assert operator.global_step == 10
@@ -712,14 +712,14 @@ def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pa
     def late(batch_info, when):
         if when == "before" and operator.global_step == 3:
             told.append(operator.global_step)
-            loop.signal.driver_pause = pause
+            loop.control.driver_pause = pause
 
     operator.fail = late
     with contextlib.suppress(PausedError):
         train(loop, **goal)
     assert told == [3]
     assert operator.global_step <= goal.get("until_step", 5)
-    loop.signal.driver_pause = None
+    loop.control.driver_pause = None
     train(loop, **goal)
     assert operator.trained == EPOCH[: len(operator.trained)]
     assert operator.global_step == goal.get("until_step", 5)
@@ -733,9 +733,9 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
 
     def ask_and_take_back(batch_info, when):
         if when == "before" and operator.global_step == 1:
-            loop.signal.driver_pause = 3
+            loop.control.driver_pause = 3
         if when == "before" and operator.global_step == 2:
-            loop.signal.driver_pause = None
+            loop.control.driver_pause = None
 
     operator.fail = ask_and_take_back
     train(loop, **goal)
@@ -751,7 +751,7 @@ def test_batch_idx_counts_in_the_call_across_pauses_failures_and_restarts(loop_o
     operator.fail = pausing(loop, 6, at=4)
     with pytest.raises(PausedError):
         train(loop, 1, until_step=12, start_step=3)
-    loop.signal.driver_pause = None
+    loop.control.driver_pause = None
     with failure(operator, 8):
         train(loop, 1, until_step=12, start_step=3)
     train(loop, 1, until_step=12, start_step=3)
@@ -772,10 +772,10 @@ def test_a_pause_keeps_the_modes_that_a_step_has_set(loop_of):
             return {}
 
     loop, operator = loop_of(Frozen)
-    loop.signal.driver_pause = 2
+    loop.control.driver_pause = 2
     with pytest.raises(PausedError):
         train(loop, until_epoch=1)
-    loop.signal.driver_pause = None
+    loop.control.driver_pause = None
     train(loop, until_epoch=1)
     train(loop, 1, until_step=6, start_step=5)
     assert operator.infos == [True, True, False, True, True, True]

@@ -18,7 +18,7 @@ from raysgd.loop.requests import (
     TrainRequest,
     ValidateRequest,
 )
-from raysgd.loop.train_state import Generators
+from raysgd.loop.train_state import RandomGenerators
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from tests.unit import recorder
@@ -72,9 +72,9 @@ def test_warm_up_computes_gradients_and_changes_nothing(shares, num_batches):
     train_state = runner.operator._train_state
     train_state.set_features([*train_state.features, WarmedUp()])
     before = state_of(runner)
-    numbers, generators = Generators().state(), torch.get_rng_state()
+    numbers, generators = RandomGenerators().state(), torch.get_rng_state()
     expected = drawn()
-    Generators().set(numbers)
+    RandomGenerators().set(numbers)
     torch.set_rng_state(generators)
     runner.warm_up()
     assert drawn() == expected
@@ -82,7 +82,7 @@ def test_warm_up_computes_gradients_and_changes_nothing(shares, num_batches):
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
     assert runner.operator.trained == []
     assert {p.grad for p in runner.operator.model.parameters()} == {None}
-    runner.handle(TrainRequest(number=0, until_epoch=1))
+    runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
@@ -106,7 +106,7 @@ def test_warm_up_that_fails_is_a_warning(caplog):
     runner.warm_up()
     assert "The warm-up of a replacement worker failed: ValueError('bad batch')" in caplog.text
     runner.operator.fail = lambda *arguments: None
-    runner.handle(TrainRequest(number=0, until_epoch=1))
+    runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 
@@ -123,11 +123,11 @@ def test_iterators_are_not_read_before_the_first_step():
     train_state.set_features([*train_state.features, WarmedUp()])
     runner.warm_up()
     assert (
-        runner.handle(ValidateRequest(number=-1, num_steps=1, from_start=True, rehearses=True))
+        runner.handle(ValidateRequest(call_number=-1, num_steps=1, from_start=True, rehearses=True))
         is None
     )
-    runner.handle(TrainRequest(number=0, until_epoch=1))
-    runner.handle(ValidateRequest(number=1))
+    runner.handle(TrainRequest(call_number=0, until_epoch=1))
+    runner.handle(ValidateRequest(call_number=1))
     assert runner.operator.trained == runner.operator.validated == EPOCH
 
 
@@ -142,18 +142,18 @@ def test_warning_about_a_loader_that_every_worker_trains_on(num_workers, caplog)
 
 def test_rehearsal_returns_metrics_and_changes_nothing():
     runner = make_runner()
-    runner.handle(TrainRequest(number=0, until_step=3))
-    runner.handle(ValidateRequest(number=1, num_steps=2))
+    runner.handle(TrainRequest(call_number=0, until_step=3))
+    runner.handle(ValidateRequest(call_number=1, num_steps=2))
     before = state_of(runner)
     assert (
-        runner.handle(ValidateRequest(number=-1, num_steps=1, from_start=True, rehearses=True))[
-            "num_samples"
-        ]
+        runner.handle(
+            ValidateRequest(call_number=-1, num_steps=1, from_start=True, rehearses=True)
+        )["num_samples"]
         == 8
     )
-    assert runner.handle(DepartureRequest(number=1))["num_samples"] == 16
+    assert runner.handle(DepartureRequest(call_number=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
-    runner.handle(ValidateRequest(number=2))
+    runner.handle(ValidateRequest(call_number=2))
     assert runner.operator.validated == EPOCH
 
 
@@ -163,29 +163,29 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
 def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     runner = make_runner()
     assert TorchRunner(TorchOptions(training_operator_cls=Recorder)).restart_state() is None
-    runner.handle(TrainRequest(number=7, until_step=3))
+    runner.handle(TrainRequest(call_number=7, until_step=3))
     state = runner.handle(RestartStateRequest(num_workers=1))
     assert (state["global_step"], state["call"]["number"]) == (3, 7)
     other = make_runner()
     other.load_state_dict(state)
     assert other._loop.call_progress.state.number == 7
-    other.handle(TrainRequest(number=7, until_epoch=1))
+    other.handle(TrainRequest(call_number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
-    runner.operator._train_state.transaction.is_damaged = True
+    runner.operator._train_state.update.is_damaged = True
     assert runner.restart_state() is None
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
         runner.state_dict()
     with pytest.raises(RuntimeError, match="The step after step 3 failed"):
-        runner.handle(TrainRequest(number=8, until_epoch=1))
+        runner.handle(TrainRequest(call_number=8, until_epoch=1))
 
 
 @pytest.mark.parametrize(("with_items", "first"), [(True, 104), (False, 0)])
 def test_state_within_a_data_set_continues_only_in_that_data_set(with_items, first):
     data = Dataset(range(100, 110), 4, transform=lambda i: (torch.full((1, 1), float(i)),) * 2)
     runner, other = make_runner(), make_runner()
-    runner.handle(TrainRequest(number=0, until_step=1, dataset=data))
+    runner.handle(TrainRequest(call_number=0, until_step=1, dataset=data))
     other.load_state_dict(runner.state_dict())
-    other.handle(TrainRequest(number=1, until_step=2, dataset=data if with_items else None))
+    other.handle(TrainRequest(call_number=1, until_step=2, dataset=data if with_items else None))
     assert other.operator.trained[0] == first
 
 
@@ -193,14 +193,14 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     """The validation may be long, and the operator may store its result."""
     runner = make_runner()
     runner.operator._train_state.settings.context = WorkerContext()
-    runner.handle(TrainRequest(number=0, until_epoch=1))
+    runner.handle(TrainRequest(call_number=0, until_epoch=1))
     seen, before = [], runner.progress().num_changes
     runner.operator.fail = lambda info, when: seen.append(runner.progress().snapshot)
-    runner.handle(ValidateRequest(number=1))
+    runner.handle(ValidateRequest(call_number=1))
     assert (seen[0], runner.progress().snapshot) == (5, None)
     assert runner.progress().num_changes > before
     runner.operator.fail = lambda info, when: None
-    runner.handle(TrainRequest(number=2, until_step=6))
+    runner.handle(TrainRequest(call_number=2, until_step=6))
     assert runner.progress().snapshot == 5
 
 
@@ -208,7 +208,7 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
 
 
 def test_generators_continue_from_lists():
-    generators, numbers = Generators(), []
+    generators, numbers = RandomGenerators(), []
     state = generators.state()
     version, internal, gauss = state["python"]
     kind, keys, *rest = state["numpy"]
@@ -227,7 +227,7 @@ def test_generators_continue_from_lists():
 
 @pytest.mark.parametrize("place", [-1, 625])
 def test_generators_with_a_wrong_position_are_refused(place):
-    generators = Generators()
+    generators = RandomGenerators()
     state = generators.state()
     wrong = {**state, "numpy": (*state["numpy"][:2], place, *state["numpy"][3:])}
     with pytest.raises(CheckpointError, match=rf"position {place} must be from 0 to 624"):

@@ -30,7 +30,7 @@ def taken(runner, until_step):
             steps.append(runner.progress().snapshot)
 
     runner.operator.fail = look
-    runner.handle(TrainRequest(number=runner.progress().global_step, until_step=until_step))
+    runner.handle(TrainRequest(call_number=runner.progress().global_step, until_step=until_step))
     return [*steps, runner.progress().snapshot]
 
 
@@ -61,8 +61,8 @@ def test_a_worker_that_becomes_rank_0_takes_a_snapshot():
 
 def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
     runner, saved = (runner_with_snapshots(every, {"batch_norm": True}) for every in (3, None))
-    runner.handle(TrainRequest(number=0, until_step=5))  # changes the weights once more
-    saved.handle(TrainRequest(number=0, until_step=3))
+    runner.handle(TrainRequest(call_number=0, until_step=5))  # changes the weights once more
+    saved.handle(TrainRequest(call_number=0, until_step=3))
     expected = saved.state_dict()
     del expected["data"]["loaders"]  # only files describe the data
     # a snapshot may also describe the current call
@@ -84,7 +84,7 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
             return {"seen": self.seen, "nested": [self.seen]}
 
     runner = runner_with_snapshots(3, operator_cls=Counting)
-    runner.handle(TrainRequest(number=0, until_step=5))
+    runner.handle(TrainRequest(call_number=0, until_step=5))
     own = runner.snapshot()["operator"]
     assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
 
@@ -93,10 +93,10 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
 def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
     """The end of the replay does not end an epoch either."""
     first = runner_with_snapshots(3)
-    first.handle(TrainRequest(number=0, until_step=start_step))
+    first.handle(TrainRequest(call_number=0, until_step=start_step))
     second = runner_with_snapshots(3)
     second.load_state_dict(first.snapshot())
-    metrics = second.handle(TrainRequest(number=1, until_epoch=2, start_step=start_step))
+    metrics = second.handle(TrainRequest(call_number=1, until_epoch=2, start_step=start_step))
     assert second.operator.trained == (EPOCH * 2)[24:]
     assert (metrics["num_samples"], metrics["batch_count"]) == (8 * num_batches, num_batches)
 
@@ -104,12 +104,12 @@ def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
 def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
     """A snapshot may be taken after the last step, but before the epoch is counted."""
     first = runner_with_snapshots(5)
-    first.handle(TrainRequest(number=0, until_step=5))
+    first.handle(TrainRequest(call_number=0, until_step=5))
     assert first.snapshot()["global_step"] == 5
     second = runner_with_snapshots(5)
     second.load_state_dict(first.snapshot())
     # the interrupted call asked for one epoch
-    second.handle(TrainRequest(number=0, until_epoch=1))
+    second.handle(TrainRequest(call_number=0, until_epoch=1))
     assert second.operator.trained == []
     assert (second.progress().epoch, second.progress().global_step) == (1, 5)
 
@@ -209,7 +209,9 @@ def timed(monkeypatch):
     runner.operator._train_state.copy_leaf, runner.operator.fail = copy, step
 
     def train(until_step):
-        runner.handle(TrainRequest(number=runner.progress().global_step, until_step=until_step))
+        runner.handle(
+            TrainRequest(call_number=runner.progress().global_step, until_step=until_step)
+        )
         return taken
 
     train.runner, train.clock = runner, clock

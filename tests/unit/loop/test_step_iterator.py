@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
-from raysgd.loop.signal import Signal, StepInterruptedError
+from raysgd.loop.control import LoopControl, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.optimization import Optimization
@@ -43,7 +43,7 @@ def make_steps(
     source, iterator = BatchSource(batches), iter(batches)
     source.is_partitioned = is_partitioned
     return train_state, StepIterator(
-        train_state, source, lambda: iterator, limit, steps_left, agree, Signal()
+        train_state, source, lambda: iterator, limit, steps_left, agree, LoopControl()
     )
 
 
@@ -67,14 +67,14 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         for optimizer in train_state.optimizers:
             optimizer.step()
         if fails_in_another:
-            train_state.transaction.steps.running = optimizer
+            train_state.update.optimizer_steps.running = optimizer
         assert steps.end_after_error() == again
 
 
 def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
     train_state, steps = make_steps(range(5))
     next(steps)
-    steps._signal.must_stop = True
+    steps._control.must_stop = True
     with pytest.raises(StepInterruptedError):
         next(steps)
     assert steps.end_after_error() == []
@@ -142,13 +142,13 @@ def groups_of(train_state, steps, after=None, pause=None):
     """Return all batches, in groups."""
     groups, group = [], []
     for count, batch in enumerate(steps, start=1):
-        assert train_state.transaction.index == len(group)
+        assert train_state.update.index == len(group)
         group.append(batch)
-        if train_state.transaction.is_last:
+        if train_state.update.is_last:
             groups.append(group)
             group = []
         if count == after:
-            steps._signal.driver_pause = pause
+            steps._control.driver_pause = pause
     assert group == []
     steps.finish()
     return groups
@@ -193,7 +193,7 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
         for _ in steps:
             pass
     again = steps.end_after_error()
-    assert [*again, *steps._read()] == list(range(train_state.offset, count))
+    assert [*again, *steps._open_batches()] == list(range(train_state.offset, count))
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
@@ -230,9 +230,9 @@ def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, 
         batch = next(steps)
     assert batch == "abcde"[at]
     reached = at // size * size
-    assert [*steps.end_after_error(), *steps._read()] == list("abcde"[reached:])
+    assert [*steps.end_after_error(), *steps._open_batches()] == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_steps == reached
-    assert train_state.transaction.index == -1
+    assert train_state.update.index == -1
 
 
 def optimize(train_state, loss, count):

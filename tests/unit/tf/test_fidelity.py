@@ -67,7 +67,9 @@ def trained(num_workers, size, batch_size, **config):
         train_state.collectives = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:
         results = list(
-            pool.map(lambda runner: runner.handle(TrainRequest(number=0, until_epoch=2)), runners)
+            pool.map(
+                lambda runner: runner.handle(TrainRequest(call_number=0, until_epoch=2)), runners
+            )
         )
     assert {result["batch_count"] for result in results} == {8}
     state = runners[0].state_dict()

@@ -42,9 +42,9 @@ def assert_same(state, other):
 
 def test_training_continues_equally_from_a_snapshot():
     runner = make_runner()
-    runner.handle(TrainRequest(number=0, until_step=45))
+    runner.handle(TrainRequest(call_number=0, until_step=45))
     then = runner.state_dict()
-    runner.handle(TrainRequest(number=1, until_step=50))
+    runner.handle(TrainRequest(call_number=1, until_step=50))
     held, now = runner.snapshot(), runner.state_dict()
     assert (held["epoch"], held["global_step"]) == (1, 45)
     assert_same(held, then)
@@ -52,7 +52,7 @@ def test_training_continues_equally_from_a_snapshot():
         assert_same(held, now)
     other = make_runner()
     other.load_state_dict(held)
-    other.handle(TrainRequest(number=1, until_step=50))
+    other.handle(TrainRequest(call_number=1, until_step=50))
     assert_same(other.state_dict(), now)
 
 
@@ -86,10 +86,10 @@ def test_a_failed_step_restores_the_first_of_two_optimizers():
         runners.append(TFRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
     undisturbed, failing = runners
-    undisturbed.handle(TrainRequest(number=0, until_step=4))
+    undisturbed.handle(TrainRequest(call_number=0, until_step=4))
     with pytest.raises(ValueError, match="bad batch 2"):
-        failing.handle(TrainRequest(number=0, until_step=4))
-    failing.handle(TrainRequest(number=0, until_step=4))
+        failing.handle(TrainRequest(call_number=0, until_step=4))
+    failing.handle(TrainRequest(call_number=0, until_step=4))
     assert_same(failing.state_dict(), undisturbed.state_dict())
 
 
@@ -112,10 +112,10 @@ class HalfUpdated(Digits):
 def test_workers_do_not_restart_from_a_state_that_is_half_updated():
     runner = TFRunner(TFOptions(training_operator_cls=HalfUpdated, config={}, seed=3))
     runner.setup(WorkerContext(in_driver=True))
-    runner.handle(TrainRequest(number=0, until_step=2))
+    runner.handle(TrainRequest(call_number=0, until_step=2))
     assert runner.restart_state() is not None
     with pytest.raises(tf.errors.InvalidArgumentError):
-        runner.handle(TrainRequest(number=0, until_step=4))
+        runner.handle(TrainRequest(call_number=0, until_step=4))
     assert runner.progress().holdings.condition == "damaged"
     assert runner.restart_state() is None
 

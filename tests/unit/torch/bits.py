@@ -206,8 +206,8 @@ class Case(cases.Case):
         """Train, validate, and predict. Return a hash of the state, metrics, and predictions."""
         runner = self.start(rank)
         until = {"until_epoch": self.num_epochs, "shares": self.shares}
-        trained = runner.handle(TrainRequest(number=0, **until))
-        validated = runner.handle(ValidateRequest(number=1))
+        trained = runner.handle(TrainRequest(call_number=0, **until))
+        validated = runner.handle(ValidateRequest(call_number=1))
         data = Augmented(13, self.of_tokens)
         predicted = runner.handle(PredictRequest(loader=DataLoader(data, 3)))
         state = digest(runner._hosted_loop.saved_state.read())

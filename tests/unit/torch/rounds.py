@@ -186,7 +186,7 @@ def plain_state(optimizer, num_optimizers, register, sharding):
     given.register = json.loads(register)
     runner = given.make_runner()
     runner.setup(WorkerContext())
-    runner.handle(TrainRequest(number=0, until_step=NUM_STEPS))
+    runner.handle(TrainRequest(call_number=0, until_step=NUM_STEPS))
     state = runner.state_dict()
     runner.teardown()
     return state
@@ -302,7 +302,7 @@ class Player:
             raise RuntimeError("gloo/ on purpose")
 
     def train(self, call, goal):
-        self.runner.handle(TrainRequest(number=call, until_step=goal))
+        self.runner.handle(TrainRequest(call_number=call, until_step=goal))
 
     def attempt(self, function):
         """Call a function. Return "left", "failed", or "" for success."""
@@ -381,7 +381,7 @@ class Player:
 
     def validate(self, members):
         """Validate until no worker leaves. Return the metrics, or None if this process leaves."""
-        found, request = [], ValidateRequest(number=-1)
+        found, request = [], ValidateRequest(call_number=-1)
         while not found:
             left = self.attempt(lambda: found.append(self.runner.handle(request)))
             told = self.gather("validated", members, left)

@@ -133,10 +133,10 @@ def test_broadcast_overwrites_tensors_in_place(link, monkeypatch, message_bytes)
             torch.empty(0),
         ]
 
-    broadcast_tensors(tensors(7.0), source=0)
+    broadcast_tensors(tensors(7.0), src=0)
     link["rank"] = 1
     mine = tensors(0.0)
-    broadcast_tensors(mine, source=0)
+    broadcast_tensors(mine, src=0)
     assert not link["messages"]
     assert all(torch.equal(a, b) for a, b in zip(mine, tensors(7.0), strict=True))
 
@@ -198,12 +198,13 @@ for limit in (8, 2**20):
     collectives._MESSAGE_BYTES = limit
     whole = torch.full((4, 6), float(rank))
     whole[1, 2] = float("nan") if rank == 0 else 5.0
-    collectives.broadcast_tensors([whole[:, ::2], whole[0, 1::2]], source=0)
+    collectives.broadcast_tensors([whole[:, ::2], whole[0, 1::2]], src=0)
     expected = torch.full((4, 6), float(rank))
     expected[:, ::2], expected[0, 1::2], expected[1, 2] = 0.0, 0.0, float("nan")
     assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0)), whole
 assert collectives.minima(torch.tensor([3 + rank])).tolist() == [3]
-assert torch.tensor(collectives.total(float("nan") if rank else 1.0, whole.device)).isnan()
+value = float("nan") if rank else 1.0
+assert torch.tensor(collectives.sum_over_workers(value, whole.device)).isnan()
 print("good")
 """
 

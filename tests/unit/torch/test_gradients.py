@@ -396,7 +396,7 @@ class Case(cases.Case):
         runner = self.start(rank)
         before = parameters(runner.operator)
         try:
-            runner.handle(TrainRequest(number=0, until_epoch=1, until_step=self.num_steps))
+            runner.handle(TrainRequest(call_number=0, until_epoch=1, until_step=self.num_steps))
         except RuntimeError as error:
             return str(error), torch.equal(before, parameters(runner.operator))
         found = parameters(runner.operator)

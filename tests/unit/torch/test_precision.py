@@ -8,7 +8,7 @@ import torch
 
 from raysgd import TorchTrainer
 from raysgd.errors import CheckpointError
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.metrics import AverageMeterCollection
 from raysgd.testing import run_operator
 from raysgd.torch.precision import PRECISIONS, Precision
@@ -115,10 +115,10 @@ def test_optimizer_without_gradients_steps():
     for optimizer in optimizers:
         native.unscale(optimizer)
         native.step(optimizer)
-    native.commit(UpdateTransaction())
+    native.commit(Update())
     assert (first.weight.item(), second.weight.item()) == (0.0, 1.0)
     native.step(optimizers[0].zero_grad() or optimizers[0])
-    native.commit(UpdateTransaction())
+    native.commit(Update())
     assert native.scaler.get_scale() == START
 
 
@@ -127,8 +127,8 @@ def test_discarded_step_keeps_the_scale():
     models, optimizers = one_layer(native, 2)
     native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
     native.unscale(optimizers[0])
-    native.roll_back(UpdateTransaction())
-    native.commit(UpdateTransaction())
+    native.roll_back(Update())
+    native.commit(Update())
     assert native.scaler.get_scale() == START
     optimizers[0].zero_grad()
     before = models[0].weight.item()

@@ -168,7 +168,7 @@ def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
     train_state.begin_micro_batch(MicroBatch(), is_last=False)
     assert not wrapped.require_backward_grad_sync
     for feature in train_state.features:
-        feature.commit(train_state.transaction)
+        feature.commit(train_state.update)
     assert wrapped.require_backward_grad_sync
 
 
@@ -178,7 +178,7 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     norm = torch.nn.BatchNorm1d(2).requires_grad_(False)
     sent = []
 
-    def broadcast(tensors, source):
+    def broadcast(tensors, src):
         sent.extend(tensors)
 
     train_state = registered(distributed(), [student, teacher, norm], student)
@@ -211,8 +211,11 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
         train_state.exchange.use_wrappers(wrappers)
         replication = train_state.replication
-        assert [replication.follows(False, new) for new in (False, True)] == [follows, True]
-        assert not replication.follows(True, False)
+        assert [replication.loads_leader_state(False, new) for new in (False, True)] == [
+            follows,
+            True,
+        ]
+        assert not replication.loads_leader_state(True, False)
         assert train_state.exchange.num_workers == 1 + follows
 
 

@@ -12,7 +12,7 @@ from raysgd import TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
@@ -51,10 +51,10 @@ class Steps:
     """Steps with two updates each, for which `Rollback` keeps copies."""
 
     def __init__(self, *optimizers, models=()):
-        self.step, self.optimizers = UpdateTransaction(), optimizers
-        self.step.steps.optimizers = optimizers
+        self.step, self.optimizers = Update(), optimizers
+        self.step.optimizer_steps.optimizers = optimizers
         self.rollback = Rollback(optimizers, models)
-        self.step.steps._max_steps.update({id(optimizer): 2 for optimizer in optimizers})
+        self.step.optimizer_steps._max_steps.update({id(optimizer): 2 for optimizer in optimizers})
 
     def begin(self):
         self.step.begin_micro_batch(MicroBatch())
@@ -86,8 +86,8 @@ def test_parameters_frozen_as_the_step_begins_are_restored():
 
 def test_copies_for_a_first_bad_step_are_released():
     parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer, step = torch.optim.SGD([parameter], lr=0.5), UpdateTransaction()
-    step.steps.optimizers = [optimizer]
+    optimizer, step = torch.optim.SGD([parameter], lr=0.5), Update()
+    step.optimizer_steps.optimizers = [optimizer]
     rollback = Rollback([optimizer], [], has_bad_steps=True)
     rollback.begin(step)
     assert len(rollback._images[0]._copies.values) == 1
@@ -148,7 +148,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
     model = torch.nn.Embedding(2, 2, max_norm=0.1)  # each forward pass normalizes it
     frozen = torch.nn.Linear(2, 1).requires_grad_(False)
     steps = Steps(torch.optim.SGD(model.parameters(), lr=0.1), models=[model, frozen])
-    steps.step.steps._max_steps.clear()
+    steps.step.optimizer_steps._max_steps.clear()
     steps.begin()
     frozen(model(torch.tensor([0, 1]))).sum().backward()
     if changes:
@@ -160,7 +160,7 @@ def test_changed_parameter_makes_the_state_partial(changes):
 def test_parameters_that_steps_move_before_the_update_are_restored():
     parameter = torch.nn.Parameter(torch.ones(2))
     steps = Steps(torch.optim.SGD([parameter], lr=0.5))
-    steps.step.steps._max_steps.clear()
+    steps.step.optimizer_steps._max_steps.clear()
 
     def move():
         steps.begin()
@@ -280,7 +280,7 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
         expected = values(model)
         for change in failing:
             change(model)
-        copies.roll_back(UpdateTransaction())
+        copies.roll_back(Update())
         torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
 
 
@@ -311,7 +311,7 @@ class Changed(TrainingOperator):
 def test_failed_step_keeps_what_setup_changed_after_register():
     runner = TorchRunner(TorchOptions(training_operator_cls=Changed, use_gpu=False))
     runner.setup(WorkerContext())
-    request, model = TrainRequest(number=0, until_epoch=1), runner.operator.model
+    request, model = TrainRequest(call_number=0, until_epoch=1), runner.operator.model
     with pytest.raises(ValueError, match="fails once"):
         runner.handle(request)
     runner.handle(request)
@@ -337,5 +337,5 @@ def test_one_operation_copies_all_buffers_of_a_type():
     norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(2) for _ in range(3)))
     copies = BufferCopies([norms], None)
     with Copied() as copied:
-        copies.commit(UpdateTransaction())
+        copies.commit(Update())
     assert copied.dtypes == [{torch.float32}, {torch.int64}]

@@ -54,7 +54,7 @@ def test_runner_without_operator_has_no_progress():
     assert runner.pause_at(3) == 0
     assert runner.snapshot() is None
     with pytest.raises(RuntimeError, match="no operator"):
-        runner.handle(TrainRequest(number=0, until_epoch=1))
+        runner.handle(TrainRequest(call_number=0, until_epoch=1))
 
 
 def test_workers_set_their_threads_and_the_driver_keeps_its_own(monkeypatch):
@@ -101,7 +101,7 @@ def test_worker_sees_all_gpus_of_its_node(monkeypatch):
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost):
     runner, leader = (make_runner(config={"seed": n, "batch_norm": True}) for n in range(2))
-    leader.handle(TrainRequest(number=0, until_step=2))
+    leader.handle(TrainRequest(call_number=0, until_step=2))
     train_state, state = runner._train_state, leader._hosted_loop.saved_state.read()
     before = copy.deepcopy(runner.operator.model.state_dict())
     monkeypatch.setattr(collectives, "broadcast_object", lambda *_: "another fingerprint")
@@ -124,7 +124,7 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
 
 def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypatch):
     runner = make_runner()
-    runner.handle(TrainRequest(number=0, until_step=1))
+    runner.handle(TrainRequest(call_number=0, until_step=1))
     monkeypatch.setattr(collectives, "minima", lambda values: values)
     monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
     runner._train_state.collectives.broadcast = lambda make, rank: make()
@@ -136,7 +136,7 @@ def test_copy_of_a_damaged_state_is_damaged():
     runner._train_state.collectives.broadcast = lambda make, rank: {**make(), "is_damaged": True}
     runner._hosted_loop.saved_state.copy_from = lambda leader_rank, follows: None
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader_rank=0)
-    assert runner._train_state.transaction.is_damaged
+    assert runner._train_state.update.is_damaged
 
 
 # ---- repeated calls
@@ -145,17 +145,17 @@ def test_copy_of_a_damaged_state_is_damaged():
 def test_repeated_call_returns_its_metrics_and_no_others():
     runner = make_runner()
     with failure(runner.operator, 2, error=ConnectionError):
-        runner.handle(TrainRequest(number=0, until_epoch=1))
+        runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.progress().global_step == 2
     assert runner.progress().blocked_on_driver  # no other worker may wait for it any longer
-    again = runner.handle(TrainRequest(number=0, until_epoch=1))
+    again = runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert (again["num_samples"], again["batch_count"]) == (40, 5)
-    other = make_runner().handle(TrainRequest(number=0, until_epoch=1))
+    other = make_runner().handle(TrainRequest(call_number=0, until_epoch=1))
     assert again["train_loss"] == pytest.approx(other["train_loss"], rel=1e-9)
-    runner.handle(TrainRequest(number=1, until_epoch=2))
+    runner.handle(TrainRequest(call_number=1, until_epoch=2))
     with failure(runner.operator, 12):
-        runner.handle(TrainRequest(number=2, until_epoch=3))
-    assert runner.handle(TrainRequest(number=3, until_epoch=3))["num_samples"] == 24
+        runner.handle(TrainRequest(call_number=2, until_epoch=3))
+    assert runner.handle(TrainRequest(call_number=3, until_epoch=3))["num_samples"] == 24
 
 
 # ---- progress and stop requests
@@ -169,7 +169,7 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
             seen.append(runner.progress())
 
     runner.operator.fail = look
-    runner.handle(TrainRequest(number=0, until_step=4))
+    runner.handle(TrainRequest(call_number=0, until_step=4))
     assert [p.num_batches for p in seen] == [0, 1, 2, 3]
     assert [p.num_samples for p in seen] == [0, 8, 16, 24]
     assert [p.global_step for p in seen] == [0, 1, 2, 3]
@@ -179,7 +179,7 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
     assert isinstance(seen[-1].latest["train_loss"], float)
     done = runner.progress()
     assert (done.epoch, done.in_epoch, done.global_step) == (0, True, 4)
-    runner.handle(TrainRequest(number=1, until_epoch=1))
+    runner.handle(TrainRequest(call_number=1, until_epoch=1))
     assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
 
 
@@ -229,12 +229,12 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
     runner.operator.fail = stop
     for call in range(2):
         with pytest.raises(Exception, match="asked this worker to stop"):
-            runner.handle(ValidateRequest(number=call))
+            runner.handle(ValidateRequest(call_number=call))
         assert runner.operator.validated == EPOCH[:16]
     runner.request_stop(False)
     runner.operator.fail = lambda *arguments: None
     runner.operator.validated.clear()
-    assert runner.handle(ValidateRequest(number=1))["num_samples"] == 40
+    assert runner.handle(ValidateRequest(call_number=1))["num_samples"] == 40
     assert runner.operator.validated == EPOCH
     assert len(seen) > 1, "the driver would take a long validation for a hang"
 
@@ -245,14 +245,14 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
 def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
     """The leader has committed a step that this worker has not."""
     runner = make_runner(Streaming)
-    runner.handle(TrainRequest(number=0, until_step=1))
+    runner.handle(TrainRequest(call_number=0, until_step=1))
     state = runner.operator._train_state
     monkeypatch.setattr(state, "begin_generation", lambda *_: None)
     monkeypatch.setattr(
         runner, "_load_from_leader", lambda *_: vars(state).update(offset=2, global_step=2)
     )
     runner.rejoin(WorkerContext(distributed=True), 0)
-    runner.handle(TrainRequest(number=1, until_step=3))
+    runner.handle(TrainRequest(call_number=1, until_step=3))
     assert runner.operator.trained == [*EPOCH[:8], *EPOCH[16:24]]
 
 
@@ -268,10 +268,10 @@ class Unseeded(Recorder):
 
 def test_loaded_epoch_keeps_the_order_of_an_unseeded_generator():
     saved, loaded = make_runner(Unseeded), make_runner(Unseeded)
-    saved.handle(TrainRequest(number=0, until_step=2))
+    saved.handle(TrainRequest(call_number=0, until_step=2))
     loaded.load_state_dict(full_state(saved))
     for runner in (saved, loaded):
-        runner.handle(TrainRequest(number=1, until_epoch=2))
+        runner.handle(TrainRequest(call_number=1, until_epoch=2))
     assert saved.operator.trained[16:] == loaded.operator.trained
     assert sorted(saved.operator.trained[:40]) == EPOCH
 
@@ -287,21 +287,21 @@ def test_training_continues_exactly_from_a_state(num_steps):
     """With shuffling, dropout, BatchNorm, and Adam, the parameters are bitwise equal."""
     config = {"shuffle": True, "dropout": 0.5, "batch_norm": True}
     runner = make_runner(config=config)
-    runner.handle(TrainRequest(number=0, until_step=num_steps))
-    runner.handle(ValidateRequest(number=1, num_steps=2))
+    runner.handle(TrainRequest(call_number=0, until_step=num_steps))
+    runner.handle(ValidateRequest(call_number=1, num_steps=2))
     state = copy.deepcopy(full_state(runner))
     seen = list(runner.operator.trained)
-    runner.handle(TrainRequest(number=2, until_step=12))
+    runner.handle(TrainRequest(call_number=2, until_step=12))
 
     other = make_runner(config={**config, "seed": 99})
     torch.rand(5)
     other.load_state_dict(state)
     assert other.progress().global_step == num_steps
     other.operator.trained += seen
-    other.handle(TrainRequest(number=0, until_step=12))
+    other.handle(TrainRequest(call_number=0, until_step=12))
     assert other.operator.trained == runner.operator.trained
     assert same_parameters(runner, other)
-    other.handle(ValidateRequest(number=1, num_steps=1))
+    other.handle(ValidateRequest(call_number=1, num_steps=1))
     assert other.operator.validated == EPOCH[16:24]
 
 
@@ -333,17 +333,17 @@ def load_from_a_connection(runner, state, monkeypatch):
 @pytest.mark.parametrize("has_trained", [True, False])
 def test_a_large_state_arrives_in_the_memory_of_models_and_optimizers(monkeypatch, has_trained):
     runner, other = make_runner(Wide), make_runner(Wide, {"seed": 9})
-    runner.handle(TrainRequest(number=0, until_step=3))
+    runner.handle(TrainRequest(call_number=0, until_step=3))
     state = copy.deepcopy(full_state(runner))
     if has_trained:
-        other.handle(TrainRequest(number=0, until_step=6))
+        other.handle(TrainRequest(call_number=0, until_step=6))
     before = addresses_of(other)
     assert load_from_a_connection(other, state, monkeypatch).kind == "ok"
     assert addresses_of(other)[: len(before)] == before
     torch.testing.assert_close(full_state(other)["models"], state["models"], rtol=0, atol=0)
     torch.testing.assert_close(full_state(other)["optimizers"], state["optimizers"], rtol=0, atol=0)
     for each in (runner, other):
-        each.handle(TrainRequest(number=1, until_step=8))
+        each.handle(TrainRequest(call_number=1, until_step=8))
     assert same_parameters(runner, other)
 
 
@@ -357,13 +357,13 @@ def test_a_refused_large_state_changes_nothing(monkeypatch):
 
 def test_old_states_without_data_and_steps_load():
     runner = make_runner()
-    runner.handle(TrainRequest(number=0, until_epoch=2))
+    runner.handle(TrainRequest(call_number=0, until_epoch=2))
     old = {k: v for k, v in runner.state_dict().items() if k not in ("data", "global_step")}
     other = make_runner(config={"seed": 5})
     other.load_state_dict(old)
     assert same_parameters(runner, other)
     assert (other.progress().epoch, other.progress().in_epoch) == (2, False)
-    assert other.handle(TrainRequest(number=0, until_epoch=3))["num_samples"] == 40
+    assert other.handle(TrainRequest(call_number=0, until_epoch=3))["num_samples"] == 40
     del old["operator"]
     other.load_state_dict(old)
 
@@ -391,11 +391,11 @@ def test_worker_of_a_group_gets_its_batch_share(global_batch):
 
     runner = make_runner(Sharing, config, elastic=ElasticConfig(global_batch=global_batch))
     assert runner.operator.config[BATCH_SIZE] == 16
-    runner.handle(TrainRequest(number=0, until_step=1))
+    runner.handle(TrainRequest(call_number=0, until_step=1))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.config[BATCH_SIZE] == 8
     assert (runner.operator.world_rank, runner.operator.world_size) == (1, 2)
-    runner.handle(TrainRequest(number=1, until_epoch=1))
+    runner.handle(TrainRequest(call_number=1, until_epoch=1))
     assert runner.operator.trained == [*range(16), *range(24, 32), *range(36, 40)]
     assert config == {BATCH_SIZE: 16}
 
@@ -447,13 +447,13 @@ alone = WorkerContext(alone=rank == 1, in_driver=True)
 runner = make_runner(Staged, num_workers=2, context=alone)
 operator = runner.operator
 if rank == 0:
-    runner.handle(TrainRequest(number=0, until_epoch=1))
+    runner.handle(TrainRequest(call_number=0, until_epoch=1))
     operator.stage = 2
     operator.on_world_change()
 join()
 runner.rejoin(WorkerContext(world_rank=rank, world_size=2, distributed=True), leader_rank=0)
 operator.trained.clear()
-result = runner.handle(TrainRequest(number=1, until_epoch=2))
+result = runner.handle(TrainRequest(call_number=1, until_epoch=2))
 assert result["num_samples"] == 16, result
 assert sorted(operator.trained) == [i for i in range(32) if i // 8 % 2 == rank], operator.trained
 operator.stage, operator.config["num_samples"] = 1, 40 + rank
@@ -487,7 +487,7 @@ class Following(Recorder):
 def test_on_world_change_runs_after_setup_and_in_each_generation():
     runner = make_runner(Following)
     assert runner.operator.worlds == [(0, 1, 0)]
-    runner.handle(TrainRequest(number=0, until_step=2))
+    runner.handle(TrainRequest(call_number=0, until_step=2))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader_rank=0)
     assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
     replacement = make_runner(Following, context=WorkerContext(alone=True, in_driver=True))
@@ -505,11 +505,11 @@ def test_loader_of_on_world_change_is_used_from_the_next_step(kind):
         return DataLoader(TensorDataset(*map(torch.cat, zip(*batches, strict=True))), batch_size=4)
 
     runner = make_runner(Following, {"register": part})
-    runner.handle(TrainRequest(number=0, until_step=2))
+    runner.handle(TrainRequest(call_number=0, until_step=2))
     assert runner.operator.trained == list(range(8))
     runner.operator._config["register"] = lambda op: Unsized(batches_of(40, 2))
     runner.rejoin(WorkerContext(in_driver=True, generation=2), leader_rank=0)
-    runner.handle(TrainRequest(number=0, until_step=3))
+    runner.handle(TrainRequest(call_number=0, until_step=3))
     offset = 2 if kind == "list" else 8  # batches of the list, or samples of the loader
     assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
 
@@ -560,14 +560,16 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     runner, plain = make_runner(operator_cls), make_runner(operator_cls)
     runner.pause_at(2)
     with pytest.raises(PausedError):
-        runner.handle(TrainRequest(number=0, until_epoch=1, callback_pause=3))
+        runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=3))
     assert runner.progress().global_step == 2
     runner.pause_at(None)
     for step in (3, 4):
-        assert runner.handle(TrainRequest(number=0, until_epoch=1, callback_pause=step)) is None
+        assert (
+            runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=step)) is None
+        )
         assert runner.progress().global_step == step
-    result = runner.handle(TrainRequest(number=0, until_epoch=1, callback_pause=9))
-    assert result == plain.handle(TrainRequest(number=0, until_epoch=1))
+    result = runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=9))
+    assert result == plain.handle(TrainRequest(call_number=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
 
 

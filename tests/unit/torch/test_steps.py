@@ -13,7 +13,7 @@ from raysgd import TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.torch.feature_list import OperatorFeatures
-from raysgd.torch.features.averaging import Averaging
+from raysgd.torch.features.averaging import WeightAveraging
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.saved_state import TorchSavedState
@@ -208,7 +208,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
                     0 if point == "validation" else num_steps
                 )
             operator.hook = lambda where: None
-            if operator._train_state.transaction.is_damaged:
+            if operator._train_state.update.is_damaged:
                 assert point == "in the update" or updates * num_models > 1
                 restore(trainer, before)
             operator = trainer.get_local_operator()  # a restart replaces the operator
@@ -224,7 +224,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
 def restore(trainer, state):
     """Continue after a partial update, from the snapshot if there is one, else from `state`."""
     goal = trainer.global_step + 1
-    if trainer._controller.snapshots.state() is None:
+    if trainer._controller.snapshots.load() is None:
         with pytest.raises(RuntimeError, match="Load a checkpoint"):
             trainer.train(num_steps=1)
         trainer.load_state_dict(state)
@@ -286,7 +286,7 @@ def flat(tree):
 
 def test_sparse_averages_are_an_error():
     train_state = make_registration(torch.optim.SGD, torch.float32)
-    (averaging,) = (f for f in train_state.features if isinstance(f, Averaging))
+    (averaging,) = (f for f in train_state.features if isinstance(f, WeightAveraging))
     averaging.start(0.5, 1)
     state = copy.deepcopy(TorchSavedState(train_state).read())
     given = state["averages"]["models"][0]

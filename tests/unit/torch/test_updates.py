@@ -162,7 +162,7 @@ def communicating(call, **arguments):
     )
     runner = TorchRunner(options)
     runner.setup(WorkerContext(distributed=True))
-    runner.handle(TrainRequest(number=0, until_epoch=1))
+    runner.handle(TrainRequest(call_number=0, until_epoch=1))
     return runner.operator
 
 

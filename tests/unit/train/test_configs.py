@@ -9,13 +9,13 @@ from raysgd.train import (
     CheckpointStrategy,
     FailureConfig,
 )
-from raysgd.train.configs import check_run, check_scaling
+from raysgd.train.configs import as_run_config, as_scaling_config
 
 
 @pytest.mark.parametrize("module", [train, ray.train])
 def test_configs_of_raysgd_and_of_ray_are_taken(module):
     checkpoint = {"num_to_keep": 2, "checkpoint_score_attribute": "loss"}
-    config = check_run(
+    config = as_run_config(
         module.RunConfig(
             name="mine",
             failure_config=module.FailureConfig(max_failures=3),
@@ -25,9 +25,11 @@ def test_configs_of_raysgd_and_of_ray_are_taken(module):
     assert (config.name, config.failure_config) == ("mine", FailureConfig(3))
     assert config.checkpoint_config == CheckpointConfig(**checkpoint)
     assert isinstance(config.checkpoint_config, CheckpointStrategy)
-    scaling = check_scaling(module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3}))
+    scaling = as_scaling_config(
+        module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3})
+    )
     assert (scaling.num_workers, scaling.resources_per_worker) == (2, {"CPU": 3})
-    assert check_scaling(module.ScalingConfig()).num_workers == 1
+    assert as_scaling_config(module.ScalingConfig()).num_workers == 1
 
 
 @pytest.mark.parametrize("module", [train, ray.train])
@@ -35,8 +37,8 @@ def test_fields_of_configs_may_be_set_before_the_run(module):
     config = module.RunConfig()
     config.checkpoint_config = module.CheckpointConfig()
     config.checkpoint_config.num_to_keep = 2
-    assert check_run(config).checkpoint_config == CheckpointConfig(num_to_keep=2)
-    assert check_run(config).failure_config == FailureConfig(max_failures=0)
+    assert as_run_config(config).checkpoint_config == CheckpointConfig(num_to_keep=2)
+    assert as_run_config(config).failure_config == FailureConfig(max_failures=0)
     config.checkpoint_config.num_to_keep = -1
     with pytest.raises(ValueError, match=r"^CheckpointConfig\(num_to_keep=-1\): must be"):
-        check_run(config)
+        as_run_config(config)

@@ -8,8 +8,8 @@ from raysgd.train.framework import (
     Backend,
     BackendConfig,
     InactiveWorkerGroupError,
+    as_backend_config,
     backend_class,
-    check_config,
 )
 from raysgd.train.horovod import HorovodConfig
 from raysgd.train.tensorflow import TensorflowConfig
@@ -53,11 +53,11 @@ def test_a_backend_must_be_a_subclass_of_backend():
 
 
 def test_a_backend_may_be_a_name():
-    assert isinstance(check_config("torch"), TorchConfig)
+    assert isinstance(as_backend_config("torch"), TorchConfig)
     with pytest.raises(ValueError, match="horovod, tensorflow, torch"):
-        check_config("jax")
+        as_backend_config("jax")
     with pytest.raises(TypeError, match="BackendConfig"):
-        check_config(5)
+        as_backend_config(5)
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_training_does_not_change_a_returned_state(make_trainer):
     trainer.train()
     assert torch.equal(state["models"][0]["0.weight"], weights)
     trainer.load_state_dict(state, blocking=True)
-    assert trainer._controller.snapshots.state()["global_step"] == 0
+    assert trainer._controller.snapshots.load()["global_step"] == 0
     assert torch.equal(state_of(trainer)["0.weight"], weights)
     trainer.train()
     assert torch.equal(state["models"][0]["0.weight"], weights)
@@ -179,7 +179,7 @@ def test_a_loaded_file_is_the_snapshot_even_if_another_file_replaces_it(
     assert loaded[0]() is None  # the driver holds no copy
     trainer.train()
     trainer.save(path)
-    kept = trainer._controller.snapshots.state()
+    kept = trainer._controller.snapshots.load()
     assert kept["global_step"] == 3
     assert torch.equal(kept["models"][0]["0.weight"], expected)
 

@@ -17,13 +17,13 @@ from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.step_timing import FORWARD
 from raysgd.errors import ReplicasDifferError
+from raysgd.loop.control import StepInterruptedError
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
     PrepareExportRequest,
     TrainRequest,
     ValidateRequest,
 )
-from raysgd.loop.signal import StepInterruptedError
 from raysgd.torch import collectives
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.strategies.ddp import plain
@@ -266,7 +266,9 @@ class Case(cases.Case):
         operator = runner.operator
 
         def train(until_step):
-            runner.handle(TrainRequest(number=until_step, until_step=until_step, until_epoch=99))
+            runner.handle(
+                TrainRequest(call_number=until_step, until_step=until_step, until_epoch=99)
+            )
 
         if self.averaged:
             operator._step_features.averaging.start(0.9, 1)
@@ -288,7 +290,7 @@ class Case(cases.Case):
                     guard_of(operator._train_state)._equal_at = 0  # a new process
                 runner.rejoin(context, 0)
             else:
-                runner.handle(ValidateRequest(number=1))
+                runner.handle(ValidateRequest(call_number=1))
             if self.when != "before a loss" or rank == 0:  # it raises before it waits for others
                 train(6)
                 train(10)
@@ -578,7 +580,7 @@ def test_steps_do_not_wait_for_a_gpu_that_is_compared_and_measured(monkeypatch):
     runner = case.make_runner(scheduler_step_freq="batch", guard=Guard(every=1))
     try:
         runner.setup(WorkerContext(world_rank=0, world_size=1, distributed=True))
-        runner.handle(TrainRequest(number=0, until_step=16, until_epoch=99))
+        runner.handle(TrainRequest(call_number=0, until_step=16, until_epoch=99))
         state = runner.operator._train_state
         guard = guard_of(state)
         assert guard._equal_at >= 14

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.transaction import UpdateTransaction
-from raysgd.torch.features.speed import Speed
+from raysgd.loop.update import Update
+from raysgd.torch.features.speed import SampleRate
 from tests.unit.cluster.clock import ManualClock
 
 
@@ -22,17 +22,17 @@ def clock(monkeypatch):
 def make():
     model = torch.nn.Linear(2, 1)
     settings = SimpleNamespace(device=torch.device("cpu"))
-    return model, Speed(SimpleNamespace(settings=settings, models=[model]))
+    return model, SampleRate(SimpleNamespace(settings=settings, models=[model]))
 
 
 def step(clock, model, speed, size, seconds):
-    tx = UpdateTransaction()
-    tx.begin_micro_batch(MicroBatch(num_samples=size))
-    speed.begin_micro_batch(tx)
+    update = Update()
+    update.begin_micro_batch(MicroBatch(num_samples=size))
+    speed.begin_micro_batch(update)
     clock.sleep(seconds)
     model(torch.ones(1, 2)).sum().backward()
     clock.sleep(5.0)  # the time to wait for other workers
-    speed.commit(tx)
+    speed.commit(update)
 
 
 def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
@@ -47,10 +47,10 @@ def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
 def test_a_warm_up_counts_though_it_is_rolled_back(clock):
     model, speed = make()
     for seconds in (3.0, 0.5):
-        tx = UpdateTransaction()
-        tx.begin_micro_batch(MicroBatch(num_samples=8))
-        speed.begin_micro_batch(tx)
+        update = Update()
+        update.begin_micro_batch(MicroBatch(num_samples=8))
+        speed.begin_micro_batch(update)
         clock.sleep(seconds)
         model(torch.ones(1, 2)).sum().backward()
-        speed.roll_back(tx)
+        speed.roll_back(update)
     assert speed.samples_per_s == pytest.approx(16.0)

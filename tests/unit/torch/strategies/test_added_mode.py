@@ -21,18 +21,20 @@ class LocalModels(Replication, StepFeature):
     replicates = False
 
     def __init__(self, state, sharding_args):
-        self._state, self._every, self.features = state, sharding_args["every"], (self,)
+        self._train_state, self._every, self.features = state, sharding_args["every"], (self,)
 
     def start_together(self):
-        copy_first(self._state)
+        copy_first(self._train_state)
 
-    def commit(self, tx):
-        if self._state.global_step % self._every == 0:
+    def commit(self, update):
+        if self._train_state.global_step % self._every == 0:
             self.before_export()
 
     def before_export(self):
-        for parameter in (p for model in self._state.models for p in model.parameters()):
-            torch.distributed.all_reduce(parameter.detach().div_(self._state.context.world_size))
+        for parameter in (p for model in self._train_state.models for p in model.parameters()):
+            torch.distributed.all_reduce(
+                parameter.detach().div_(self._train_state.context.world_size)
+            )
 
 
 def make(seed):
@@ -66,7 +68,7 @@ class Case(cases.Case):
             patch.setitem(STRATEGIES, "local", local)
             runner, found = self.start(rank), []
         for step in range(1, NUM_STEPS + 1):
-            runner.handle(TrainRequest(number=step, until_step=step))
+            runner.handle(TrainRequest(call_number=step, until_step=step))
             if step == NUM_STEPS:
                 runner.handle(PrepareExportRequest())
             found.append((runner.operator.batch, cases.parameters_of(runner)))

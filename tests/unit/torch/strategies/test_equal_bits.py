@@ -51,7 +51,7 @@ def test_running_statistics_change_by_the_mean_of_all_shards():
     """Kernels of batch normalization do not count the versions of the statistics."""
     runner = Case(num_workers=1, num_shards=2, operator_cls=Normed).make_runner()
     runner.setup(WorkerContext(in_driver=True))
-    runner.handle(TrainRequest(number=0, until_epoch=1))
+    runner.handle(TrainRequest(call_number=0, until_epoch=1))
     norm, plain = runner.operator.model[0], torch.nn.BatchNorm1d(2)
     for shards in torch.arange(32.0).reshape(2, 2, 4, 2):
         plain(shards.mean(0))  # has the mean of both shards
@@ -196,7 +196,7 @@ def test_operators_that_do_not_fit_are_refused(settings, words):
     runner = TorchRunner(options)
     with pytest.raises((ValueError, RuntimeError)) as caught:  # noqa: PT012
         runner.setup(WorkerContext(in_driver=True))
-        runner.handle(TrainRequest(number=0, until_epoch=1))
+        runner.handle(TrainRequest(call_number=0, until_epoch=1))
     assert_names(caught.value, words)
 
 
@@ -211,7 +211,7 @@ class Differing(Case):
     def run(self, rank):
         runner = self.start(rank)
         with pytest.raises(RuntimeError, match=r"the shards of step 2 .* only for some of them"):
-            runner.handle(TrainRequest(number=0, until_step=3))
+            runner.handle(TrainRequest(call_number=0, until_step=3))
         replication = runner._train_state.exchange
         replication.begin_generation()
         torch.set_num_threads(1 + rank)
@@ -306,7 +306,7 @@ class Fails(Trains):
 
 
 def test_a_snapshot_has_the_metrics_of_its_call():
-    elastic, request = ElasticConfig(snapshot_every=1), TrainRequest(number=0, until_epoch=1)
+    elastic, request = ElasticConfig(snapshot_every=1), TrainRequest(call_number=0, until_epoch=1)
     fails, resumed, expected = (
         Case(num_workers=1, operator_cls=each).make_runner(elastic=elastic)
         for each in (Fails, Trains, Trains)

@@ -27,7 +27,7 @@ HOOKS = {
     "begin_micro_batch": "exchange Optimization StepChecks Schedules",
     "before_update": "GradientNorms Rollback",
     "before_commit": "exchange StepChecks",
-    "commit": "replication exchange Optimization StepChecks Rollback BufferCopies Averaging "
+    "commit": "replication exchange Optimization StepChecks Rollback BufferCopies WeightAveraging "
     "ReplicaGuard",
     "roll_back": "replication exchange Optimization StepChecks Rollback BufferCopies",
 }
@@ -101,7 +101,7 @@ def test_phases_have_the_same_order_in_every_mode(process_group, mode):
     context = WorkerContext(distributed=mode != "one worker")
     assert calls_of(REGISTER, lambda: runner.setup(context)) == REGISTER
     state = runner.operator._train_state
-    request = TrainRequest(number=0, until_step=1)
+    request = TrainRequest(call_number=0, until_step=1)
     skipped = set() if "replication" in own else {"_begin_step", "_end_step"}
     found = calls_of(STEP, lambda: runner.handle(request))
     assert found == [name for name in STEP if name not in skipped]

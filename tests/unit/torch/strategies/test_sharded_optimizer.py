@@ -21,7 +21,7 @@ from raysgd.cluster import large_values, serialization
 from raysgd.elastic.snapshots import with_shards
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.transaction import UpdateTransaction
+from raysgd.loop.update import Update
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
@@ -75,7 +75,7 @@ def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
             has = [(a, b) for n, a, b, _ in held[group[source]] if n == which]
             assert any(a <= start and stop <= b for a, b in has)
         held = {
-            worker: [t[:4] for t in planned if rank in t.to] for rank, worker in enumerate(group)
+            worker: [t[:4] for t in planned if rank in t.dst] for rank, worker in enumerate(group)
         }
         for rank, worker in enumerate(group):
             has = {(which, n) for which, a, b, _ in held[worker] for n in range(a, b)}
@@ -222,7 +222,7 @@ def test_schedulers_and_hooks_see_the_parameters_in_the_optimizer(process_group)
     parameter.grad = torch.ones(3)
     optimizer.step()
     scheduler.step()
-    each.commit(UpdateTransaction())
+    each.commit(Update())
     assert seen[0][0] is parameter
     assert parameter.tolist() == [0, 0, 0]
     with torch.no_grad():
@@ -291,9 +291,9 @@ def load_late(runner, state):
 def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new):
     with group_of_one() as enter:
         runner = start(Round(sharding=sharding))
-        runner.handle(TrainRequest(number=0, until_step=3))
+        runner.handle(TrainRequest(call_number=0, until_step=3))
         state = copy.deepcopy(whole_state(runner))  # it shares memory with the runner
-        runner.handle(TrainRequest(number=0, until_step=5))
+        runner.handle(TrainRequest(call_number=0, until_step=5))
         later = copy.deepcopy(whole_state(runner))
         if is_new:  # as after a restart of all workers
             runner.teardown()
@@ -302,7 +302,7 @@ def test_a_state_can_be_loaded_before_the_worker_enters_a_group(sharding, is_new
         enter()
         runner.rejoin(replace(ALONE, generation=1), 0)
         check_equal(whole_state(runner), state)
-        runner.handle(TrainRequest(number=1, until_step=5))
+        runner.handle(TrainRequest(call_number=1, until_step=5))
         check_equal(whole_state(runner)["models"], later["models"])
         runner._hosted_loop.saved_state.unsharded_models()
         runner.teardown()

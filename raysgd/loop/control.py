@@ -13,7 +13,7 @@ class StepInterruptedError(Exception):
     """Raised in a loop if the driver requested a stop."""
 
 
-class Signal:
+class LoopControl:
     """Flags that the control thread sets, and the training thread reads before each batch."""
 
     def __init__(self) -> None:

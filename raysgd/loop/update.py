@@ -22,10 +22,10 @@ class WarmedUp(BaseException):
 _NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
 
 
-class UpdateTransaction:
+class Update:
     """The update in progress on this worker, up to its commit or roll-back.
 
-    The loop begins each micro-batch, and passes the transaction to the hooks of all features. The
+    The loop begins each micro-batch, and passes it to the hooks of all features. The
     docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch is one.
     Each worker has one object, and `reset` prepares it for the next update.
     """
@@ -36,8 +36,8 @@ class UpdateTransaction:
         gives each worker the metrics of all workers, and the update counts then."""
         self.is_warm_up = False  # the update ends before an optimizer updates
         self.is_damaged = False  # an update or a load left changes that no feature could restore
-        self.weights = LossWeights(self)
-        self.steps = OptimizerSteps(self)
+        self.losses = LossWeights(self)
+        self.optimizer_steps = OptimizerSteps(self)
         self.reset()
 
     def reset(self) -> None:
@@ -51,8 +51,8 @@ class UpdateTransaction:
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 before the first
         self.micro_batch, self.is_last = _NO_BATCH, True
-        self.weights.reset()
-        self.steps.reset()
+        self.losses.reset()
+        self.optimizer_steps.reset()
 
     # ---- the life of an update
 
@@ -60,8 +60,8 @@ class UpdateTransaction:
         """Begin a micro-batch, and open the update. It follows directly if this `is_last`."""
         self.is_open, self.is_committing = True, False
         self.index += 1
-        self.micro_batch, self.is_last, self.steps.requested = micro_batch, is_last, set()
-        self.weights.begin_micro_batch()
+        self.micro_batch, self.is_last, self.optimizer_steps.requested = micro_batch, is_last, set()
+        self.losses.begin_micro_batch()
 
     @property
     def num_planned(self) -> int:
@@ -86,24 +86,24 @@ class UpdateTransaction:
         ==================================  =============  =============  =============
         before the last micro-batch         it continues   an error       it is undone
         in the last micro-batch             it is counted  it is counted  it is undone
-        there, if `steps.are_complete`      it is counted  it is counted  it is counted
+        there, if `optimizer_steps.are_complete`      it is counted  it is counted  it is counted
         after a feature has refused it      -              -              it is undone
         ==================================  =============  =============  =============
         """
         is_done = self.is_open and not self.is_committing and self.is_last
-        return is_done and (not raised or self.steps.are_complete)
+        return is_done and (not raised or self.optimizer_steps.are_complete)
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
-        self.steps.commit()
+        self.optimizer_steps.commit()
         self.is_open = False
 
 
 class OptimizerSteps:
     """Counts the steps of optimizers in an update, and knows how many an update usually has."""
 
-    def __init__(self, tx: UpdateTransaction) -> None:
-        self._tx = tx
+    def __init__(self, update: Update) -> None:
+        self._update = update
         self.optimizers: Sequence[Any] = ()
         self._max_steps: dict[int, int] = {}  # of an update that counts, by ID of the optimizer
         self.reset()
@@ -119,11 +119,11 @@ class OptimizerSteps:
 
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
-        tx = self._tx
-        self.running, is_empty = None, tx.weights.is_empty
+        update = self._update
+        self.running, is_empty = None, update.losses.is_empty
         self.are_skipped = is_empty and (self.are_skipped or not self.done)
-        tx.weights.end_optimizer_step()
-        if tx.is_open:
+        update.losses.end_optimizer_step()
+        if update.is_open:
             self.done[id(optimizer)] += 1
 
     def commit(self) -> None:
@@ -134,7 +134,7 @@ class OptimizerSteps:
     @property
     def are_several(self) -> bool:
         """Whether optimizers make several steps in all, so that a failure can come between."""
-        if self._tx.has_fixed_parts:
+        if self._update.has_fixed_parts:
             return True  # a worker can be lost between its step and the commit
         return len(self.optimizers) > 1 or max(self._max_steps.values(), default=0) > 1
 
@@ -144,7 +144,7 @@ class OptimizerSteps:
 
         The steps then count, even if the loop raises.
         """
-        if self._tx.has_fixed_parts or self.running is not None or not self.optimizers:
+        if self._update.has_fixed_parts or self.running is not None or not self.optimizers:
             return False
         usual = {id(each): self._max_steps.get(id(each), 1) for each in self.optimizers}
         return all(self.done.get(key, 0) >= count for key, count in usual.items())

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from raysgd.loop.signal import Signal
+from raysgd.loop.control import LoopControl
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def press():
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step(handled):
-    own = Signal()
+    own = LoopControl()
     with own.deferring_ctrl_c():
         own.raise_stop()
         press()
@@ -35,7 +35,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step(handled):
 
 
 def test_ctrl_c_in_the_last_step_is_delivered_at_the_end_of_the_call(handled):
-    own = Signal()
+    own = LoopControl()
     with own.deferring_ctrl_c():
         press()
     assert handled == [signal.SIGINT]
@@ -47,7 +47,7 @@ def test_ctrl_c_in_the_last_step_is_delivered_at_the_end_of_the_call(handled):
 
 
 def test_second_ctrl_c_does_not_wait(handled):
-    own = Signal()
+    own = LoopControl()
     with own.deferring_ctrl_c():
         press()
         press()
@@ -56,7 +56,7 @@ def test_second_ctrl_c_does_not_wait(handled):
 
 
 def test_ctrl_c_between_steps_does_not_wait(handled):
-    own = Signal()
+    own = LoopControl()
     with own.deferring_ctrl_c():
         assert own.next_batch(iter(press, 0)) is None
         assert handled == [signal.SIGINT]
@@ -69,7 +69,7 @@ def test_ctrl_c_between_steps_does_not_wait(handled):
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_ctrl_c_that_python_does_not_handle_is_left_alone(handled, handler):
     signal.signal(signal.SIGINT, handler)
-    with Signal().deferring_ctrl_c():
+    with LoopControl().deferring_ctrl_c():
         assert signal.getsignal(signal.SIGINT) is handler
     assert signal.getsignal(signal.SIGINT) is handler
 
@@ -78,7 +78,7 @@ def test_call_in_another_thread_does_not_defer_ctrl_c(handled):
     done = []
 
     def call():
-        with Signal().deferring_ctrl_c():
+        with LoopControl().deferring_ctrl_c():
             done.append(True)
 
     thread = threading.Thread(target=call)
