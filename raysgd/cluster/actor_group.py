@@ -209,12 +209,12 @@ class ActorGroup:
             for member in self.members:
                 if not member.remote:  # the driver's process continues to run and must be clean
                     member.control(Worker.interrupt)
-                if not member.remote or (member.is_alive and not force):
+                if not member.remote or (member.can_be_called and not force):
                     pending.append(member.work(Worker.teardown))
             if self.clock.wait(pending, patience_s) or force:
                 return  # at least one member hangs
             for member in self.members:
-                if member.remote and member.is_alive:
+                if member.remote and member.can_be_called:
                     with contextlib.suppress(Exception):  # the process may be gone already
                         leaving[member] = member.leave(patience_s)
             self.clock.wait(list(leaving.values()), patience_s)

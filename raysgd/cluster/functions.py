@@ -50,7 +50,7 @@ def wait_until_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
     """Wait, and return whether all workers are idle or dead."""
     import ray
 
-    pending = [member.execute(bool) for member in members if member.is_alive]  # does nothing
+    pending = [member.execute(bool) for member in members if member.can_be_called]  # does nothing
     if pending:
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
     return not pending

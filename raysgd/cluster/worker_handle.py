@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
 from raysgd.cluster.serialization import Parcel
@@ -38,6 +39,7 @@ class WorkerHandle(ABC):
     info = WorkerInfo(node_id="", node_ip="")  # empty until it is known
     remote: bool  # whether the worker has its own process
     watch: HostWatch | None = None  # None on the driver's own host
+    can_be_called: bool = True
 
     def locate(self, info: WorkerInfo) -> None:
         """Store where the worker runs, and start to watch its host."""
@@ -86,13 +88,7 @@ class WorkerHandle(ABC):
         running.set_result(False)
         return running
 
-    @property
-    def node_id(self) -> str:
-        return self.info.node_id
-
-    @property
-    def is_alive(self) -> bool:
-        return True
+    node_id: str = forward_to("info.node_id")
 
     @property
     def name(self) -> str:
@@ -129,7 +125,7 @@ class ActorHandle(WorkerHandle):
                 self._waiting.popitem()[0].set_exception(error)
 
     def work(self, method: Method[P, R], *arguments: P.args, **named: P.kwargs) -> Future[R]:
-        self._check_alive()
+        self._check_callable()
         sent = [each.store() if isinstance(each, Parcel) else each for each in arguments]
         answer: Future[R] = getattr(self.actor, method.__name__).remote(*sent, **named).future()
         return answer if self.watch is None else self._fail_if_lost(answer)
@@ -158,7 +154,7 @@ class ActorHandle(WorkerHandle):
         return waiting
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self._check_alive()
+        self._check_callable()
         return self.actor.execute.remote(function, *args, **kwargs)
 
     def may_be_alive(self, error: BaseException) -> bool:
@@ -168,14 +164,14 @@ class ActorHandle(WorkerHandle):
         stops = self.watch is not None and self._monitor is not None and self._monitor.stops_calls
         return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
 
-    def _check_alive(self) -> None:
-        if not self.is_alive:
+    def _check_callable(self) -> None:
+        if not self.can_be_called:
             raise RuntimeError(
                 "Ray was shut down after this trainer was created. Create a new trainer."
             )
 
     @property
-    def is_alive(self) -> bool:
+    def can_be_called(self) -> bool:  # type: ignore[override]
         """Whether Ray is initialized. A call without it would start Ray again."""
         import ray
 
@@ -186,12 +182,12 @@ class ActorHandle(WorkerHandle):
 
         if self.watch is not None:
             self.watch.close()
-        if self.is_alive:
+        if self.can_be_called:
             with contextlib.suppress(Exception):  # the worker may be gone already
                 ray.kill(self.actor)
 
     def leave(self, timeout_s: float) -> Future[bool]:
-        self._check_alive()
+        self._check_callable()
         self.actor.__ray_terminate__.remote()
         # Ray reports the end of an actor before its exit handlers run.
         return self._on_node(_await_end, timeout_s)

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 from torch.futures import Future
 
 from raysgd._internal import step_timing
+from raysgd._internal.forwarding import forward_to
 from raysgd.comm.mesh import Mesh
 
 _COLLECTIVES = (
@@ -195,10 +196,9 @@ class GlooGroup(ProcessGroup):
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
-    @property
-    def num_operations(self) -> int:
-        """Number of operations that this rank has started."""
-        return self._running.num_begun
+    num_operations: int = forward_to(
+        "_running.num_begun", "Number of operations that this rank has started."
+    )
 
     def collective(self) -> int | None:
         """See `CollectiveBackend.collective`."""

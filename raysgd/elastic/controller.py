@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner
+from raysgd._internal.forwarding import forward_to
 from raysgd._internal.tracebacks import release_callers
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.elastic import events, machine
+from raysgd.elastic import machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
+from raysgd.elastic.events import Event
 from raysgd.elastic.generation import GroupForming
 from raysgd.elastic.machine import Do, GroupEvent, State, transition
 from raysgd.elastic.policies import Policy, leaders_progress
@@ -325,21 +327,10 @@ class Controller:
 
     # ---- what trainers read
 
-    @property
-    def members(self) -> list[WorkerHandle]:
-        return self._group.members
-
-    @property
-    def min_workers(self) -> int:
-        return self._group.options.min_workers
-
-    @property
-    def progress(self) -> Progress:
-        return self.journal.progress
-
-    @property
-    def events(self) -> list[events.Event]:
-        return self.journal.events
+    members: list[WorkerHandle] = forward_to("_group.members")
+    min_workers: int = forward_to("_group.options.min_workers")
+    progress: Progress = forward_to("journal.progress")
+    events: list[Event] = forward_to("journal.events")
 
     def ask_progress(self) -> Mapping[WorkerHandle, Progress]:
         return self._context.commands.ask_progress()

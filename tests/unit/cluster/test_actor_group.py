@@ -77,7 +77,7 @@ class FakeReservation:
 
 class FakeMember:
     remote = True
-    is_alive = True
+    can_be_called = True
 
     def __init__(self, actor, monitor=None):
         self.number = actor

@@ -108,7 +108,7 @@ def test_without_ray_a_call_is_an_error_and_does_not_start_ray(member, monkeypat
             call("progress")
     member.kill()
     assert member.actor.calls == []
-    assert not member.is_alive
+    assert not member.can_be_called
 
 
 def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
