@@ -131,10 +131,8 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
             begun.append((progress.global_step, self.must_save_soon, snapshots.load()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
-    call = Saved(
-        request=TrainRequest(call_number=0, until_step=100), has_batches=True, can_pause=True
-    )
-    controller.run(call)
+    request = TrainRequest(call_number=0, until_step=100)
+    controller.run(Saved(request=request, has_batches=True, can_pause=True))
     assert kinds(controller) == ["draining"]
     ((_, _, _), (step, immediately, state), *_) = begun
     assert immediately

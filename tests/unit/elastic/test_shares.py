@@ -99,9 +99,8 @@ def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
     assert shares.choose_for([group.members[0], new]) == (0.5, 1.5)
     assert journal.events == [((1.0, 1.0), (0.5, 1.5))]
     shares.choose_for(group.members)
-    assert (
-        shares.choose_for([group.members[0], new]) is None
-    )  # speeds of departed workers are forgotten
+    # speeds of departed workers are forgotten
+    assert shares.choose_for([group.members[0], new]) is None
 
 
 def test_a_worker_that_has_almost_stopped_keeps_a_share():

@@ -157,9 +157,8 @@ class Group:
                 0,
             )
         step, totals = self.seen_step, self.totals
-        self.monitor.observe(
-            {m: Progress(global_step=step, timing=totals[m]) for m in self.members}
-        )
+        each = {m: Progress(global_step=step, timing=totals[m]) for m in self.members}
+        self.monitor.observe(each)
 
 
 class SimpleNamespaceKey(SimpleNamespace):

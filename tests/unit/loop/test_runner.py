@@ -25,6 +25,7 @@ from tests.unit import recorder
 from tests.unit.recorder import Recorder, Streaming
 
 EPOCH = list(range(40))
+REHEARSAL = ValidateRequest(call_number=-1, num_steps=1, from_start=True, rehearses=True)
 
 
 def make_runner(operator_cls=Recorder, **options):
@@ -122,10 +123,7 @@ def test_iterators_are_not_read_before_the_first_step():
     train_state = runner.operator._train_state
     train_state.set_features([*train_state.features, WarmedUp()])
     runner.warm_up()
-    assert (
-        runner.handle(ValidateRequest(call_number=-1, num_steps=1, from_start=True, rehearses=True))
-        is None
-    )
+    assert runner.handle(REHEARSAL) is None
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     runner.handle(ValidateRequest(call_number=1))
     assert runner.operator.trained == runner.operator.validated == EPOCH
@@ -145,12 +143,7 @@ def test_rehearsal_returns_metrics_and_changes_nothing():
     runner.handle(TrainRequest(call_number=0, until_step=3))
     runner.handle(ValidateRequest(call_number=1, num_steps=2))
     before = state_of(runner)
-    assert (
-        runner.handle(
-            ValidateRequest(call_number=-1, num_steps=1, from_start=True, rehearses=True)
-        )["num_samples"]
-        == 8
-    )
+    assert runner.handle(REHEARSAL)["num_samples"] == 8
     assert runner.handle(DepartureRequest(call_number=1))["num_samples"] == 16
     torch.testing.assert_close(state_of(runner), before, rtol=0, atol=0)
     runner.handle(ValidateRequest(call_number=2))

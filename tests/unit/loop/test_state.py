@@ -209,9 +209,8 @@ def timed(monkeypatch):
     runner.operator._train_state.copy_leaf, runner.operator.fail = copy, step
 
     def train(until_step):
-        runner.handle(
-            TrainRequest(call_number=runner.progress().global_step, until_step=until_step)
-        )
+        call_number = runner.progress().global_step
+        runner.handle(TrainRequest(call_number=call_number, until_step=until_step))
         return taken
 
     train.runner, train.clock = runner, clock

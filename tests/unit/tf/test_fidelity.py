@@ -66,11 +66,8 @@ def trained(num_workers, size, batch_size, **config):
         )
         train_state.collectives = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:
-        results = list(
-            pool.map(
-                lambda runner: runner.handle(TrainRequest(call_number=0, until_epoch=2)), runners
-            )
-        )
+        request = TrainRequest(call_number=0, until_epoch=2)
+        results = list(pool.map(lambda runner: runner.handle(request), runners))
     assert {result["batch_count"] for result in results} == {8}
     state = runners[0].state_dict()
     arrays = [array for part in state["models"] for array in part.values()]

@@ -12,10 +12,8 @@ from raysgd.torch.losses import as_count
 
 def test_the_usual_update_needs_no_correction_of_gradients():
     for samples, total in ((49, 49 * 2 * 3), (None, None)):
-        update, batches = (
-            Update(),
-            [MicroBatch(samples, step_index=step) for step in range(2)],
-        )
+        update = Update()
+        batches = [MicroBatch(samples, step_index=step) for step in range(2)]
         update.plan = UpdatePlan(tuple(batches), total)
         for micro_batch in batches:
             update.begin_micro_batch(micro_batch, is_last=micro_batch.step_index == 1)

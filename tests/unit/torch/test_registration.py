@@ -211,11 +211,9 @@ def test_survivors_keep_their_models_unless_some_are_replicated(process_group):
         wrappers = [torch.nn.parallel.DistributedDataParallel(model)] if wraps else []
         train_state.exchange.use_wrappers(wrappers)
         replication = train_state.replication
-        assert [replication.loads_leader_state(False, new) for new in (False, True)] == [
-            follows,
-            True,
-        ]
-        assert not replication.loads_leader_state(True, False)
+        loads = replication.loads_leader_state
+        assert [loads(False, new) for new in (False, True)] == [follows, True]
+        assert not loads(True, False)
         assert train_state.exchange.num_workers == 1 + follows
 
 

@@ -564,9 +564,8 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     assert runner.progress().global_step == 2
     runner.pause_at(None)
     for step in (3, 4):
-        assert (
-            runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=step)) is None
-        )
+        request = TrainRequest(call_number=0, until_epoch=1, callback_pause=step)
+        assert runner.handle(request) is None
         assert runner.progress().global_step == step
     result = runner.handle(TrainRequest(call_number=0, until_epoch=1, callback_pause=9))
     assert result == plain.handle(TrainRequest(call_number=0, until_epoch=1))

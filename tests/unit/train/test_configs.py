@@ -25,9 +25,8 @@ def test_configs_of_raysgd_and_of_ray_are_taken(module):
     assert (config.name, config.failure_config) == ("mine", FailureConfig(3))
     assert config.checkpoint_config == CheckpointConfig(**checkpoint)
     assert isinstance(config.checkpoint_config, CheckpointStrategy)
-    scaling = as_scaling_config(
-        module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3})
-    )
+    config = module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3})
+    scaling = as_scaling_config(config)
     assert (scaling.num_workers, scaling.resources_per_worker) == (2, {"CPU": 3})
     assert as_scaling_config(module.ScalingConfig()).num_workers == 1
 

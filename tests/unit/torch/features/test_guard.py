@@ -266,9 +266,8 @@ class Case(cases.Case):
         operator = runner.operator
 
         def train(until_step):
-            runner.handle(
-                TrainRequest(call_number=until_step, until_step=until_step, until_epoch=99)
-            )
+            goal = {"until_step": until_step, "until_epoch": 99}
+            runner.handle(TrainRequest(call_number=until_step, **goal))
 
         if self.averaged:
             operator._step_features.averaging.start(0.9, 1)

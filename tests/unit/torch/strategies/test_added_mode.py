@@ -31,10 +31,9 @@ class LocalModels(Replication, StepFeature):
             self.before_export()
 
     def before_export(self):
-        for parameter in (p for model in self._train_state.models for p in model.parameters()):
-            torch.distributed.all_reduce(
-                parameter.detach().div_(self._train_state.context.world_size)
-            )
+        state = self._train_state
+        for parameter in (p for model in state.models for p in model.parameters()):
+            torch.distributed.all_reduce(parameter.detach().div_(state.context.world_size))
 
 
 def make(seed):
