@@ -35,8 +35,8 @@ class _Entry:
     """Key of the callback in the trainer's state."""
     num_seen: int
     """Number of the trainer's events that the callback has received or skipped."""
-    started: bool = False
-    pause: int | None = None
+    is_started: bool = False
+    pause_step: int | None = None
     """Step at which the callback wants the current call to pause."""
 
 
@@ -51,7 +51,7 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._entries: list[_Entry] = []
         self._failure: CallbackError | None = None
-        self.inside: list[str] = []
+        self.running_hooks: list[str] = []
         """The hooks that are running, outermost first."""
         self._depth = 0
         self.saving: Callable[..., Any] = contextlib.nullcontext
@@ -82,7 +82,7 @@ class CallbackList:
     @contextlib.contextmanager
     def attach(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
         """Attach callbacks for a call of `fit`: start the new ones, and end them afterwards."""
-        before = [entry for entry in self._entries if entry.started]
+        before = [entry for entry in self._entries if entry.is_started]
         added = self._add(callbacks, num_seen=len(trainer.events))
         try:
             with contextlib.ExitStack() as ending:
@@ -105,17 +105,17 @@ class CallbackList:
 
     def _start(self, trainer: Trainer) -> None:
         # Callbacks that save come first, because they may load a state.
-        new = [entry for entry in self._entries if not entry.started]
+        new = [entry for entry in self._entries if not entry.is_started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
-            entry.started = self._call_one(entry, "on_train_start", trainer)
+            entry.is_started = self._call_one(entry, "on_train_start", trainer)
         self.notify_events(trainer)
 
     def end(self, trainer: Trainer, kept: Sequence[_Entry] = ()) -> None:
         """End the callbacks, except those in `kept`."""
         with contextlib.ExitStack() as ending:  # after Ctrl-C, the others still close their files
             for entry in reversed(self._entries):
-                if entry.started and entry not in kept:
-                    entry.started = False
+                if entry.is_started and entry not in kept:
+                    entry.is_started = False
                     ending.callback(self._call_one, entry, "on_train_end", trainer)
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ class CallbackList:
                     self._start(trainer)
                     self.raise_failure()
                 yield
-                if not self.inside:  # otherwise the outer call raises it
+                if not self.running_hooks:  # otherwise the outer call raises it
                     self.raise_failure()
             except BaseException as error:
                 if self._depth == 1:
@@ -155,12 +155,12 @@ class CallbackList:
     def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Call a hook of all started callbacks."""
         for entry in list(self._entries):
-            if entry.started:
+            if entry.is_started:
                 self._call_one(entry, hook, trainer, *arguments)
 
     def _call_one(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""
-        self.inside.append(hook)
+        self.running_hooks.append(hook)
         around = self.saving if entry.callback.saves_state else contextlib.nullcontext
         try:
             with around():
@@ -169,14 +169,14 @@ class CallbackList:
             self._fail(entry, hook, error)
             return False
         finally:
-            self.inside.pop()
+            self.running_hooks.pop()
         return True
 
     def notify_events(self, trainer: Trainer) -> None:
         """Call `on_event` for the events that callbacks have not received yet."""
         events = trainer.events
         for entry in list(self._entries):
-            while entry.started and entry.num_seen < len(events):
+            while entry.is_started and entry.num_seen < len(events):
                 entry.num_seen += 1
                 self._call_one(entry, "on_event", trainer, events[entry.num_seen - 1])
 
@@ -186,7 +186,7 @@ class CallbackList:
         listeners = [
             entry
             for entry in self._entries
-            if entry.started and type(entry.callback).on_progress is not unused
+            if entry.is_started and type(entry.callback).on_progress is not unused
         ]
         if not listeners:
             return None
@@ -205,8 +205,8 @@ class CallbackList:
         With `immediately`, callbacks that save pause at the next step.
         """
         for entry in self._entries:
-            entry.pause = None
-            if not entry.started:
+            entry.pause_step = None
+            if not entry.is_started:
                 continue
             try:
                 step = entry.callback.next_pause(global_step)
@@ -214,16 +214,17 @@ class CallbackList:
                     step = global_step + 1
                 if step is not None and step <= global_step:
                     raise ValueError(f"{step!r} is not above the current step, {global_step}")
-                entry.pause = step
+                entry.pause_step = step
             except Exception as error:
                 self._fail(entry, "next_pause", error)
-        return min((e.pause for e in self._entries if e.pause is not None), default=None)
+        return min((e.pause_step for e in self._entries if e.pause_step is not None), default=None)
 
     def pause(self, trainer: Trainer) -> None:
         """Call `on_pause` of the callbacks that asked for this step."""
         for entry in list(self._entries):
-            if entry.started and entry.pause is not None and entry.pause <= trainer.global_step:
-                entry.pause = None
+            step = entry.pause_step
+            if entry.is_started and step is not None and step <= trainer.global_step:
+                entry.pause_step = None
                 self._call_one(entry, "on_pause", trainer)
 
     # ---- errors

@@ -118,7 +118,7 @@ def build_registered(train_state: KerasTrainState) -> None:
             optimizer.build(variables)
     names = ("model", "optimizer", "criterion", "metrics")
     given = {name: train_state.attributes.get(name) for name in names}
-    train_state.given = {name: each for name, each in given.items() if each is not None}
+    train_state.setup_objects = {name: each for name, each in given.items() if each is not None}
     train_state.compiled = train_state.compile_arguments()
     train_state.not_finite = _find_not_finite(train_state.models)
 

@@ -46,7 +46,7 @@ class KerasTrainState(TrainState):
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
         self.attributes: Mapping[str, Any] = {}  # of the operator
-        self.given: Mapping[str, Any] = {}  # those with registered objects, when `setup` ended
+        self.setup_objects: Mapping[str, Any] = {}  # those that are registered, when `setup` ended
 
     def restoring_models(self) -> contextlib.AbstractContextManager[None]:
         return preserving(self.losses)  # the losses of outputs depend on the batch
@@ -60,7 +60,7 @@ class KerasTrainState(TrainState):
 
     def check_compiled(self) -> None:
         """Raise an error for a change after `setup` that would have no effect."""
-        now = [(each, self.attributes.get(name)) for name, each in self.given.items()]
+        now = [(each, self.attributes.get(name)) for name, each in self.setup_objects.items()]
         is_replaced = any(new is not None and new is not each for each, new in now)
         if is_replaced or self.compile_arguments() != self.compiled:
             raise RuntimeError(

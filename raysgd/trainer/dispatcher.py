@@ -52,7 +52,7 @@ class TrainCall(Call):
     """Returns the next pause step. Arguments: the committed steps, and whether to save soon."""
     has_batches: bool = True
     can_pause: bool = True
-    start: Progress | None = None
+    progress_before: Progress | None = None
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -61,8 +61,8 @@ class TrainCall(Call):
     def begin(self, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step of its next pause."""
         request, step = self.request, progress.global_step
-        if self.start is None:
-            self.start = progress
+        if self.progress_before is None:
+            self.progress_before = progress
             request = replace(request, start_step=step)
             if self.num_steps is None:
                 request = replace(request, until_epoch=progress.epoch + 1)
@@ -93,12 +93,12 @@ class Dispatcher:
     """Workers recognize a repeated call by its number."""
     _newest_training: TrainCall | None = None
     _failed_validation: int | None = None
-    _is_bad: bool = False
+    _has_bad_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
 
     def check_open(self, changes_state: bool = False) -> None:
         """Check that the trainer may call its workers, and change the state if `changes_state`."""
-        for hook in self.callback_list.inside:
+        for hook in self.callback_list.running_hooks:
             if hook in ("on_event", "on_progress", "on_log"):
                 raise RuntimeError(
                     f"A callback cannot call the workers in {hook}, during another call. Make the "
@@ -182,8 +182,8 @@ class Dispatcher:
         finally:
             call.on_wait = call.points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
-        assert call.start is not None
-        completed = controller.progress.epoch > call.start.epoch
+        assert call.progress_before is not None
+        completed = controller.progress.epoch > call.progress_before.epoch
         results += [outcome.value() for outcome in call.departed_results]
         merged = self._merge(results)
         num_samples = controller.progress.epoch_samples
@@ -232,14 +232,14 @@ class Dispatcher:
     def _merge(self, results: list[Any]) -> dict[str, Any]:
         """Return the merged metrics, and warn once of a loss that is not finite."""
         merged = merge_workers(results)
-        if (bad := bad_loss(merged)) and not (self._is_bad or self._ends_at_nan):
+        if (bad := bad_loss(merged)) and not (self._has_bad_loss or self._ends_at_nan):
             logger.warning(
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",
                 bad,
                 self.controller.progress.global_step,
             )
-        self._is_bad = bool(bad)
+        self._has_bad_loss = bool(bad)
         return merged
 
     @property

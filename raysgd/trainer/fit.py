@@ -63,9 +63,9 @@ class FitLoop:
         if verbose and not any(isinstance(c, EpochLines) for c in (*added, *callback_list)):
             added.insert(0, ProgressBar() if is_interactive() else EpochLines())
         dispatcher.check_open(changes_state=True)
-        if callback_list.inside:
+        if callback_list.running_hooks:
             raise RuntimeError(
-                f"A callback cannot call fit() in {callback_list.inside[-1]}. "
+                f"A callback cannot call fit() in {callback_list.running_hooks[-1]}. "
                 "Call it outside of hooks."
             )
         self.stop_reason = None

@@ -113,7 +113,7 @@ class ResultReporter:
 
     def _report_result(self, trainer: Trainer) -> None:
         """Pass the result of an epoch to the callbacks, unless a callback made the call."""
-        if self.dispatcher.callback_list.inside:
+        if self.dispatcher.callback_list.running_hooks:
             return
         merged: dict[str, Any] = {}
         seconds = 0.0

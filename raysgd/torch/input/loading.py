@@ -246,7 +246,7 @@ class PartitionedLoader(PartitionedSource):
             partition = self._partition
             step = partition.step_size if partition.training else 0  # predict keeps the order
             return Keys(self._numbered, epoch, offset, step)
-        return self.epoch_order.of(epoch)
+        return self.epoch_order.draw(epoch)
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         rank, size = self._partition.rank, self._partition.world_size

@@ -172,16 +172,16 @@ class EpochOrder:
             sampler = copy.deepcopy(sampler, {id(data): data})
         return len({repr(draw_order(sampler, seed)) for seed in range(3)}) > 1
 
-    def of(self, epoch: int) -> Order:
+    def draw(self, epoch: int) -> Order:
         """Return the order of an epoch. Draw it unless it is the newest one."""
         sampler = self.sampler
-        if not self.has(epoch):
+        if not self.is_drawn(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             self._set(epoch, draw_order(sampler, self.seed + epoch))
         return self._order
 
-    def has(self, epoch: int) -> bool:
+    def is_drawn(self, epoch: int) -> bool:
         """Return whether the order of an epoch is drawn."""
         return self._drawn == (self.seed, epoch)
 
@@ -198,7 +198,7 @@ class EpochOrder:
             return None
         if is_plain_shuffle(sampler):  # the seed and the epoch determine the order
             return None if self._loader.generator is None else self.seed
-        order = self.of(epoch)
+        order = self.draw(epoch)
         if self._digest is None:  # keys without their own `repr` never compare equal
             self._digest = int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
         return self._digest
@@ -207,13 +207,13 @@ class EpochOrder:
         """Return a number that identifies the order of an epoch in a state, with its seed."""
         digest = self.digest(epoch)
         # The `repr` of an object without its own differs in another process.
-        if digest is None or " at 0x" in repr(pick_keys(self.of(epoch), 0, 1)):
+        if digest is None or " at 0x" in repr(pick_keys(self.draw(epoch), 0, 1)):
             return zlib.crc32(type(self.sampler).__name__.encode())
         return digest
 
     def key_to_save(self, epoch: int) -> int | None:
         """Return the key of an epoch for a position. Before the order is drawn, it is unchanged."""
-        return self._key(epoch) if self.has(epoch) else self.saved.get("order")
+        return self._key(epoch) if self.is_drawn(epoch) else self.saved.get("order")
 
     def check_saved(self, epoch: int) -> None:
         """Raise RuntimeError if the order of an epoch is not that of the saved position."""
@@ -236,7 +236,7 @@ class EpochOrder:
         if size == 1:
             self._have_agreed = True  # also for workers that join later with new samplers
             return
-        was_drawn = self.has(epoch)
+        was_drawn = self.is_drawn(epoch)
         digest = self.digest(epoch)
         if digest is None:
             return
@@ -250,8 +250,8 @@ class EpochOrder:
                     "give it an attribute num_replicas."
                 )
             # A worker has joined since, and its sampler has drawn less often.
-            source = collectives.minimum(rank if was_drawn else size) % size
-            self._set(epoch, collectives.broadcast(lambda: self.of(epoch), source))
+            src = collectives.minimum(rank if was_drawn else size) % size
+            self._set(epoch, collectives.broadcast(lambda: self.draw(epoch), src))
         self._have_agreed = True
 
 
