@@ -67,7 +67,8 @@ class TorchRunner(OperatorRunner):
         operator_cls, config, arguments = self._worker_arguments(context)
         if "tensorflow" in sys.modules:  # a module of the operator has imported it
             refuse_triton()
-        settings = OperatorSettings(device=_device(bool(self._options.use_gpu)), **arguments)
+        device = _device(bool(self._options.use_gpu), context)
+        settings = OperatorSettings(device=device, **arguments)
         operator = build_operator(operator_cls, config, settings)
         self.host(operator, TorchSavedState(operator._train_state))
 
@@ -149,6 +150,9 @@ def build_operator(
     return operator
 
 
-def _device(use_gpu: bool) -> torch.device:
-    # `TorchRunner.prepare` has set the current GPU.
-    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+def _device(use_gpu: bool, context: WorkerContext) -> torch.device:
+    if not use_gpu:
+        return torch.device("cpu")
+    # The module of the operator may have set another current GPU than `TorchRunner.prepare`.
+    index = torch.cuda.current_device() if context.gpu_index is None else context.gpu_index
+    return torch.device("cuda", index)

@@ -77,11 +77,12 @@ def test_invisible_gpu_is_an_error(monkeypatch):
         gpu_runner(monkeypatch, False).prepare(WorkerContext(gpu_index=0, in_driver=True))
 
 
-def test_single_local_worker_uses_the_current_gpu(monkeypatch):
+def test_only_a_single_local_worker_uses_the_current_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     alone = WorkerContext(in_driver=True)
     gpu_runner(monkeypatch).prepare(alone)
-    assert _device(True) == torch.device("cuda", 3)
+    assert _device(True, alone) == torch.device("cuda", 3)
+    assert _device(True, WorkerContext(gpu_index=1)) == torch.device("cuda", 1)
     with pytest.raises(RuntimeError, match="must use a GPU"):
         gpu_runner(monkeypatch).prepare(WorkerContext(in_driver=True, world_size=2))
 
