@@ -58,7 +58,7 @@ def minima(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def sum_over_workers(value: float, device: torch.device) -> float:
+def all_reduce_sum(value: float, device: torch.device) -> float:
     hvd = _horovod()
     tensor = torch.tensor([value], dtype=torch.float64, device=device)
     if hvd is not None:

@@ -93,7 +93,7 @@ class Optimization(StepFeature):
         copies = len(self._train_state.optimizers) > 1
         self._accumulated.restore(is_first=not update.losses.has_loss, copies=copies)
         exchange = train_state.exchange
-        factors = update.losses.add(count, exchange.num_workers, exchange.sum_over_workers)
+        factors = update.losses.add(count, exchange.num_workers, exchange.all_reduce_sum)
         if factors.earlier != 1.0:
             self._multiply_gradients(factors.earlier)
         if count.items == 0 and not loss.detach().isfinite().all():
@@ -164,7 +164,7 @@ class Optimization(StepFeature):
             if not isinstance(loss, torch.Tensor):
                 return loss
             # A line search must take the same steps on all workers.
-            return loss.new_tensor(exchange.sum_over_workers(loss.item()) / exchange.num_workers)
+            return loss.new_tensor(exchange.all_reduce_sum(loss.item()) / exchange.num_workers)
 
         return args[:1], {**kwargs, "closure": averaging}
 

@@ -66,7 +66,7 @@ class BadStepFilter(StepFeature):
         is_finite = math.isfinite(norm)
         if is_finite and spike is None and train_state.replication.replicates:
             return
-        loss = train_state.exchange.sum_over_workers(float(self._loss_term)) / self._num_workers
+        loss = train_state.exchange.all_reduce_sum(float(self._loss_term)) / self._num_workers
         usual = statistics.median(self._losses or [math.inf])
         is_spike = spike is not None and loss > spike * usual
         signs = [not (is_finite or math.isfinite(loss)), not is_finite, is_spike]

@@ -76,9 +76,9 @@ class GroupGradients(GradientExchange):
     def _shared_buffers(self) -> list[torch.Tensor]:
         return [buffer for model in self._train_state.models for buffer in model.buffers()]
 
-    def sum_over_workers(self, number: float) -> float:
+    def all_reduce_sum(self, number: float) -> float:
         device = self._train_state.settings.device
-        return collectives.sum_over_workers(number, device) if self._averages else number
+        return collectives.all_reduce_sum(number, device) if self._averages else number
 
     @property
     def _averages(self) -> bool:

@@ -30,7 +30,7 @@ class GradientExchange(StepFeature):
     def use_wrappers(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         """Replace models with `wrappers`, which user code has made in ``setup``."""
 
-    def sum_over_workers(self, number: float) -> float:
+    def all_reduce_sum(self, number: float) -> float:
         """Return the sum of a number over the workers whose gradients meet."""
         return number
 

@@ -209,6 +209,6 @@ def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, 
         found.append(count)
         return count
 
-    operator._train_state.exchange.sum_over_workers = total
+    operator._train_state.exchange.all_reduce_sum = total
     operator.train_batch(batch, {})
     assert found == counts

@@ -204,7 +204,7 @@ for limit in (8, 2**20):
     assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0)), whole
 assert collectives.minima(torch.tensor([3 + rank])).tolist() == [3]
 value = float("nan") if rank else 1.0
-assert torch.tensor(collectives.sum_over_workers(value, whole.device)).isnan()
+assert torch.tensor(collectives.all_reduce_sum(value, whole.device)).isnan()
 print("good")
 """
 
