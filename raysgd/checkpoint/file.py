@@ -6,14 +6,13 @@ import dataclasses
 import io
 import os
 import re
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import numpy as np
 
-from raysgd._internal.finite import not_finite
+from raysgd._internal.finite import named_arrays, not_finite
 from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
@@ -226,12 +225,8 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
 
 def _holds_arrays(state: Mapping[str, Any]) -> bool:
     """Return whether the models and optimizers contain NumPy arrays and no tensors."""
-    leaves: list[Any] = []
-    map_leaves([state.get("models"), state.get("optimizers")], leaves.append)
-    torch = sys.modules.get("torch")
-    if torch is not None and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return False
-    return any(isinstance(leaf, np.ndarray) for leaf in leaves)
+    found = [each for _, each in named_arrays([state.get("models"), state.get("optimizers")])]
+    return bool(found) and all(isinstance(each, np.ndarray) for each in found)
 
 
 def _torch() -> Any:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
-from raysgd._internal.nested import try_copy
+from raysgd._internal.nested import named_values, try_copy
 from raysgd.cluster.large_values import Incoming
 from raysgd.comm.mesh import as_bytes
 from raysgd.loop.differences import cpu_model
@@ -101,6 +101,16 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin
+
+
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """Iterate over the values in dicts, data classes, lists, and tuples."""
+    named = None if isinstance(tree, torch.Tensor) else named_values(tree)
+    if named is not None or isinstance(tree, list | tuple):
+        for each in tree if named is None else named.values():
+            yield from leaves_in(each)
+    else:
+        yield tree
 
 
 # ---- loading

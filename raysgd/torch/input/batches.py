@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,14 @@ from torch.utils.data import default_collate
 from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.strategies.ddp import plain
+from raysgd.torch.tensors import leaves_in
 
 IGNORED = -100
 """The default of ``ignore_index`` of losses in PyTorch."""
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Batch(NamedTuple):
@@ -43,7 +48,7 @@ class Batch(NamedTuple):
         if drawn and isinstance(target, torch.Tensor) and target.shape[:1] == (drawn,):
             return drawn, True  # saves time
         content = (self.arguments, self.keywords) if target is None else target
-        tensors, lengths = list(_tensors_in(content)), self.lengths
+        tensors, lengths = _tensors_in(content), self.lengths
         rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(content))
         if drawn is None:
             inputs = _tensors_in([self.arguments, self.keywords])
@@ -266,13 +271,3 @@ def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums |
     num_positions = target.numel() / batch  # the weight of a sample is 1
     total = (hits & counts).sum() / num_positions
     return Sums(ratio, total=total, weight=counts.sum() / num_positions)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif (named := named_values(value)) is not None:
-        yield from _tensors_in(list(named.values()))
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors_in(each)

@@ -14,16 +14,15 @@ The workers average gradients in the last micro-batch of an update:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal import step_timing
-from raysgd._internal.nested import named_values
 from raysgd.torch.collectives import average_gradients
-from raysgd.torch.tensors import call_after_backward, version_of
+from raysgd.torch.tensors import call_after_backward, leaves_in, version_of
 
 _METHODS_OF_THE_MODULE = (
     "__bool__",
@@ -87,7 +86,7 @@ class _Passes:
         """Watch for the backward pass of an output."""
         self.awaits_pass, self.is_in_backward = True, False  # an earlier pass may have failed
         may_hide_tensors = False
-        for leaf in _leaves(output):
+        for leaf in leaves_in(output):
             if not isinstance(leaf, torch.Tensor):
                 may_hide_tensors |= not isinstance(leaf, int | float | str | None)
             elif leaf.requires_grad:
@@ -257,16 +256,6 @@ def _of_module(name: str) -> Callable[..., Any]:
 
 for _name in _METHODS_OF_THE_MODULE:
     setattr(ReplicatedModel, _name, _of_module(_name))
-
-
-def _leaves(output: Any) -> Iterator[Any]:
-    """Iterate over the values in dicts, data classes, lists, and tuples."""
-    named = None if isinstance(output, torch.Tensor) else named_values(output)
-    if named is not None or isinstance(output, list | tuple):
-        for each in output if named is None else named.values():
-            yield from _leaves(each)
-    else:
-        yield output
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
