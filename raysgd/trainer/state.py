@@ -131,17 +131,13 @@ class StateTransfer:
     # ---- files
 
     def save(self, path: str | os.PathLike[str], provenance: bool, frozen: bool) -> str:
-        check_flags("save", provenance=provenance, frozen=frozen)
-        with self.dispatcher.controller.speed.saving():
-            return self._save(path, provenance, frozen)
-
-    def _save(self, path: str | os.PathLike[str], provenance: bool, frozen: bool) -> str:
         """Write a checkpoint file. Worker 0 streams its content if possible.
 
         This takes half the time, and no memory of the driver. The driver collects the state and
         writes it if there are shards, no workers, a worker in this process, or types that only this
         process may read.
         """
+        check_flags("save", provenance=provenance, frozen=frozen)
         self.dispatcher.check_open()
         target, controller = Location(path), self.dispatcher.controller
         members, is_complete = controller.members, controller.progress.holdings.complete
@@ -149,12 +145,18 @@ class StateTransfer:
             world_size=len(members), operator=self.options.training_operator_cls.__qualname__
         )
         is_remote = bool(members) and all(member.remote for member in members)
-        if not (is_complete and is_remote) or _allows_own_types():
+        with controller.speed.saving():
+            if is_complete and is_remote and not _allows_own_types():
+                return self._stream(target, manifest, provenance, frozen)
             state = self.collect("save", provenance, frozen)
             return checkpoint.write_file(state, target.name, manifest)
-        driver_entries, errors = self._driver_entries(provenance), []
+
+    def _stream(
+        self, target: Location, manifest: checkpoint.Manifest, provenance: bool, frozen: bool
+    ) -> str:
+        errors: list[Exception] = []
         request = SaveRequest(
-            driver_entries=driver_entries,
+            driver_entries=self._driver_entries(provenance),
             generators=self._prepare_export("save"),
             label=target.label,
             frozen=frozen,
