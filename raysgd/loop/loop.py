@@ -180,14 +180,12 @@ class Loop:
 
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
-        started_at, train_state.steps_of_user = train_state.global_step, {}
-        call = self.call_progress.state
+        started_at, call = train_state.global_step, self.call_progress.state
         if started_at >= request.start_step:
             call.began_at = request.start_step
         elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.began_at = started_at
-        train_state.call_began_at = call.began_at
-        train_state.sets_modes = not call.keeps_modes
+        train_state.begin_segment(call.began_at, sets_modes=not call.keeps_modes)
         call.keeps_modes = False
         self.snapshots.maybe_take(begins=True)
         info = request.info or {}
@@ -196,7 +194,6 @@ class Loop:
         segment = train_state.step_iterator = self._new_segment(source, limit, request)
         if segment.total_steps == 0 and segment.start_offset == 0:
             raise no_batch("train", source, self._rank_with_fewest)
-        train_state.meters = None
         try:
             with train_state.timers.record("train_epoch"):
                 metrics = operator.train_epoch(segment, *positional, **named)
@@ -223,9 +220,8 @@ class Loop:
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.has_paused:
             self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
-        train_state.step_iterator, call.keeps_modes = None, segment.has_paused
-        self.step_s = segment.step_s
-        train_state.call_began_at = train_state.global_step  # if user code calls train_epoch itself
+        train_state.end_segment()
+        call.keeps_modes, self.step_s = segment.has_paused, segment.step_s
         # If the loop returns before its iterator ends, the epoch is over too.
         if segment.epoch_is_over or (limit is None and not segment.has_paused):
             self._batches = None
@@ -295,7 +291,7 @@ class Loop:
             self._batches = itertools.chain(again, self._batches or ())
         if self.train_state.meters is not None:
             self.call_progress.add(segment.start_step, self.train_state.meters.summary())
-        self.train_state.step_iterator = None
+        self.train_state.end_segment()
 
     def _check_empty_segment(
         self, segment: StepIterator, source: BatchSource, limit: int | None, until_epoch: int

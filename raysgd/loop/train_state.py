@@ -118,6 +118,14 @@ class TrainState(ABC):
 
     # ---- steps
 
+    def begin_segment(self, call_began_at: int, sets_modes: bool) -> None:
+        self.call_began_at, self.sets_modes = call_began_at, sets_modes
+        self.steps_of_user, self.meters = {}, None
+
+    def end_segment(self) -> None:
+        self.step_iterator = None
+        self.call_began_at = self.global_step  # if user code calls train_epoch itself
+
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool) -> None:
         """Begin a micro-batch, and an update with its first micro-batch."""
         update = self.update

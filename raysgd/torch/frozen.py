@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.finite import bad_arrays
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.digests import digest_of, has_bits
@@ -31,8 +32,16 @@ class FrozenParameters(StepFeature):
         self._digests_at_setup = [self._digests_of(model) for model in models]
         self.are_reproducible = False
         """Whether ``setup`` of all workers has made the same."""
+        untrained = [
+            {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}
+            for m in models
+        ]
+        self._not_finite = [*bad_arrays({"models": untrained})]  # names of buffers such as masks
         frozen = [model for model in models if _is_frozen(model)]
         self._modes = [(model, [(m, m.training) for m in model.modules()]) for model in frozen]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"not_finite": self._not_finite} if self._not_finite else {}
 
     def restore_modes(self) -> None:
         """Set the modes from ``register`` in models that are still frozen."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from raysgd._internal.arguments import check_dict, check_int
-from raysgd._internal.finite import bad_arrays
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
 from raysgd.torch.features.rollback import BufferCopies
@@ -65,7 +64,6 @@ def register(
     check_related(modules, train_state.optimizers, train_state.schedulers)
     strategy = STRATEGIES[mode_of(options, sharding, train_state.context.distributed)]
     _move_models(train_state, modules, strategy.keeps_parameters)
-    train_state.not_finite = _find_not_finite(modules)
     train_state.replication = strategy.new_replication(train_state, sharding_args)
     train_state.exchange = strategy.new_exchange(train_state)
     train_state.accumulation_steps = check_int(
@@ -94,15 +92,6 @@ def _as_apex_args(train_state: TorchTrainState, arguments: Any) -> dict[str, Any
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         train_state.settings.warn_once("apex", unused, apex_args, train_state.precision.name)
     return apex_args
-
-
-def _find_not_finite(modules: list[torch.nn.Module]) -> list[str]:
-    """Return the names of buffers and frozen parameters that are not finite, such as masks."""
-    untrained = [
-        {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}
-        for m in modules
-    ]
-    return [*bad_arrays({"models": untrained})]
 
 
 def _separate(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

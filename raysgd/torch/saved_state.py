@@ -143,8 +143,6 @@ class TorchSavedState(SavedState):
             "models": list(itertools.starmap(self._unsharded_part, models)),
             "optimizers": list(map(optimizer_state, train_state.optimizers)),
         }
-        if train_state.not_finite:
-            state["not_finite"] = train_state.not_finite
         if train_state.schedulers:
             state["schedulers"] = [scheduler.state_dict() for scheduler in train_state.schedulers]
         state["requires_grad"] = self._changed_since_setup()

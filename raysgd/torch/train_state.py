@@ -48,8 +48,6 @@ class TorchTrainState(TrainState):
         self.buffers = BufferCopies([], self.collectives)
         self.exchange = GradientExchange()
         self.frozen = FrozenParameters()
-        self.not_finite: list[str] = []
-        """Names of the buffers with NaN or infinity at `register`, such as masks."""
 
     def set_mode(self, training: bool) -> None:
         """Set train or eval mode. In training, frozen models keep their mode from `register`."""
