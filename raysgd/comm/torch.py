@@ -194,6 +194,7 @@ class TorchProcessGroup(CollectiveBackend):
             if waiting is not None:
                 waiting.interrupt()
         if self._name == "nccl" and dist.is_initialized():
+            # The public `abort` of a group spares the groups of user code.
             dist.distributed_c10d._abort_process_group()
 
     def collective(self) -> int | None:

@@ -212,7 +212,7 @@ def _hyperparameters(path: str, model: torch.nn.Module) -> Iterator[Content]:
                 if isinstance(value := vars(module).get(key), int | float | str | tuple):
                     yield "options", f"{name}.{key}", value
         if type(module).__module__ == "torch.nn.modules.loss":  # such as the weights of classes
-            yield from _items(name, module._buffers)
+            yield from _items(name, dict(module.named_buffers(recurse=False)))
 
 
 def _arguments_of(kind: type[torch.nn.Module]) -> list[str]:

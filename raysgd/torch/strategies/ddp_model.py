@@ -144,12 +144,11 @@ class _Passes:
         """
         self.awaits_pass = False
         try:
-            self._model.reducer._check_reducer_finalized()
-        except RuntimeError:
-            pass
-        else:
+            self._model.reducer._check_reducer_finalized()  # no public method tells
             if len(missing) < len(self.reduced):
                 return
+        except RuntimeError:  # the reducer waits for gradients
+            pass
         frozen = [parameter for parameter in missing if not parameter.requires_grad]
         for parameter in frozen:
             parameter.requires_grad_(True)
