@@ -176,34 +176,11 @@ class ShardedOptimizer(Replication, StepFeature):
     def _apply_updates(self) -> None:
         """Copy the updates of all workers into the parameters."""
         pairs = []
-        for shard, of_shard in self._exchange().items():
+        for shard, of_shard in self._layout.exchange(self._buffers, self._device).items():
             for param_index, updated in of_shard.views.items():
                 start, stop = self._layout.shards[shard][param_index]
                 pairs.append((flat(self._parameters[param_index])[start:stop], updated))
         copy_all(pairs)
-
-    def _exchange(self) -> dict[int, UpdateBuffers]:
-        """Return the updated elements of all shards.
-
-        One broadcast per shard sends as much as an all-gather, and needs half the memory.
-        """
-        layout, size = self._layout, self._layout.size
-        if len(self._buffers) == size:
-            return self._buffers
-        own, device = self._buffers[layout.rank], self._device
-        updated = {
-            n: own if n == layout.rank else layout.new_buffers(n, device) for n in range(size)
-        }
-        works = [
-            dist.broadcast(buffer, src=shard, async_op=True)
-            for shard, of_shard in updated.items()
-            for buffer in of_shard.bytes()
-        ]
-        for work in works:
-            work.wait()
-        if device.type == "cuda":  # errors must surface before parameters change
-            torch.cuda.current_stream().synchronize()
-        return updated
 
     def _give_back(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""

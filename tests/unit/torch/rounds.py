@@ -26,7 +26,7 @@ from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest
 from raysgd.elastic.snapshots import with_shards
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.strategies.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.strategies.shards import gather_state
+from raysgd.torch.strategies.shards import ShardLayout, gather_state
 from tests.unit.torch import cases
 
 NUM_WORKERS = 4
@@ -271,20 +271,20 @@ class Player:
     def watch(self):
         """Patch the steps of optimizers so that they call `at`."""
 
-        def watch(name, *moments):
-            method = getattr(ShardedOptimizer, name)
+        def watch(kind, name, *moments):
+            method = getattr(kind, name)
 
-            def watched(divided):
-                before, after = moments[-2:] if divided._buffers else moments[:2]
+            def watched(divided, *arguments):
+                before, after = moments[:2] if vars(divided).get("_buffers") == {} else moments[-2:]
                 self.at(before)
-                result = method(divided)
+                result = method(divided, *arguments)
                 self.at(after)
                 return result
 
-            setattr(ShardedOptimizer, name, watched)
+            setattr(kind, name, watched)
 
-        watch("_await_workers", "barrier", "passed", "update", "gathered")
-        watch("_exchange", "update", "gathered")
+        watch(ShardedOptimizer, "_await_workers", "barrier", "passed", "update", "gathered")
+        watch(ShardLayout, "exchange", "update", "gathered")
 
     def at(self, moment):
         step = self.runner._train_state.step_iterator and self.runner._train_state.global_step
