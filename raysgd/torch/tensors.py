@@ -352,9 +352,7 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 call_after_backward: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
 """Calls a function at the end of the current backward pass. Public hooks run within it."""
 copy_group: Callable[[Any, Any], Any] = torch._foreach_copy_
-"""Copies each tensor of the second list into that of the first. A public copy is one of a tensor.
-
-On a GPU, one kernel copies all of them if they have the same types."""
+"""Copies the second list of tensors into the first, with one kernel on a GPU if types are equal."""
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """Returns how often a tensor was changed in place, which no public attribute tells."""
 
