@@ -157,7 +157,7 @@ class ActorGroup:
             if len(reservation.slots) > num_workers:
                 self._extra.append(slot)
 
-    def give_back(self) -> None:
+    def cancel_extra_requests(self) -> None:
         """Remove unneeded requests before the autoscaler starts nodes for them."""
         taken = list(self._slots.values())
         extra, self._extra = [slot for slot in self._extra if slot not in taken], []
@@ -167,7 +167,7 @@ class ActorGroup:
     def slot_of(self, member: WorkerHandle) -> AnySlot | None:
         return self._slots.get(member)
 
-    def room(self) -> str:
+    def describe_room(self) -> str:
         """Describe the resources that a worker needs and that the cluster has."""
         if self.options.inline:
             return "all workers are in the driver's process"
@@ -186,7 +186,7 @@ class ActorGroup:
         if member in self.members:
             self.members.remove(member)
 
-    def in_order(self, members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
+    def sort_by_node(self, members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
         """Return the workers grouped by node. Within a node, keep their order."""
         nodes = list(dict.fromkeys(member.info.node_id for member in members))
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
@@ -216,7 +216,7 @@ class ActorGroup:
             for member in self.members:
                 if member.remote and member.can_be_called:
                     with contextlib.suppress(Exception):  # the process may be gone already
-                        leaving[member] = member.leave(patience_s)
+                        leaving[member] = member.exit_process(patience_s)
             self.clock.wait(list(leaving.values()), patience_s)
         finally:  # also if Ctrl-C ends the wait
             self.members = []

@@ -212,18 +212,18 @@ class Incoming:
         self._buffers = _memory(sizes)
         self.value = pickle.loads(data, buffers=self._buffers)
         self.close = self._stream.close
-        self.places: dict[int, Any] = {}
+        self.targets: dict[int, Any] = {}
         """Other memory for buffers, by the address of the buffer."""
 
     @property
     def addresses(self) -> set[int]:
         return {buffer.ctypes.data for buffer in self._buffers}
 
-    def fill(self, before: bool = False) -> None:
-        """Receive the buffers. With `before`, stop before the first one in `places`."""
+    def receive(self, stops_at_target: bool = False) -> None:
+        """Receive the buffers. With `stops_at_target`, stop before the first one in `targets`."""
         while self._buffers:
-            place = self.places.get(self._buffers[0].ctypes.data)
-            if before and place is not None:
+            place = self.targets.get(self._buffers[0].ctypes.data)
+            if stops_at_target and place is not None:
                 return
             buffer = self._buffers.pop(0)
             target = memoryview(buffer if place is None else place)

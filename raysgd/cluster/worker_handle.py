@@ -68,7 +68,7 @@ class WorkerHandle(ABC):
     @abstractmethod
     def kill(self) -> None: ...
 
-    def leave(self, timeout_s: float) -> Future[bool]:
+    def exit_process(self, timeout_s: float) -> Future[bool]:
         """Ask the process to exit. The result is True if it exits within `timeout_s`."""
         ended: Future[bool] = Future()
         ended.set_result(True)
@@ -186,7 +186,7 @@ class ActorHandle(WorkerHandle):
             with contextlib.suppress(Exception):  # the worker may be gone already
                 ray.kill(self.actor)
 
-    def leave(self, timeout_s: float) -> Future[bool]:
+    def exit_process(self, timeout_s: float) -> Future[bool]:
         self._check_callable()
         self.actor.__ray_terminate__.remote()
         # Ray reports the end of an actor before its exit handlers run.

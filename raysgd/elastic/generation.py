@@ -93,7 +93,7 @@ class GroupForming:
             for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
                 if (shards := outcome.value()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
-        entering = self._group.in_order([*staying, *joining])
+        entering = self._group.sort_by_node([*staying, *joining])
         attempt = self._join(entering, entering.index(leader))
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in holdings):
@@ -172,7 +172,7 @@ class GroupForming:
             now = self._clock.monotonic()
             is_short = num_members + self._scale_up.num_started() < min_workers
             if is_short and now >= deadline and not self._group.notices.is_ray_silent:
-                room = self._group.room()
+                room = self._group.describe_room()
                 if num_waits == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._journal.failure(call, why)
@@ -189,7 +189,7 @@ class GroupForming:
         if lost:
             self._discard_lost(lost)
             return None
-        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
+        members = self._group.sort_by_node(sorted(joining, key=lambda member: member.remote))
         self._journal.assign_ranks(members)
         progress = Progress()
         for attempt in self._phases(members):

@@ -196,7 +196,7 @@ class ScaleUp:
             for replacement in in_order[self._num_places() :]:
                 self._discard(replacement)  # other workers took the place, or all members stay
             if not self._replacements:
-                self.group.give_back()
+                self.group.cancel_extra_requests()
         if missing > 0 and self._failures < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
 

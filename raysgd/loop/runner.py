@@ -306,7 +306,7 @@ class OperatorRunner(Runner, ABC):
         saved_state.check(state)
         if incoming is not None:
             state = saved_state.reuse_memory(state, incoming)
-            incoming.fill(before=True)
+            incoming.receive(stops_at_target=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         if position.get("trains_on", "train") == "train":
             train_state.data.readable("train").check_position(position.get("stream", {}))
@@ -318,9 +318,9 @@ class OperatorRunner(Runner, ABC):
                 undoing.enter_context(
                     load_or_restore(self.operator, own, state["operator"], "operator")
                 )
-            if incoming is not None and incoming.places:
+            if incoming is not None and incoming.targets:
                 train_state.update.is_damaged = True
-                incoming.fill()
+                incoming.receive()
             saved_state.load(state)
         self._hosted_loop.forget_iteration()
         self._hosted_loop.call_progress.state.validation = None

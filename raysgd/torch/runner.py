@@ -98,7 +98,7 @@ class TorchRunner(OperatorRunner):
 
     def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
         if SHARDS in state and incoming is not None:
-            incoming.fill()
+            incoming.receive()
         super().load_state_dict(gather_state(state), incoming)
 
     def update_schedulers(self, call_number: int, metric: float) -> None:

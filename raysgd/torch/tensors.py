@@ -182,7 +182,7 @@ def reuse_memory(state: Any, own: Any, incoming: Incoming) -> Any:
         return adopted.setdefault(state.data_ptr(), own) if _is_equal(state, own) else state
 
     result = walk(state, own)
-    incoming.places = {at: as_bytes(tensor).numpy() for at, tensor in adopted.items()}
+    incoming.targets = {at: as_bytes(tensor).numpy() for at, tensor in adopted.items()}
     return result
 
 

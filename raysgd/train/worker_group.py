@@ -67,7 +67,7 @@ class WorkerGroup:
         try:
             group.reserve()
             functions.start(group, len(group.vacant_slots(request=False)))
-            group.members = group.in_order(group.members)
+            group.members = group.sort_by_node(group.members)
         except BaseException:
             group.shutdown(force=True)
             raise

@@ -49,7 +49,7 @@ class ReplicaGuard(StepFeature):
         self._every = guard.every
         self._on_gpu = train_state.settings.device.type != "cpu"
         self._problem = ""  # the difference that was found, until a state is loaded
-        self._equal_at = 0
+        self._equal_step = 0
         self.begin_generation()
 
     # ---- what changes the group or the state
@@ -119,7 +119,7 @@ class ReplicaGuard(StepFeature):
         self._contents.has_run = True
         self._contents.check_step()
         if self._pending is not None and self._steps - self._compared_at >= _LAG:
-            self._settle()
+            self._finish_comparison()
         # After one step, a replacement has what `train_batch` sets itself.
         is_new = self._is_new and self._steps > self._complete_at
         # A worker that repeats a step does not compare again.
@@ -134,7 +134,7 @@ class ReplicaGuard(StepFeature):
 
     def _compare(self, in_step: bool = False, is_new: bool = False, one_in: int = 1) -> None:
         """Exchange digests with the other workers. A step does not wait for a GPU to finish it."""
-        self._settle()
+        self._finish_comparison()
         digests, is_complete = self._digests(in_step, is_new, one_in)
         minima, event = collectives.minima(torch.cat([digests, ~digests])), None
         if self._on_gpu:
@@ -145,7 +145,7 @@ class ReplicaGuard(StepFeature):
         self._compared_at = self._steps
         self._complete_at = self._steps if is_complete else self._complete_at
         if not (in_step and self._on_gpu):
-            self._settle()
+            self._finish_comparison()
 
     def _digests(self, in_step: bool, is_new: bool, one_in: int) -> tuple[torch.Tensor, bool]:
         """Return four digests: of options, of names of buffers that count, of tensors, of buffers.
@@ -172,7 +172,7 @@ class ReplicaGuard(StepFeature):
             digests[2 + is_buffer] += digest_of(tensors, device).to(digests, non_blocking=True)
         return digests, is_complete
 
-    def _settle(self) -> None:
+    def _finish_comparison(self) -> None:
         """Read the result of a comparison. Report a difference."""
         if self._pending is not None:
             (minima, event, flags, is_complete), self._pending = self._pending, None
@@ -184,13 +184,15 @@ class ReplicaGuard(StepFeature):
             if not (options and tensors and (buffers or not counted)):
                 self._report_difference(flags)
             elif is_complete:
-                self._equal_at = self._train_state.global_step
+                self._equal_step = self._train_state.global_step
 
     # ---- a difference
 
     def _report_difference(self, flags: tuple[bool, bool]) -> None:
         train_state = self._train_state
-        self._equal_at = min(self._equal_at, train_state.global_step)  # a loaded state may be older
+        self._equal_step = min(
+            self._equal_step, train_state.global_step
+        )  # loaded ones may be older
         own: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.items(*flags):
             is_tensor = isinstance(value, torch.Tensor)
@@ -199,13 +201,13 @@ class ReplicaGuard(StepFeature):
         # If a failure interrupts the exchange, others may get this worker's state when they rejoin.
         self._problem = (
             f"After step {train_state.global_step}, the workers differ. A failure interrupted the "
-            f"report of the differences. They were equal after step {self._equal_at}. "
+            f"report of the differences. They were equal after step {self._equal_step}. "
             f"{_REMEDY.format('worker 0')}"
         )
-        mine = own, kind, self._equal_at
+        mine = own, kind, self._equal_step
         reports = [collectives.broadcast_object(mine, r) for r in range(context.world_size)]
         kinds = {kind for _, kind, _ in reports}
-        self._equal_at = max(step for _, _, step in reports)  # a new worker has compared nothing
+        self._equal_step = max(step for _, _, step in reports)  # a new worker has compared nothing
         differences = compare([contents for contents, _, _ in reports])
         self._problem = ""
         if not differences:  # the replicas differed for a moment
@@ -241,7 +243,7 @@ class ReplicaGuard(StepFeature):
             text += f"; and {len(names) - _MOST_SHOWN} more"
         return (
             f"After step {self._train_state.global_step}, {who} differ in: {text}. They were equal "
-            f"after step {self._equal_at}. Common causes: code that changes them on one worker "
+            f"after step {self._equal_step}. Common causes: code that changes them on one worker "
             "only, such as an option or random numbers with another seed; a damaged copy; broken "
             f"memory. {_NOT_IN_STATE if of_modules else ''}"
             f"{_REMEDY.format('the majority' if minority else 'worker 0')}"

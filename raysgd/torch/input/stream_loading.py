@@ -67,18 +67,18 @@ class StreamSource(PartitionedSource):
         copied.close_workers()
         for batch in copied.batches(self.current_epoch or 0, 0):
             yield batch
-            copied._buffer.trim(copied._unit[0])
+            copied._buffer.trim(copied._span[0])
 
     # ---- batches
 
     def batches(self, epoch: int, offset: int, num_steps: int | None = None) -> Iterator[Any]:
-        self._go_to(epoch, offset)
+        self._seek(epoch, offset)
         partition, first, self._steps_read = self._partition, offset, 0
         end = sys.maxsize if num_steps is None else offset + num_steps * partition.step_size
         turns = partition.world_size * partition.batch_size  # of all workers, in validation
         unit = partition.step_size if partition.training else turns
         while offset < end:
-            self._unit = offset, size = offset, self._ensure(offset, min(unit, end - offset))
+            self._span = offset, size = offset, self._read_to(offset, min(unit, end - offset))
             step = replace(partition, epoch_size=size)
             if step.end(0) == 0:
                 return
@@ -89,7 +89,7 @@ class StreamSource(PartitionedSource):
             if not partition.training:
                 self._buffer.trim(offset)
         if offset == self._length:
-            self._ensure(offset, 1)  # code of the loader after its last batch may matter
+            self._read_to(offset, 1)  # code of the loader after its last batch may matter
 
     def _batch(self, start: int, stop: int) -> Any:
         samples = self._buffer.samples(start, stop)
@@ -108,7 +108,7 @@ class StreamSource(PartitionedSource):
         self._buffer.trim(offset)
         partition = self._partition
         starts = range(offset, offset + num_steps * partition.step_size, partition.step_size)
-        sizes = [self._ensure(start, partition.step_size) for start in starts]
+        sizes = [self._read_to(start, partition.step_size) for start in starts]
         least = partition.step_size if partition.drop_last else 1
         return partition.plan(tuple(size for size in sizes if size >= least))
 
@@ -139,7 +139,7 @@ class StreamSource(PartitionedSource):
         self._saved = position
 
     def step_digest(self) -> int | None:
-        start, size = self._unit
+        start, size = self._span
         return (self._buffer.digest_at(start + size) << 24) + size
 
     def fingerprint(self) -> str:
@@ -156,10 +156,10 @@ class StreamSource(PartitionedSource):
         close_files(self._dataset)
         self._reading: tuple[int, int] | None = None  # epoch and seed
         self._buffer = StreamBuffer()
-        self._unit = 0, 0  # start and size of the newest step
+        self._span = 0, 0  # start and size of the newest step
         self._steps_read = 0
 
-    def _go_to(self, epoch: int, offset: int) -> None:
+    def _seek(self, epoch: int, offset: int) -> None:
         if self._reading != (epoch, self._seed) or not self._buffer.holds(offset):
             self._open(epoch, offset)
         with self._closing_after_errors():
@@ -197,9 +197,9 @@ class StreamSource(PartitionedSource):
         self._buffer = StreamBuffer(chunks, starts, mark)
         self._reading = epoch, self._seed
 
-    def _ensure(self, start: int, size: int) -> int:
+    def _read_to(self, start: int, size: int) -> int:
         with self._closing_after_errors():
-            return self._buffer.ensure(start, size)
+            return self._buffer.read_to(start, size)
 
     @contextlib.contextmanager
     def _closing_after_errors(self) -> Iterator[None]:

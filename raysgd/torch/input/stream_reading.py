@@ -128,7 +128,7 @@ class StreamBuffer:
         items = self._items[start - self.start : stop - self.start]
         return [pickle.loads(each) if isinstance(each, _Packed) else each for each, _ in items]
 
-    def ensure(self, start: int, size: int) -> int:
+    def read_to(self, start: int, size: int) -> int:
         """Read on if necessary, and return how many of `size` samples from `start` there are."""
         while self.end < start + size and not self.has_ended:
             self.read_chunk()

@@ -60,7 +60,7 @@ class FullyShardedModel(ShardedOptimizer):
         # Rows of a new worker come from the group, or from a state that it loads.
         whole = () if train_state.context.alone else self.models.parameters
         self._values: Mapping[int, torch.Tensor] = dict(enumerate(whole))
-        """Complete parameters for `take_state`, by index."""
+        """Complete parameters for `shard_state`, by index."""
         self._received: dict[int, UpdateBuffers] = {}
         """Received gradients of the shards that this worker holds as copies, by shard."""
         self.features = (self,)
@@ -139,7 +139,7 @@ class FullyShardedModel(ShardedOptimizer):
             if number in of_optimizer["state"]
         }
         self.optimizer.state = defaultdict(dict, states)
-        self.take_state()
+        self.shard_state()
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -152,8 +152,8 @@ class FullyShardedModel(ShardedOptimizer):
         dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
         return value.to(self._device, dtype)
 
-    def take_state(self) -> None:
-        super().take_state()
+    def shard_state(self) -> None:
+        super().shard_state()
         self._values = {}
         is_alone = self._train_state.context.alone  # a replacement places its rows when it joins
         if dist.is_initialized() and not is_alone:

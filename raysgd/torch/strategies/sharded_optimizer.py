@@ -87,7 +87,7 @@ class ShardedOptimizer(Replication, StepFeature):
         self._pieces: list[Piece] = []
         self._stepped: list[Piece] = []
         """Pieces that the optimizer has within a step."""
-        self._swapped: list[list[torch.Tensor]] | None = None
+        self._params: list[list[torch.Tensor]] | None = None  # of each group, within a step
         self._buffers: dict[int, UpdateBuffers] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed = 0
@@ -100,7 +100,7 @@ class ShardedOptimizer(Replication, StepFeature):
         return each is not self.optimizer
 
     def wrap_steps(self) -> None:
-        self.take_state()
+        self.shard_state()
         self.optimizer.register_step_pre_hook(self._begin_step)
 
     # ---- training step
@@ -138,7 +138,7 @@ class ShardedOptimizer(Replication, StepFeature):
         copy_all((view, content) for _, view, content in placed)
         for piece, view, _ in placed:
             piece.value = view
-        self._stepped, self._swapped = stepped, [group["params"] for group in groups]
+        self._stepped, self._params = stepped, [group["params"] for group in groups]
         for group, of_group in zip(groups, params, strict=True):
             group["params"] = of_group
         optimizer.state = state
@@ -162,9 +162,9 @@ class ShardedOptimizer(Replication, StepFeature):
 
     @torch.no_grad()
     def _end_step(self, *_: Any) -> None:
-        if self._swapped is None:
+        if self._params is None:
             return
-        self._give_back()
+        self._restore_params()
         for piece in self._pieces:
             piece.version = self._version + 1
         if self._train_state.update.optimizer_steps.in_helper:
@@ -182,17 +182,17 @@ class ShardedOptimizer(Replication, StepFeature):
                 pairs.append((flat(self._parameters[param_index])[start:stop], updated))
         copy_all(pairs)
 
-    def _give_back(self) -> None:
+    def _restore_params(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
-        assert self._swapped is not None
-        for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
+        assert self._params is not None
+        for group, parameters in zip(self.optimizer.param_groups, self._params, strict=True):
             group["params"] = parameters
         for piece in self._stepped:
             assert piece.value is not None
             piece.state = self.optimizer.state.get(piece.value, {})
             piece.value.grad = None
         self.optimizer.state = self._unsharded
-        self._swapped, self._stepped = None, []
+        self._params, self._stepped = None, []
 
     def commit(self, update: Update) -> None:
         self._committed = self._version
@@ -205,8 +205,8 @@ class ShardedOptimizer(Replication, StepFeature):
     def roll_back(self, update: Update) -> None:
         for piece in self._stepped:  # the optimizer raised within its step
             piece.version = _PARTIAL
-        if self._swapped is not None:
-            self._give_back()
+        if self._params is not None:
+            self._restore_params()
         if update.optimizer_steps.running is self.optimizer:
             update.optimizer_steps.running = None  # parameters change together, after the step
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
@@ -215,7 +215,7 @@ class ShardedOptimizer(Replication, StepFeature):
 
     # ---- state of this worker
 
-    def take_state(self) -> None:
+    def shard_state(self) -> None:
         """Keep this worker's shards of the optimizer state.
 
         Every worker starts with the full state.
@@ -249,7 +249,7 @@ class ShardedOptimizer(Replication, StepFeature):
         return None
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.take_state()
+        self.shard_state()
 
     def start_together(self) -> None:
         self._token = collectives.broadcast_object(self._token, 0)

@@ -600,5 +600,5 @@ class SimGroup(ActorGroup):
         self._world.begin(member)
         return member
 
-    def room(self):
+    def describe_room(self):
         return f"room for {self._world.room}"

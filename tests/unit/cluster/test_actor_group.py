@@ -99,7 +99,7 @@ class FakeMember:
         self.torn_down += 1
         return done(None)
 
-    def leave(self, timeout_s):
+    def exit_process(self, timeout_s):
         assert self.torn_down
         return self.left if self.left else done(True)
 
@@ -142,7 +142,7 @@ def start(monkeypatch):
         group._reserve = lambda *wanted: reservation
         group.reserve()
         functions.start(group, len(reservation.slots))
-        group.members = group.in_order(group.members)
+        group.members = group.sort_by_node(group.members)
         group.reservation_of_test = reservation
         return group
 

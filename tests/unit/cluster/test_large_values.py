@@ -82,11 +82,11 @@ def test_a_worker_receives_arrays_in_their_places():
     ):
         at = found.value["a"].ctypes.data
         assert at in found.addresses
-        found.places[at] = place
-        found.fill(before=True)
+        found.targets[at] = place
+        found.receive(stops_at_target=True)
         np.testing.assert_equal(found.value["c"], expected["c"])
         assert not place.any()
-        found.fill()
+        found.receive()
     assert np.array_equal(place, expected["a"])
     assert not np.array_equal(found.value["a"], expected["a"])
 
@@ -95,7 +95,7 @@ def test_a_lost_driver_is_an_error_of_a_value_that_is_still_to_come():
     with large_values.offering(pack(make(LARGE)), [LOOPBACK]) as address:
         found = large_values.Incoming(address)
     with contextlib.closing(found), pytest.raises((EOFError, ConnectionError)):
-        found.fill()
+        found.receive()
 
 
 def test_a_lost_worker_is_no_error_of_the_disk():

@@ -157,7 +157,7 @@ def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypa
 
     monkeypatch.setattr(members, "_as_task", as_task)
     try:
-        leaving = member.leave(0.0)
+        leaving = member.exit_process(0.0)
         member.kill_process()
         assert not leaving.done()
         assert killed == [member.actor]

@@ -286,7 +286,7 @@ class Case(cases.Case):
                 runner.rejoin(context, 0)
             elif self.when == "in a join":
                 if rank in self.ranks:
-                    guard_of(operator._train_state)._equal_at = 0  # a new process
+                    guard_of(operator._train_state)._equal_step = 0  # a new process
                 runner.rejoin(context, 0)
             else:
                 runner.handle(ValidateRequest(call_number=1))
@@ -582,7 +582,7 @@ def test_steps_do_not_wait_for_a_gpu_that_is_compared_and_measured(monkeypatch):
         runner.handle(TrainRequest(call_number=0, until_step=16, until_epoch=99))
         state = runner.operator._train_state
         guard = guard_of(state)
-        assert guard._equal_at >= 14
+        assert guard._equal_step >= 14
         assert state.timing.totals.seconds[FORWARD] > 0
         before, _ = guard._digests(True, False, 1)
         runner.operator.model.head.weight.data.view(torch.int32)[0, 0] ^= 1
