@@ -77,7 +77,7 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
     def address(self) -> Address:
         """Return an address for one value."""
 
-        async def talk(connection: socket.socket) -> None:
+        async def handle(connection: socket.socket) -> None:
             data, sizes = pickle.loads(await messages.receive(connection))
             try:
                 if self._open_file is None:
@@ -90,7 +90,7 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
             self._received[address] = received
             await asyncio.get_running_loop().sock_sendall(connection, b"1")
 
-        address = self._listener.expect(talk)
+        address = self._listener.expect(handle)
         return address
 
     def resolve(self, answer: Any) -> Any:
@@ -192,14 +192,14 @@ def offering(parcel: Parcel, hosts: Sequence[str]) -> Iterator[Parcel | Address]
         yield parcel
         return
 
-    async def talk(connection: socket.socket) -> None:
+    async def handle(connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         await messages.send(connection, pickle.dumps((bytes(parcel.data), parcel.sizes)))
         for part in parcel.parts():
             await loop.sock_sendall(connection, part)
 
     with contextlib.closing(Listener(driver_address(hosts), "raysgd-outbox")) as listener:
-        yield listener.expect(talk)
+        yield listener.expect(handle)
 
 
 class Incoming:

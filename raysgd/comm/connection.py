@@ -34,7 +34,7 @@ from raysgd.comm.network import shut_down
 
 logger = logging.getLogger(__name__)
 
-Talk = Callable[[socket.socket], Awaitable[None]]
+Handler = Callable[[socket.socket], Awaitable[None]]
 
 _LENGTH = struct.Struct("!Q")
 _MAGIC = b"sgd2"
@@ -79,18 +79,18 @@ def connect(
     address: Address,
     timeout_s: float,
     reach_s: float = 5.0,
-    hold: Callable[[socket.socket], None] | None = None,
+    on_socket: Callable[[socket.socket], None] | None = None,
 ) -> socket.socket:
     """Connect to a listener within `timeout_s`. Return a blocking socket, ready for messages.
 
-    The remote kernel must accept within `reach_s`. `hold` gets the socket before it connects, so
-    that another thread can shut it down. Raise OSError if the connection fails.
+    The remote kernel must accept within `reach_s`. `on_socket` gets the socket before it connects,
+    so that another thread can shut it down. Raise OSError if the connection fails.
     """
     ends = time.monotonic() + timeout_s
     connection = socket.socket()
     try:
-        if hold is not None:
-            hold(connection)
+        if on_socket is not None:
+            on_socket(connection)
         connection.settimeout(max(min(reach_s, timeout_s), 1e-3))
         connection.connect((address.host, address.port))
         _keep_alive(connection)
@@ -172,7 +172,7 @@ class Listener:
         self._server = socket.create_server((host, 0), backlog=1024)
         self._server.setblocking(False)
         self._port: int = self._server.getsockname()[1]
-        self._expected: dict[bytes, tuple[str, Talk]] = {}
+        self._expected: dict[bytes, tuple[str, Handler]] = {}
         self._connections: dict[socket.socket, asyncio.Task[None]] = {}
         self._strangers: dict[socket.socket, None] = {}
         self._closed = asyncio.Event()
@@ -181,14 +181,14 @@ class Listener:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def expect(self, talk: Talk, key: str | None = None) -> Address:
+    def expect(self, handler: Handler, key: str | None = None) -> Address:
         """Accept connections of peers that know `key`, and return the address for them.
 
-        `talk` handles one connection in the listener's thread. The connection closes when it
+        `handler` handles one connection in the listener's thread. The connection closes when it
         returns, unless it calls ``detach`` on the socket.
         """
         key = secrets.token_hex(_RANDOM_BYTES) if key is None else key
-        self._expected[_name(key)] = key, talk
+        self._expected[_name(key)] = key, handler
         return Address(self._host, self._port, key)
 
     def forget(self, address: Address) -> None:
@@ -234,7 +234,7 @@ class Listener:
             return
         connection.setblocking(False)
         self._strangers[connection] = None
-        self._connections[connection] = self._loop.create_task(self._talk(connection))
+        self._connections[connection] = self._loop.create_task(self._handle(connection))
         if len(self._strangers) > _MOST_STRANGERS:
             self._dismiss_oldest()
 
@@ -244,12 +244,12 @@ class Listener:
             del self._strangers[oldest]
             self._connections[oldest].cancel()
 
-    async def _talk(self, connection: socket.socket) -> None:
+    async def _handle(self, connection: socket.socket) -> None:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                talk = await self._greet(connection)
+                handler = await self._greet(connection)
             self._strangers.pop(connection, None)
-            await talk(connection)
+            await handler(connection)
         except (OSError, EOFError) as error:  # the peer has left or is not raysgd
             logger.debug("A connection has ended: %r", error)
         except Exception:
@@ -260,7 +260,7 @@ class Listener:
             shut_down(connection)
             connection.close()
 
-    async def _greet(self, connection: socket.socket) -> Talk:
+    async def _greet(self, connection: socket.socket) -> Handler:
         """Authenticate the peer, and return the handler of its messages."""
         _keep_alive(connection)
         if await exactly(connection, len(_MAGIC)) != _MAGIC:
@@ -269,7 +269,7 @@ class Listener:
         name, theirs = hello[:_NAME_BYTES], hello[_NAME_BYTES:]
         if (expectation := self._expected.get(name)) is None:
             raise ConnectionAbortedError("the peer names an unknown key")
-        key, talk = expectation
+        key, handler = expectation
         mine = secrets.token_bytes(_RANDOM_BYTES)
         proof = _proof(key, b"listening", mine, theirs)
         await self._loop.sock_sendall(connection, mine + proof)
@@ -278,4 +278,4 @@ class Listener:
             raise ConnectionAbortedError("the peer does not know the key")
         if name not in self._expected:
             raise ConnectionAbortedError("the peer connected after forget()")
-        return talk
+        return handler

@@ -108,7 +108,7 @@ class GlooGroup(ProcessGroup):
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         # PyTorch 2.15 asks the default backend for its name.
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
-        self._running = _Running()
+        self._running = _RunningOperations()
 
     @staticmethod
     def init(
@@ -241,22 +241,22 @@ for _name in _TRANSFERS:
     setattr(GlooGroup, _name, _operation(_name, is_collective=False))
 
 
-class _Running:
+class _RunningOperations:
     """The unfinished operations of a group."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waits: dict[int, Callable[[Any], None]] = {}
+        self._setters: dict[int, Callable[[Any], None]] = {}  # of the results of futures
         self._active: dict[int, int] = {}  # numbers of the collectives, and -1 of transfers
         self._num_collectives = 0
         self.num_begun = 0
-        self._interrupted = False
+        self._is_interrupted = False
 
     def begin(self, key: int, end: Callable[[Any], None], is_collective: bool) -> None:
         with self._changed:
-            if self._interrupted:
+            if self._is_interrupted:
                 raise _interruption()
-            self._waits[key] = end
+            self._setters[key] = end
             self.num_begun += 1
             self._num_collectives += is_collective
             self._active[key] = self._num_collectives if is_collective else -1
@@ -264,7 +264,7 @@ class _Running:
     def finish(self, key: int, result: Any = None) -> None:
         """End the future of an operation, unless an interruption has. Then record the end."""
         with self._changed:
-            end = self._waits.pop(key, None)
+            end = self._setters.pop(key, None)
         if end is not None:
             end(result)
         with self._changed:
@@ -273,15 +273,15 @@ class _Running:
 
     def oldest(self) -> int | None:
         with self._changed:
-            numbers = [number for key, number in self._active.items() if key in self._waits]
+            numbers = [number for key, number in self._active.items() if key in self._setters]
             return min((number for number in numbers if number > 0), default=None)
 
     def interrupt(self) -> None:
         with self._changed:
-            self._interrupted = True
-            waits = list(self._waits.values())
-            self._waits.clear()
-        for end in waits:
+            self._is_interrupted = True
+            setters = list(self._setters.values())
+            self._setters.clear()
+        for end in setters:
             end(_interruption())
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
@@ -295,7 +295,7 @@ class _Operation(Work):
 
     def __init__(
         self,
-        running: _Running,
+        running: _RunningOperations,
         start: Callable[[], Any],
         output: Any = None,
         is_collective: bool = True,

@@ -52,9 +52,9 @@ class Mesh:
         self._num_started = 0
         self._newest_reduction: Future[None] | None = None
         self._order_lock = threading.Lock()
-        self._broken = ""
+        self._break_reason = ""
         self._listener = Listener(host, "raysgd-mesh-listener")
-        address = self._listener.expect(self._take, key=key)
+        address = self._listener.expect(self._accept_rank, key=key)
         self.address = address.host, address.port
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
@@ -64,7 +64,7 @@ class Mesh:
         try:
             for rank, (host, port) in enumerate(addresses[: self._rank]):
                 target, left_s = Address(host, port, self._key), ends - time.monotonic()
-                connections[rank] = connect(target, timeout_s=left_s, hold=self._hold)
+                connections[rank] = connect(target, timeout_s=left_s, on_socket=self._add_socket)
                 connections[rank].sendall(_RANK.pack(self._rank))
             while len(connections) < len(addresses) - 1:
                 arrived = self._arrived.get(timeout=max(0.0, ends - time.monotonic()))
@@ -88,18 +88,18 @@ class Mesh:
             # A stopped rank may stop reading.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
             self._peers[rank] = connection
-        if self._broken:
-            self._break(self._broken)  # also closes the new connections
+        if self._break_reason:
+            self._break(self._break_reason)  # also closes the new connections
 
-    async def _take(self, connection: socket.socket) -> None:
+    async def _accept_rank(self, connection: socket.socket) -> None:
         (rank,) = _RANK.unpack(await exactly(connection, _RANK.size))
         connection = socket.socket(fileno=connection.detach())
         self._sockets.append(connection)
         self._arrived.put((rank, connection))
 
-    def _hold(self, connection: socket.socket) -> None:
+    def _add_socket(self, connection: socket.socket) -> None:
         self._sockets.append(connection)
-        self._check()
+        self._raise_if_broken()
 
     def reduce(
         self, tensor: torch.Tensor, combine: Combine, timeout_s: float, in_thread: bool
@@ -143,7 +143,7 @@ class Mesh:
         missing = {rank: memoryview(buffer) for rank, buffer in received.items()}
         ends = time.monotonic() + timeout_s
         while True:
-            self._check()
+            self._raise_if_broken()
             for rank, connection in self._peers.items():
                 try:
                     unsent[rank] = _send(connection, unsent[rank])
@@ -180,17 +180,17 @@ class Mesh:
                 result = functools.reduce(combine, (terms[rank] for rank in sorted(terms)))
                 tensor.detach().copy_(result)
 
-    def _check(self) -> None:
-        if self._broken:
-            raise RuntimeError(self._broken)
+    def _raise_if_broken(self) -> None:
+        if self._break_reason:
+            raise RuntimeError(self._break_reason)
 
     def _break(self, reason: str, cause: BaseException | None = None) -> NoReturn:
         self.interrupt(reason)
-        raise RuntimeError(self._broken) from cause
+        raise RuntimeError(self._break_reason) from cause
 
     def interrupt(self, reason: str = "The driver interrupted this collective") -> None:
         """Make all current and later calls fail, here and on the other ranks."""
-        self._broken = self._broken or f"gloo/ {reason}."
+        self._break_reason = self._break_reason or f"gloo/ {reason}."
         for connection in list(self._sockets):
             shut_down(connection)
         self._arrived.put(None)

@@ -315,7 +315,7 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         self.files = [stream._records for stream in streams]
         self.shuffles = any(stream.shuffles for stream in streams)
         self._starts: list[int] = []  # numbers of samples at which the set of streams changes
-        self._parts: list[tuple[list[int], np.ndarray[Any, Any]]] = []
+        self._patterns: list[tuple[list[int], np.ndarray[Any, Any]]] = []
         self._plan(np.asarray(weights, float))
 
     def _plan(self, weights: np.ndarray[Any, Any]) -> None:
@@ -329,7 +329,7 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
             pattern = np.repeat(np.arange(len(left)), counts)
             pattern = pattern[np.random.default_rng((self._seed, *taken)).permutation(len(pattern))]
             self._starts.append(sum(taken))
-            self._parts.append((list(taken), pattern))
+            self._patterns.append((list(taken), pattern))
             ends = []
             for stream in np.flatnonzero(counts):
                 rounds, rest = divmod(left[stream] - 1, int(counts[stream]))
@@ -353,7 +353,7 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         return f"mix of {len(self._streams)} streams with {len(self)} records"
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
-        places = [self.place_of(number) for number in numbers]
+        places = [self.locate_in_stream(number) for number in numbers]
         results: list[Any] = [None] * len(numbers)
         for which, stream in enumerate(self._streams):
             own = [i for i, (other, _) in enumerate(places) if other == which]
@@ -363,13 +363,13 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         return results
 
     def locate(self, epoch: int, number: int) -> list[Any]:
-        which, own = self.place_of(number)
+        which, own = self.locate_in_stream(number)
         return self._streams[which].locate(epoch, own)
 
-    def place_of(self, number: int) -> tuple[int, int]:
+    def locate_in_stream(self, number: int) -> tuple[int, int]:
         """Return which stream has a sample, and its number in that stream."""
         index = int(np.searchsorted(self._starts, number, side="right")) - 1
-        taken, pattern = self._parts[index]
+        taken, pattern = self._patterns[index]
         within = number - self._starts[index]
         stream = int(pattern[within % len(pattern)])
         return stream, taken[stream] + _count_before(pattern, stream, within)

@@ -72,7 +72,7 @@ class _Run:
     datasets: Datasets
     call: Call
     """Counts the losses of workers over all requests of the run."""
-    is_silent: bool = False
+    skips_reports: bool = False
     """Whether to skip reports."""
     growth: Growth = field(default_factory=Growth)
     values: list[Any] | None = None
@@ -180,7 +180,7 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
-            self._run.growth.restart()
+            self._run.growth.forget_checkpoint()
             self._run.send_shards()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
@@ -305,23 +305,23 @@ class BackendExecutor:
                         "report() and save_checkpoint() equally often and in the same order."
                     )
                 self._save_checkpoint(run, turns)
-                if run.growth.after(turns[0]):
+                if run.growth.observe(turns[0]):
                     run.plan = replace(run.plan, iteration=turns[0].iteration)
                     run.controller.grow()
                 if turns[0].kind == "end":
                     run.values = [turn.value for turn in turns]
-                elif turns[0].kind == "report" and not run.is_silent:
+                elif turns[0].kind == "report" and not run.skips_reports:
                     return [self._backend.decode_data(turn.metrics) for turn in turns]
         return None
 
     def pause_reporting(self) -> None:
         """Skip reports from now on. Checkpoints are still kept."""
-        self._require_run("pause_reporting").is_silent = True
+        self._require_run("pause_reporting").skips_reports = True
 
     def finish_training(self) -> list[Any]:
         """Skip reports until the end of the function, and return its results by rank."""
         run = self._require_run("finish_training")
-        run.is_silent = True
+        run.skips_reports = True
         while run.values is None:
             self.fetch_next_result()
         self._run = None

@@ -74,9 +74,9 @@ class ReportQueue:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._turn: Turn | None = None  # that the driver has not taken yet
-        self._taken: Turn | None = None  # that the driver is handling
-        self._stopped = self._follows_checkpoint = False
+        self._next: Turn | None = None  # that the driver has not taken yet
+        self._handled: Turn | None = None  # that the driver is handling
+        self._is_stopped = self._follows_checkpoint = False
         self.blocked_on_driver = False
         """Whether the function is waiting for the driver or has ended."""
 
@@ -85,28 +85,28 @@ class ReportQueue:
     def put(self, turn: Turn) -> None:
         """Pass a turn to the driver. Wait until it has handled a checkpoint or the next report."""
         with self._changed:
-            self._wait_until(lambda: self._turn is None)
-            self._turn = turn
+            self._wait_until(lambda: self._next is None)
+            self._next = turn
             self._changed.notify_all()
             if turn.has_checkpoint or self._follows_checkpoint:
-                self._wait_until(lambda: turn is not self._turn and turn is not self._taken)
+                self._wait_until(lambda: turn is not self._next and turn is not self._handled)
             self._follows_checkpoint = turn.kind == "checkpoint"
 
     def end(self, turn: Turn) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""
         with self._changed:
             self.blocked_on_driver = True
-            self._changed.wait_for(lambda: self._turn is None or self._stopped)
-            self._turn = turn
+            self._changed.wait_for(lambda: self._next is None or self._is_stopped)
+            self._next = turn
             self._changed.notify_all()
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
         self.blocked_on_driver = True
         try:
-            self._changed.wait_for(lambda: reached() or self._stopped)
+            self._changed.wait_for(lambda: reached() or self._is_stopped)
         finally:
             self.blocked_on_driver = False
-        if self._stopped:
+        if self._is_stopped:
             raise RunStoppedError("The driver has stopped this training function.")
 
     # ---- used by the driver
@@ -117,13 +117,13 @@ class ReportQueue:
         Raise the exception of the function if it has failed.
         """
         with self._changed:
-            self._taken = None
+            self._handled = None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._turn is not None)
-            turn = self._turn
+            self._changed.wait_for(lambda: self._next is not None)
+            turn = self._next
             assert turn is not None
             if turn.kind != "end":  # the driver can take an end again
-                self._turn, self._taken = None, turn
+                self._next, self._handled = None, turn
             self._changed.notify_all()
         if isinstance(turn.error, RunStoppedError):
             raise RuntimeError("The training function was stopped.") from turn.error
@@ -134,7 +134,7 @@ class ReportQueue:
     def stop(self) -> None:
         """Make the function raise when it next waits for the driver, or now if it is waiting."""
         with self._changed:
-            self._stopped = True
+            self._is_stopped = True
             self._changed.notify_all()
 
 
@@ -160,11 +160,11 @@ class Growth:
         self._saves_first: bool | None = None  # None before the first turn
         self._awaits_report = False  # the newest turn is a checkpoint that a report may follow
 
-    def restart(self) -> None:
+    def forget_checkpoint(self) -> None:
         """Forget a checkpoint from which the workers start again, before its report."""
         self._awaits_report = False
 
-    def after(self, turn: Turn) -> bool:
+    def observe(self, turn: Turn) -> bool:
         """Return whether a restart after this turn, with `turn.iteration`, skips no report."""
         if self._saves_first is None:
             self._saves_first = turn.kind == "checkpoint"

@@ -362,7 +362,7 @@ def test_mix_has_each_sample_once(tmp_path_factory, sizes, weights):
     expected = [which * 100 + n for which, size in enumerate(sizes) for n in range(size)]
     assert sorted(mixed) == expected
     for which, size in enumerate(sizes):
-        places = [mixed.place_of(number) for number in range(len(mixed))]
+        places = [mixed.locate_in_stream(number) for number in range(len(mixed))]
         assert [place for other, place in places if other == which] == list(range(size))
 
 
@@ -371,7 +371,7 @@ def test_mix_keeps_the_weights_until_a_stream_ends(tmp_path):
         write_text(tmp_path / f"{name}.txt", range(3000))
     streams = [Stream(text(tmp_path / f"{name}.txt", cache_dir=tmp_path)) for name in "ab"]
     mixed = mix(streams, [3, 1])
-    which = np.array([mixed.place_of(number)[0] for number in range(len(mixed))])
+    which = np.array([mixed.locate_in_stream(number)[0] for number in range(len(mixed))])
     assert np.bincount(which[:2000]).tolist() == [1500, 500]
     assert np.bincount(which[4000:], minlength=2).tolist() == [0, 2000]
 

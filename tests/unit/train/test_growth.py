@@ -36,8 +36,8 @@ def test_growth_loses_and_repeats_no_report(turns, grown_at):
     growth, grown = Growth(), []
     for number, turn in enumerate(turns):
         if turn == "|":
-            growth.restart()
-        elif growth.after(TURNS[turn]):
+            growth.forget_checkpoint()
+        elif growth.observe(TURNS[turn]):
             grown.append(number)
     assert grown == grown_at
 

@@ -75,7 +75,7 @@ def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_
     assert not reported.wait(0.2)
     assert report_queue.get().metrics == {"n": 2}
     assert reported.is_set()
-    wait_until(lambda: report_queue._turn is not None)  # other reports do not wait
+    wait_until(lambda: report_queue._next is not None)  # other reports do not wait
 
 
 @pytest.mark.parametrize("has_returned", [False, True])
