@@ -43,8 +43,7 @@ class Evaluation:
         source = (
             train_state.data.readable("validation") if loader is None else self._source_of(loader)
         )
-        with train_state.evaluating():
-            offset = self._evaluate(source, start[1], request.num_steps, request.info)
+        offset = self._evaluate(source, start[1], request.num_steps, request.info)
         if loader is None:
             train_state.validation_offset = offset
         else:
@@ -63,7 +62,8 @@ class Evaluation:
             self.batches = batches = _EvaluationBatches(source, read, self._control, limit)
             train_state.meters = None
             try:
-                with train_state.timers.record("validation"):
+                # A worker that has fewer batches may have to wait at the end of the context.
+                with train_state.evaluating(), train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
             except BaseException:
                 self._control.failed_at = batches.describe_place()
@@ -113,18 +113,18 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state.collectives)
         # The workers take turns with the batches.
         keys = itertools.count(train_state.context.world_rank, train_state.context.world_size)
-        with train_state.evaluating():
-            train_state.meters = None
-            batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._control)
-            try:
+        train_state.meters = None
+        batches = self.batches = _EvaluationBatches(source, source.batches(0, 0), self._control)
+        try:
+            with train_state.evaluating():
                 predictions = list(zip(keys, operator._predictions(batches), strict=False))
-                self._check_samples(source, batches)
-            except BaseException:
-                self._control.failed_at = batches.describe_place()
-                raise
-            finally:
-                self.batches = None
-                source.close_workers()
+            self._check_samples(source, batches)
+        except BaseException:
+            self._control.failed_at = batches.describe_place()
+            raise
+        finally:
+            self.batches = None
+            source.close_workers()
         return predictions
 
     def _check_samples(self, source: BatchSource, batches: _EvaluationBatches) -> None:

@@ -94,12 +94,14 @@ def test_hooks_of_a_feature_that_is_added_between_calls(make_trainer):
     assert spy.called == [*CALL, *STEP, *END]
 
 
-def test_hooks_of_an_evaluation(spied):
+def test_hooks_of_an_evaluation(spied, monkeypatch):
     trainer, called = spied()
+    compare = "raysgd.loop.evaluation.Evaluation._check_samples"
+    monkeypatch.setattr(compare, lambda *_: called.append("compare"))
     trainer.validate()
-    assert called == ["evaluating", "evaluated"]
+    assert called == ["evaluating", "evaluated", "compare"]
     trainer.predict(trainer.get_local_operator().validation_loader.loader)
-    assert called == ["evaluating", "evaluated"] * 2
+    assert called == ["evaluating", "evaluated", "compare"] * 2
 
 
 @pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
