@@ -19,7 +19,7 @@ schedulers, optimizers, models,   `SavedState.copy_from`                follower
 and the entries of features
 buffers                           `StepFeature.receive`                 followers
 ``operator``                      the operator's ``load_state_dict``    followers
-``is_damaged``                    `Update`                   followers
+``is_damaged``                    `Update`                              followers
 ``module_modes``                  `SavedState.set_module_modes`         followers
 ``data``, ``global_step``         `TrainState.move_to`                  all others
 ``call``                          `CallProgress.continue_call`          all others

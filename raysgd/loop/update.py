@@ -81,14 +81,14 @@ class Update:
     def should_commit(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if the loop now ends it.
 
-        ==================================  =============  =============  =============
-        the loop ...                        asks for more  returns        has `raised`
-        ==================================  =============  =============  =============
-        before the last micro-batch         it continues   an error       it is undone
-        in the last micro-batch             it is counted  it is counted  it is undone
-        there, if `optimizer_steps.are_complete`      it is counted  it is counted  it is counted
-        after a feature has refused it      -              -              it is undone
-        ==================================  =============  =============  =============
+        ========================================  =============  =============  =============
+        the loop ...                              asks for more  returns        has `raised`
+        ========================================  =============  =============  =============
+        before the last micro-batch               it continues   an error       it is undone
+        in the last micro-batch                   it is counted  it is counted  it is undone
+        there, if `optimizer_steps.are_complete`  it is counted  it is counted  it is counted
+        after a feature has refused it            -              -              it is undone
+        ========================================  =============  =============  =============
         """
         is_done = self.is_open and not self.is_committing and self.is_last
         return is_done and (not raised or self.optimizer_steps.are_complete)

@@ -128,7 +128,7 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
     for a named tuple if ``forward`` takes all fields except at most one.
 
     Raises:
-        TypeError: If the arguments and the target cannot be told copied.
+        TypeError: If the arguments and the target cannot be told apart.
     """
     fields = set(getattr(batch, "_fields", ())) if isinstance(batch, tuple) else set()
     if (named := batch._asdict() if fields else named_values(batch)) is not None:

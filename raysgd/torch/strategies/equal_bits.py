@@ -10,13 +10,14 @@ Elsewhere, code asks for what the mode changes, not for its name:
 
 - ``options.layout.has_fixed_parts``: the shards of each step (`EpochPartition`), seeds for their
   order, samples, and user code (`PartitionedLoader`), the batch size in the config of a worker
-  (`OperatorRunner`), and errors if memory runs out (`MicroBatching`). `TorchSources` rejects
-  iterable data sets that cannot be grouped into shards.
+  (`OperatorRunner`), and errors for batches that must not be split (`MicroBatching.refuse`, by
+  ``layout.fixed_by``). `TorchSources` rejects iterable data sets that cannot be grouped
+  into shards.
 - ``options.exact``: deterministic operations (`TorchRunner`). `TorchOptions` unsets split_on_oom.
-- ``update.has_fixed_parts``: an update needs copies, and ends with its commit
-  (`Update`). Each worker has the metrics of all (`CallProgress`, `OperatorRunner`),
-  whose sums have a fixed order (`BadStepFilter`, `TrainingOperator`). The total of losses
-  (`LossWeights`). Errors for steps that cannot be made in parts (`StepChecks`).
+- ``update.has_fixed_parts``: an update needs copies, and ends with its commit (`Update`). Each
+  worker has the metrics of all (`CallProgress`, `OperatorRunner`), whose sums have a fixed order
+  (`BadStepFilter`, `TrainingOperator`). The total of losses (`LossWeights`). Errors for steps that
+  cannot be made in parts (`StepChecks`).
 """
 
 from __future__ import annotations
