@@ -11,10 +11,10 @@ from raysgd.loop.loss_weights import Factors
 from raysgd.loop.update import Update
 
 UPDATE_HOOKS = (
-    "begin",
+    "begin_update",
     "begin_micro_batch",
     "filter_loss",
-    "before_update",
+    "before_optimizer_step",
     "before_commit",
     "commit",
 )
@@ -25,8 +25,8 @@ class StepFeature:
     """The base class of training features. By default, each hook does nothing.
 
     A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of an update.
-    Only PyTorch calls `filter_loss`, `before_update`, `receive`, `user_settings`, and the methods
-    of states. Besides its own hooks and attributes, a feature may use:
+    Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, `user_settings`, and the
+    methods of states. Besides its own hooks and attributes, a feature may use:
 
     - The update. It may set `bad_step` before an update that must not be applied,
       `optimizer_steps.running` while an optimizer steps, and `is_damaged` if it cannot restore
@@ -79,7 +79,7 @@ class StepFeature:
     def end_call(self) -> None:
         """Handle the end of a call that has reached its goal, before `sync_buffers`."""
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         """Prepare for an update, before its first micro-batch."""
 
     def begin_micro_batch(self, update: Update) -> None:
@@ -89,8 +89,8 @@ class StepFeature:
         """Return the loss whose gradients are computed. Its value must not change."""
         return loss
 
-    def before_update(self, update: Update, optimizer: Any) -> None:
-        """Read or change the gradients of an optimizer before its update."""
+    def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
+        """Read or change the gradients of an optimizer before its step."""
 
     def before_commit(self, update: Update) -> None:
         """Raise an error if the update must not be committed. Change nothing that it trained."""

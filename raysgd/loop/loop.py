@@ -3,14 +3,14 @@
 The life of an update. The hooks of features get ``update``, a `raysgd.loop.update.Update`::
 
     for batch in segment:                  # OPEN, with its first batch
-        feature.begin(update)
+        feature.begin_update(update)
         feature.begin_micro_batch(update)
         operator.train_batch(batch)
             # In each backward(loss):
             update.losses.add(count)       # returns factors of the loss and of earlier gradients
             feature.filter_loss(update, loss, factors)
             # In each optimizer_step():
-            feature.before_update(update, optimizer)
+            feature.before_optimizer_step(update, optimizer)
             optimizer.step()
         # The loop asks for the next batch, or returns:
         if update.should_commit():

@@ -44,7 +44,7 @@ class MicroBatching(StepFeature):
         if self._update.is_split:
             raise IndivisibleError(why)
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         """Warn if a batch cannot be split and is larger because workers are missing."""
         if update.plan.is_large:
             self._settings.warn_once(

@@ -131,8 +131,8 @@ class TrainState(ABC):
         update = self.update
         update.begin_micro_batch(micro_batch, is_last)
         if update.index == 0:
-            for feature in self.features_with["begin"]:
-                feature.begin(update)
+            for feature in self.features_with["begin_update"]:
+                feature.begin_update(update)
         for feature in self.features_with["begin_micro_batch"]:
             feature.begin_micro_batch(update)
 

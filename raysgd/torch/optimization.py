@@ -9,7 +9,7 @@ loss                  ``backward``: weights        ``loss.backward()``: equal we
 accumulation, parts   yes                          an error, or whole batches
 averages              in the last backward pass,   in each backward pass, else before
                       else in `Optimization.step`  the step
-clipping, unscaling   `StepFeature.before_update`  by user code
+clipping, unscaling   `before_optimizer_step`      by user code
 step                  ``optimizer_step``           ``optimizer.step()``
 ====================  ===========================  ===================================
 
@@ -127,8 +127,8 @@ class Optimization(StepFeature):
         try:
             self._train_state.exchange.average(optimizer)
             if not update.losses.is_empty:
-                for feature in self._train_state.features_with["before_update"]:
-                    feature.before_update(update, optimizer)
+                for feature in self._train_state.features_with["before_optimizer_step"]:
+                    feature.before_optimizer_step(update, optimizer)
                 if update.bad_step is None:
                     self._train_state.precision.step(optimizer)
         finally:

@@ -46,7 +46,7 @@ class BadStepFilter(StepFeature):
     def begin_call(self, logs_steps: bool) -> None:
         self._num_workers = self._train_state.exchange.num_workers
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         self._loss_term: Any = 0.0  # of the loss, on this worker; NaN if a loss was not finite
         self._loss: float | None = None  # of an update that is applied
 
@@ -59,7 +59,7 @@ class BadStepFilter(StepFeature):
         self._loss_term = self._loss_term * factors.earlier + term + poison
         return loss * (poison + 1)
 
-    def before_update(self, update: Update, optimizer: Any) -> None:
+    def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         train_state, spike = self._train_state, self._options.spike
         precision = train_state.precision
         norm = float(train_state.exchange.norm(precision.parameters(optimizer))[1])

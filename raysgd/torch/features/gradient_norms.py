@@ -32,7 +32,7 @@ class GradientNorms(StepFeature):
         self._is_logged = logs_steps
         self._norms.clear()
 
-    def before_update(self, update: Update, optimizer: Any) -> None:
+    def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if update.bad_step is None and (self._is_logged or self._max_norm is not None):
             train_state, precision = self._train_state, self._train_state.precision
             precision.unscale(optimizer)

@@ -113,7 +113,7 @@ class ReplicaGuard(StepFeature):
         self._contents.has_run = True
         return super().evaluating()
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         if not self._is_active:
             return
         self._contents.has_run = True

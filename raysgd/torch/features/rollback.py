@@ -54,14 +54,14 @@ class Rollback(StepFeature):
         self._has_copies = False
         self._moves_parameters = None if has_bad_steps else False  # None: not known yet
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         self._has_copies = update.optimizer_steps.are_several or self._moves_parameters is not False
         if self._has_copies:
             for image in self._images:
                 image.take()
         self._versions = Versions(lambda: self._parameters)
 
-    def before_update(self, update: Update, optimizer: Any) -> None:
+    def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
         if self._versions is None:
             return
         if update.bad_step is not None:

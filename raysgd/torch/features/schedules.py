@@ -45,7 +45,7 @@ class Schedules(StepFeature):
         schedulers = self._train_state.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         self._states = None
 
     def begin_micro_batch(self, update: Update) -> None:

@@ -127,7 +127,7 @@ class EqualBitsGradients(GroupGradients):
         """Seed the generators for code of the next ``train_epoch`` before its first batch."""
         seed_all(hash((self._train_state.seed, epoch)))
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         """Keep what an update changes besides the optimizer and the model."""
         self._scales = [t.clone() for t in self._precision.scale_tensors()]
         self._schedulers = [scheduler.state_dict() for scheduler in self._train_state.schedulers]

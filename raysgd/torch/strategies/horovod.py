@@ -62,7 +62,7 @@ class HorovodGradients(GroupGradients):
                 optimizer, named_parameters=named, **self._arguments
             )
 
-    def begin(self, update: Update) -> None:
+    def begin_update(self, update: Update) -> None:
         """Start the allreduce in the last backward pass of the update."""
         passes = max(update.num_planned, self._arguments["backward_passes_per_step"])
         for distributed in self._distributed.values():

@@ -71,7 +71,7 @@ class Exchange(StepFeature):
     def __init__(self, worker):
         self.worker = worker
 
-    def before_update(self, update, optimizer):
+    def before_optimizer_step(self, update, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         told = self.worker.gather([parameter.grad.clone() for parameter in parameters])
         for parameter, gradients in zip(parameters, zip(*told, strict=True), strict=True):
@@ -307,7 +307,7 @@ class Raw(Exact):
         self.largest = max(self.largest, len(ids))
         (self.model(features, ids) - target).square().mean().backward()
         for optimizer in self.optimizers:
-            self._train_state.features[0].before_update(None, optimizer)
+            self._train_state.features[0].before_optimizer_step(None, optimizer)
             optimizer.step()
             optimizer.zero_grad()
         return {"num_samples": len(ids)}

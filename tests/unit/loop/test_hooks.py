@@ -42,16 +42,16 @@ def recorded(name):
 
 
 HOOKS = """
-    begin_call begin begin_micro_batch before_update before_commit commit roll_back
+    begin_call begin_update begin_micro_batch before_optimizer_step before_commit commit roll_back
     end_epoch check_trained end_call sync_buffers
 """
 for name in HOOKS.split():
     setattr(Spy, name, recorded(name))
 
 STEP = [
-    "begin 0",
+    "begin_update 0",
     "begin_micro_batch 0",
-    "before_update 0",
+    "before_optimizer_step 0",
     "before_commit 0",
     "commit closed",
 ]

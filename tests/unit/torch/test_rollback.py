@@ -58,7 +58,7 @@ class Steps:
 
     def begin(self):
         self.step.begin_micro_batch(MicroBatch())
-        self.rollback.begin(self.step)
+        self.rollback.begin_update(self.step)
 
     def commit(self):
         self.step.commit()
@@ -89,9 +89,9 @@ def test_copies_for_a_first_bad_step_are_released():
     optimizer, step = torch.optim.SGD([parameter], lr=0.5), Update()
     step.optimizer_steps.optimizers = [optimizer]
     rollback = Rollback([optimizer], [], has_bad_steps=True)
-    rollback.begin(step)
+    rollback.begin_update(step)
     assert len(rollback._images[0]._copies.values) == 1
-    rollback.before_update(step, optimizer)
+    rollback.before_optimizer_step(step, optimizer)
     assert not rollback._images[0]._copies.values
 
 
@@ -168,7 +168,7 @@ def test_parameters_that_steps_move_before_the_update_are_restored():
             parameter.add_(1)
 
     move()
-    steps.rollback.before_update(steps.step, steps.optimizers[0])
+    steps.rollback.before_optimizer_step(steps.step, steps.optimizers[0])
     with torch.no_grad():
         parameter.sub_(1)
     steps.commit()

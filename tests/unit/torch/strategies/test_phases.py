@@ -23,9 +23,9 @@ STEP = ["average", "before_of_user", "_before_optimizer_step", "_begin_step"]
 STEP += ["after_of_user", "_end_step", "_after_optimizer_step"]
 # Shards roll back before `Rollback`, and the exchange commits before the buffers.
 HOOKS = {
-    "begin": "exchange Rollback TorchMicroBatching Schedules ReplicaGuard",
+    "begin_update": "exchange Rollback TorchMicroBatching Schedules ReplicaGuard",
     "begin_micro_batch": "exchange Optimization StepChecks Schedules",
-    "before_update": "GradientNorms Rollback",
+    "before_optimizer_step": "GradientNorms Rollback",
     "before_commit": "exchange StepChecks",
     "commit": "replication exchange Optimization StepChecks Rollback BufferCopies WeightAveraging "
     "ReplicaGuard",
@@ -38,7 +38,7 @@ MODES = {
     "equal bits": (
         {"exact": "bits"},
         {},
-        "exchange: begin begin_micro_batch before_commit commit roll_back",
+        "exchange: begin_update begin_micro_batch before_commit commit roll_back",
     ),
     "optimizer": (
         {},
