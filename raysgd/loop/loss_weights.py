@@ -111,7 +111,7 @@ class LossWeights:
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
             planned = 0.0 if update.is_only else self._plan_total(num_workers, add_up)
-            is_exact = update.is_last and not update.has_fixed_parts
+            is_exact = update.in_last_micro_batch and not update.has_fixed_parts
             self._divisor = self._exact_total(num_workers, add_up) if is_exact else planned
             self.is_empty = self.is_empty and not self._divisor
             if self.has_earlier_losses and self._divisor:

@@ -136,9 +136,8 @@ class StepIterator:
         part, micro_batch = self._micro_batches.popleft()
         num_batches = len(self._update.plan.batches)
         batch_is_last = self._is_exhausted or len(self._update.drawn) == num_batches
-        self._train_state.begin_micro_batch(
-            micro_batch, is_last=batch_is_last and not self._micro_batches
-        )
+        is_last = batch_is_last and not self._micro_batches
+        self._train_state.begin_micro_batch(micro_batch, is_last)
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
         return part
 

@@ -50,7 +50,7 @@ class Update:
         self.parts_per_batch = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 before the first
-        self.micro_batch, self.is_last = _NO_BATCH, True
+        self.micro_batch, self.in_last_micro_batch = _NO_BATCH, True
         self.losses.reset()
         self.optimizer_steps.reset()
 
@@ -60,7 +60,8 @@ class Update:
         """Begin a micro-batch, and open the update. It follows directly if this `is_last`."""
         self.is_open, self.is_committing = True, False
         self.index += 1
-        self.micro_batch, self.is_last, self.optimizer_steps.requested = micro_batch, is_last, set()
+        self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
+        self.optimizer_steps.requested = set()
         self.losses.begin_micro_batch()
 
     @property
@@ -76,7 +77,7 @@ class Update:
     @property
     def is_only(self) -> bool:
         """Whether the update has only this micro-batch, and on any number of workers."""
-        return self.index <= 0 and self.is_last and not self.has_fixed_parts
+        return self.index <= 0 and self.in_last_micro_batch and not self.has_fixed_parts
 
     def should_commit(self, raised: bool = False) -> bool:
         """Return whether the update counts on this worker, if the loop now ends it.
@@ -90,7 +91,7 @@ class Update:
         after a feature has refused it            -              -              it is undone
         ========================================  =============  =============  =============
         """
-        is_done = self.is_open and not self.is_committing and self.is_last
+        is_done = self.is_open and not self.is_committing and self.in_last_micro_batch
         return is_done and (not raised or self.optimizer_steps.are_complete)
 
     def commit(self) -> None:

@@ -119,7 +119,7 @@ class KerasOptimization(StepFeature):
             earlier = self._accumulated.get(id(optimizer))
             gradients = gradients if earlier is None else list(map(_add, earlier, gradients))
             self._accumulated[id(optimizer)] = gradients
-        if not update.is_last:
+        if not update.in_last_micro_batch:
             return
         lacks_gradient = any(gradient is None for gradient in gradients)
         if compare_update(self._train_state, variables, lacks_gradient):

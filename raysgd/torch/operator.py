@@ -130,7 +130,7 @@ class TrainingOperator(OperatorBase):
                 raise
             if not batch_info["batch_idx"]:
                 self._warn_of_masked_labels(batch)
-            if per_batch and train_state.update.is_last:
+            if per_batch and train_state.update.in_last_micro_batch:
                 self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
             self.step_schedulers()

@@ -102,7 +102,7 @@ class Optimization(StepFeature):
             for feature in train_state.features_with["filter_loss"]:
                 loss = feature.filter_loss(update, loss, factors)
         loss = loss if factors.loss == 1.0 else loss * factors.loss
-        train_state.precision.backward(loss, update.is_last)
+        train_state.precision.backward(loss, update.in_last_micro_batch)
         self.checks.after_backward()
 
     def _multiply_gradients(self, factor: float) -> None:
@@ -118,7 +118,7 @@ class Optimization(StepFeature):
         if update.is_warm_up:
             raise WarmedUp
         self.checks.before_step(optimizer)
-        if not update.is_last:
+        if not update.in_last_micro_batch:
             if not self._train_state.exchange.take_gradients(optimizer):
                 self._accumulated.set_aside(parameters_of(optimizer))
             return False

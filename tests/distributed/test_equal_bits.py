@@ -19,7 +19,7 @@ class Killed(Slow):
     def train_batch(self, batch, batch_info):
         metrics = super().train_batch(batch, batch_info)
         self.step_schedulers()
-        fault, has_updated = self.config["fault"], self._train_state.update.is_last
+        fault, has_updated = self.config["fault"], self._train_state.update.in_last_micro_batch
         is_due = has_updated and self.world_rank == 1 and self.global_step == 6
         if fault is not None and is_due:
             with contextlib.suppress(FileExistsError):  # a replacement lives

@@ -28,7 +28,7 @@ class Schedules(StepFeature):
         )
         if is_skipped or not update.micro_batch.ends_step:
             return
-        if update.is_last:
+        if update.in_last_micro_batch:
             self._check_complete()
         for scheduler in self._train_state.schedulers:
             scheduler.step()

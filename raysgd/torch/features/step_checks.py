@@ -156,7 +156,7 @@ class StepChecks(StepFeature):
 
     def after_backward(self) -> None:
         update = self._update
-        is_final = update.is_last and not update.has_fixed_parts
+        is_final = update.in_last_micro_batch and not update.has_fixed_parts
         self._watch_gradients(self._precision.scales or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:

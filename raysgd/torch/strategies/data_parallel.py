@@ -122,7 +122,7 @@ class UserWrappedGradients(GroupGradients):
         return buffers
 
     def begin_micro_batch(self, update: Update) -> None:
-        self._set_sync(update.is_last)
+        self._set_sync(update.in_last_micro_batch)
 
     def _set_sync(self, wanted: bool) -> None:
         """Set whether the next backward passes average gradients."""

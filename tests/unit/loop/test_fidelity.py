@@ -49,7 +49,7 @@ class Mortal(Exact):
         if self.death == (step, "before") or (self.death == (step, "between") and self.part):
             self.end()
         result = super().train_batch(batch, batch_info)
-        if self.death == (step, "after") and self._train_state.update.is_last:
+        if self.death == (step, "after") and self._train_state.update.in_last_micro_batch:
             self.end()
         if self.config.get("tells", False):
             gather(self, None)

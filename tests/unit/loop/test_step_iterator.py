@@ -144,7 +144,7 @@ def groups_of(train_state, steps, after=None, pause=None):
     for count, batch in enumerate(steps, start=1):
         assert train_state.update.index == len(group)
         group.append(batch)
-        if train_state.update.is_last:
+        if train_state.update.in_last_micro_batch:
             groups.append(group)
             group = []
         if count == after:
