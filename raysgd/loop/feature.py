@@ -31,8 +31,8 @@ class StepFeature:
     - The update. It may set `bad_step` before an update that must not be applied,
       `optimizer_steps.running` while an optimizer steps, and `is_damaged` if it cannot restore
       what has changed. An exchange that counts items also sets `losses.is_empty`.
-    - The buffers. It may write their copies back if an update is not applied, and update the
-      copies after it has changed buffers.
+    - The buffers. It may write their copies back if an update is not applied, and take
+      new copies after it has changed buffers.
     - The meters. It may discard or exchange the metrics that are held until the commit.
     - The optimizers. It may register hooks of their steps, for what the updates themselves do.
     """

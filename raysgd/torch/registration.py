@@ -72,7 +72,7 @@ def register(
     train_state.models = precision.prepare(train_state.models, train_state.optimizers, apex_args)
     train_state.frozen = FrozenParameters(train_state.models)
     train_state.exchange.wrap(ddp_args=ddp_args, horovod_args=horovod_args)
-    train_state.buffers = BufferCopies(train_state.models, train_state.collectives)
+    train_state.buffer_copies = BufferCopies(train_state.models, train_state.collectives)
     train_state.set_features(list(features_of(train_state, features, max_grad_norm)))
     features.optimization.register_hooks()
     features.averaging.use_training_weights()  # as a loaded state

@@ -45,7 +45,7 @@ class TorchTrainState(TrainState):
         self.set_features([self.micro_batching])  # `register` sets all features
         self.schedulers: list[Any] = []
         self.criteria: list[Any] = []
-        self.buffers = BufferCopies([], self.collectives)
+        self.buffer_copies = BufferCopies([], self.collectives)
         self.exchange = GradientExchange()
         self.frozen = FrozenParameters()
 

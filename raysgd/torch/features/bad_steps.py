@@ -109,7 +109,7 @@ class BadStepFilter(StepFeature):
     def commit(self, update: Update) -> None:
         if update.bad_step is not None:
             self.bad_steps.append(update.bad_step)
-            self._train_state.buffers.write(self._train_state.buffers.copies)
+            self._train_state.buffer_copies.write(self._train_state.buffer_copies.values)
             if self._train_state.meters is not None:
                 self._train_state.meters.discard_held()
         elif self._loss is not None:

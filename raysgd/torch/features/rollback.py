@@ -153,27 +153,27 @@ class BufferCopies(StepFeature):
             for module in model.modules()
             for name in module._buffers  # `named_buffers` omits buffers that are None
         ]
-        self.copies: list[torch.Tensor | None] = []
+        self.values: list[torch.Tensor | None] = []
         self._copies = _Copies()
-        self.update()
+        self.take()
 
     def tensors(self) -> list[torch.Tensor | None]:
         return [module._buffers.get(name) for module, name in self._slots]
 
     def begin_call(self, logs_steps: bool) -> None:
-        self.update()  # user code may have changed them between calls
+        self.take()  # user code may have changed them between calls
 
     def commit(self, update: Update) -> None:
-        self.update()
+        self.take()
 
-    def update(self) -> None:
+    def take(self) -> None:
         """Copy the buffers."""
         if self._slots:
             with torch.no_grad():
-                self.copies = self._copies.take(self.tensors())
+                self.values = self._copies.take(self.tensors())
 
     def roll_back(self, update: Update) -> None:
-        self.write(self.copies)
+        self.write(self.values)
 
     def write(self, values: Sequence[torch.Tensor | None]) -> None:
         """Write the values into the buffers, in the order of `tensors`."""
@@ -186,12 +186,12 @@ class BufferCopies(StepFeature):
 
         def load() -> None:
             self.write(values)
-            self.update()
+            self.take()
 
         return load
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.update()
+        self.take()
 
 
 def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:

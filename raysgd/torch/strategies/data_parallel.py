@@ -71,7 +71,7 @@ class GroupGradients(GradientExchange):
         if buffers:
             self._train_state.collectives.barrier()  # an error if another worker still averages
             collectives.broadcast_tensors(buffers, src=0)
-            self._train_state.buffers.update()
+            self._train_state.buffer_copies.take()
 
     def _shared_buffers(self) -> list[torch.Tensor]:
         return [buffer for model in self._train_state.models for buffer in model.buffers()]
@@ -240,4 +240,4 @@ def copy_first(train_state: TorchTrainState) -> None:
         for own, value in zip(tensors, received, strict=False):
             if own.shape == value.shape:  # a buffer of another shape is a cache
                 own.copy_(value)
-        train_state.buffers.update()
+        train_state.buffer_copies.take()

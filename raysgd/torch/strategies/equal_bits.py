@@ -163,7 +163,7 @@ class EqualBitsGradients(GroupGradients):
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
-            self._train_state.buffers.write(self._train_state.buffers.copies)
+            self._train_state.buffer_copies.write(self._train_state.buffer_copies.values)
         self._clear()
 
     def roll_back(self, update: Update) -> None:
@@ -242,7 +242,7 @@ class EqualBitsGradients(GroupGradients):
         # Messages of different optimizers have equal sizes, so that they can be compared.
         optimizers = self._train_state.optimizers
         width = max(sum(len(g["params"]) for g in o.param_groups) for o in optimizers)
-        padding = [0] * (width + len(self._train_state.buffers.copies) - len(flags))
+        padding = [0] * (width + len(self._train_state.buffer_copies.values) - len(flags))
         step = self._train_state.global_step
         sent = [step, kind, -step, -kind, *flags, *padding]
         maxima = torch.tensor(sent, dtype=torch.int64, device=self._train_state.settings.device)

@@ -28,9 +28,9 @@ class EqualBitsBuffers:
     def begin(self, shard: int, is_first: bool) -> None:
         """Restore the buffers that a shard begins with, unless it `is_first`."""
         self._shard = shard
-        self._start = self._stored.get(shard, self._train_state.buffers.copies)
+        self._start = self._stored.get(shard, self._train_state.buffer_copies.values)
         if not is_first:
-            self._train_state.buffers.write(self._start)
+            self._train_state.buffer_copies.write(self._start)
         self._versions = self._newest_versions()
 
     def check_unchanged(self) -> None:
@@ -42,13 +42,13 @@ class EqualBitsBuffers:
             )
 
     def _newest_versions(self) -> list[Any]:
-        buffers = self._train_state.buffers.tensors()
+        buffers = self._train_state.buffer_copies.tensors()
         return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
 
     def store(self) -> None:
         """Store the buffers that the shard has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
-        newest = zip(self._start, self._train_state.buffers.tensors(), strict=True)
+        newest = zip(self._start, self._train_state.buffer_copies.tensors(), strict=True)
         self._stored[self._shard] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
@@ -57,7 +57,7 @@ class EqualBitsBuffers:
     def changes(self) -> list[int]:
         """Return for each buffer how to merge it, as numbers of which the largest counts."""
         changes = []
-        for index, before in enumerate(self._train_state.buffers.copies):
+        for index, before in enumerate(self._train_state.buffer_copies.values):
             kept = [each[index] for each in self._stored.values()]
             changes.append(max((_change(before, after) for after in kept), default=0))
         return changes
@@ -66,7 +66,7 @@ class EqualBitsBuffers:
         """Set floats to their old values and the mean of the changes, others as in shard 0."""
         if not any(changes):
             return
-        before: list[Any] = self._train_state.buffers.copies
+        before: list[Any] = self._train_state.buffer_copies.values
         merged, first = list(before), self._stored.get(0, before)
         is_distributed = dist.is_initialized()
         means, others, objects = ([i for i, c in enumerate(changes) if c == k] for k in (1, 2, 3))
@@ -88,13 +88,13 @@ class EqualBitsBuffers:
             for i, value in zip(objects, contents, strict=True):
                 merged[i] = value
         self.clear()
-        self._train_state.buffers.write(merged)
+        self._train_state.buffer_copies.write(merged)
         self._versions = self._newest_versions()
 
     def _mean_change(
         self, places: Sequence[int], partition: EpochPartition
     ) -> Sequence[torch.Tensor]:
-        before: list[Any] = self._train_state.buffers.copies
+        before: list[Any] = self._train_state.buffer_copies.values
         plan, owned, tree = self._train_state.update.plan, partition.owned_parts, TreeSum()
         for position, shard in enumerate(owned):
             num_samples = sum(m.num_samples or 0 for m in plan.batches[position :: len(owned)])

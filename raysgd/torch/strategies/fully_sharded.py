@@ -117,7 +117,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def start_together(self) -> None:
         super().start_together()
-        self._train_state.buffers.receive(0)()
+        self._train_state.buffer_copies.receive(0)()
 
     # ---- state of this worker
 

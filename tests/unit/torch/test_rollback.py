@@ -275,7 +275,7 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
     for changes in steps:
         for change in changes:
             change(model)
-        copies.update()
+        copies.take()
     for _ in range(1 + again):
         expected = values(model)
         for change in failing:
