@@ -185,7 +185,7 @@ class Loop:
             call.began_at = request.start_step
         elif train_state.offset == 0:  # earlier calls are replayed; usually, each was an epoch
             call.began_at = started_at
-        train_state.begin_segment(call.began_at, sets_modes=not call.keeps_modes)
+        train_state.begin_segment(call.began_at, call.keeps_modes)
         call.keeps_modes = False
         self.snapshots.maybe_take(begins=True)
         info = request.info or {}

@@ -53,7 +53,7 @@ class TrainState(ABC):
         # The segment in progress. The loop sets these, and ``train_epoch`` creates the meters.
         self.step_iterator: Any = None  # a `StepIterator`, or None between segments
         self.call_began_at = 0  # global step at which the call in progress began
-        self.sets_modes = True  # the loop sets train mode: the segment does not follow a pause
+        self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
         # Global steps that user code set. Each key is the number of committed steps then.
         self.steps_of_user: dict[int, int] = {}
         self.meters: AverageMeterCollection | None = None
@@ -118,8 +118,8 @@ class TrainState(ABC):
 
     # ---- steps
 
-    def begin_segment(self, call_began_at: int, sets_modes: bool) -> None:
-        self.call_began_at, self.sets_modes = call_began_at, sets_modes
+    def begin_segment(self, call_began_at: int, keeps_modes: bool) -> None:
+        self.call_began_at, self.keeps_modes = call_began_at, keeps_modes
         self.steps_of_user, self.meters = {}, None
 
     def end_segment(self) -> None:

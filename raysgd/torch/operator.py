@@ -112,9 +112,9 @@ class TrainingOperator(OperatorBase):
             epoch_idx: Number of completed epochs.
         """
         train_state = self._train_state
-        if train_state.sets_modes:
+        if not train_state.keeps_modes:
             self.train_mode(True)
-        train_state.sets_modes = True
+        train_state.keeps_modes = False
         # An override may call this without the argument.
         epoch_idx = epoch_idx or train_state.epoch
         meters = train_state.meters = AverageMeterCollection()

@@ -187,9 +187,9 @@ class LightningMethods(_Base):  # type: ignore[misc]
     ) -> dict[str, Any]:
         module, begins = self.module, self._train_state.offset == 0
         with self._attach_trainer(training=True) as stand_in:
-            if self._train_state.sets_modes:
+            if not self._train_state.keeps_modes:
                 self.train_mode(True)  # before the hooks, which may change modes
-                self._train_state.sets_modes = False
+                self._train_state.keeps_modes = True
             if not self._has_started:
                 self._has_started = True
                 module.on_train_start()
