@@ -67,11 +67,11 @@ class OperatorBase:
         no batch from its iterator.
         """
         step = self._train_state.global_step
-        return self._train_state.steps_of_user.get(step, step)
+        return self._train_state.user_step_override.get(step, step)
 
     @global_step.setter
     def global_step(self, value: int) -> None:
-        self._train_state.steps_of_user = {self._train_state.global_step: value}
+        self._train_state.user_step_override = {self._train_state.global_step: value}
 
     if TYPE_CHECKING:
         train_batch: Callable[..., Any]
