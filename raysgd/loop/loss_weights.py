@@ -106,11 +106,11 @@ class LossWeights:
             return Factors(1.0, 0.0 if is_repeated else float(num_workers))
         earlier = 1.0
         # Whether workers communicate must not depend on the numbers.
-        if self._awaits_count or (count.items is not None and update.is_only):
+        if self._awaits_count or (count.items is not None and update.has_one_micro_batch):
             self.is_empty = self.is_empty or self._awaits_count
             self._add_items(count, is_repeated)
             # An update of one micro-batch needs no plan.
-            planned = 0.0 if update.is_only else self._plan_total(num_workers, add_up)
+            planned = 0.0 if update.has_one_micro_batch else self._plan_total(num_workers, add_up)
             is_exact = update.in_last_micro_batch and not update.has_fixed_parts
             self._divisor = self._exact_total(num_workers, add_up) if is_exact else planned
             self.is_empty = self.is_empty and not self._divisor

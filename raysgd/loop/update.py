@@ -75,8 +75,8 @@ class Update:
         return self.num_planned > self.plan.num_steps
 
     @property
-    def is_only(self) -> bool:
-        """Whether the update has only this micro-batch, and on any number of workers."""
+    def has_one_micro_batch(self) -> bool:
+        """Whether the update has only this micro-batch. Always false with fixed parts."""
         return self.index <= 0 and self.in_last_micro_batch and not self.has_fixed_parts
 
     def should_commit(self, raised: bool = False) -> bool:

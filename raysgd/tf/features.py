@@ -115,7 +115,7 @@ class KerasOptimization(StepFeature):
         weight = update.losses.add(LossCount(), collectives.size).loss
         if weight != 1.0:
             gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
-        if not update.is_only:
+        if not update.has_one_micro_batch:
             earlier = self._accumulated.get(id(optimizer))
             gradients = gradients if earlier is None else list(map(_add, earlier, gradients))
             self._accumulated[id(optimizer)] = gradients

@@ -118,7 +118,7 @@ class StepChecks(StepFeature):
     def check_size(self) -> None:
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
         train_state, segment = self._train_state, self._train_state.step_iterator
-        has_weight = train_state.exchange.num_workers > 1 or not self._update.is_only
+        has_weight = train_state.exchange.num_workers > 1 or not self._update.has_one_micro_batch
         drawn = segment.num_joined if has_weight and segment is not None else None
         if drawn is None:
             return
@@ -222,7 +222,7 @@ class StepChecks(StepFeature):
 
     def _reject(self, why: str) -> None:
         self._refuse_split(why)
-        if not self._update.is_only:
+        if not self._update.has_one_micro_batch:
             raise RuntimeError(
                 f"{why}. With {self.needs_helper}, call self.backward(loss) and "
                 "self.optimizer_step(optimizer) once for every batch. For a batch without a loss, "
