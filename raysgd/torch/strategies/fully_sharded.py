@@ -166,9 +166,9 @@ class FullyShardedModel(ShardedOptimizer):
         return load
 
     def own_state(self) -> dict[str, Any]:
-        return {SHARDS: [self.shards()]}
+        return {SHARDS: [self.own_pieces()]}
 
-    def shards(self) -> list[tuple[Any, ...]]:
+    def own_pieces(self) -> list[tuple[Any, ...]]:
         known_as: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for index, names in enumerate(self.models.names):
             for name, param_index in names.items():

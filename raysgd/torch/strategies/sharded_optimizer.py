@@ -254,8 +254,8 @@ class ShardedOptimizer(Replication, StepFeature):
     def start_together(self) -> None:
         self._token = collectives.broadcast_object(self._token, 0)
 
-    def shards(self) -> list[tuple[Any, ...]]:
-        """Return this worker's shard of the optimizer's state, and of sharded models."""
+    def own_pieces(self) -> list[tuple[Any, ...]]:
+        """Return this worker's pieces of the optimizer's state, and of sharded models."""
         return [
             ((self._numbers[piece.param_index],), *piece.place_in(self._parameters), piece.state)
             for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
@@ -358,7 +358,7 @@ class ShardedOptimizers(Replication):
             feature.import_shards(own)
 
     def own_state(self) -> dict[str, Any]:
-        shards = {id(each.optimizer): each.shards() for each in self.features}
+        shards = {id(each.optimizer): each.own_pieces() for each in self.features}
         return {SHARDS: [shards.get(id(each), []) for each in self._optimizers]}
 
     def load(self, state: Mapping[str, Any]) -> None:

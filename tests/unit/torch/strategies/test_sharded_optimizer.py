@@ -196,7 +196,7 @@ def test_each_worker_holds_only_its_share_of_the_state(process_group, monkeypatc
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         fresh = torch.optim.AdamW(parameters)
         fresh.load_state_dict(state)
-        shares.append(divided(fresh, copies=0).shards())
+        shares.append(divided(fresh, copies=0).own_pieces())
         assert fresh.state_dict()["state"] == {}
         held = sum(v.nbytes for part in shares[-1] for v in part[-1].values() if v.dim())
         assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
