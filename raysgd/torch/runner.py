@@ -38,7 +38,7 @@ class TorchRunner(OperatorRunner):
     def __init__(self, options: TorchOptions) -> None:
         super().__init__(options)
         self.generators = TorchRandomGenerators()
-        self._earlier = contextlib.ExitStack()
+        self._restore_arithmetic = contextlib.ExitStack()
         """Restores the settings of PyTorch that equal bits change."""
 
     # ---- lifecycle
@@ -74,12 +74,12 @@ class TorchRunner(OperatorRunner):
 
     def teardown(self) -> None:
         super().teardown()
-        self._earlier.close()  # the process may be the user's
+        self._restore_arithmetic.close()  # the process may be the user's
 
     def _fix_arithmetic(self, num_threads: int) -> None:
         """Make the results of operations reproducible until `teardown`."""
-        self._earlier.close()
-        restore, cudnn = self._earlier.callback, torch.backends.cudnn
+        self._restore_arithmetic.close()
+        restore, cudnn = self._restore_arithmetic.callback, torch.backends.cudnn
         restore(torch.set_num_threads, torch.get_num_threads())
         restore(
             torch.use_deterministic_algorithms,
