@@ -92,7 +92,8 @@ class Dispatcher:
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
     _newest_training: TrainCall | None = None
-    _failed_validation: int | None = None
+    _unfinished_validation: int | None = None
+    """Call number of a validation that has not returned."""
     _has_bad_loss: bool = False
     """Whether the newest metrics had a loss that is not finite."""
 
@@ -251,15 +252,15 @@ class Dispatcher:
 
         After a failed call, the next call begins at the same batch, or from the start.
         """
-        if self._failed_validation is not None and not request.from_start:
-            request = replace(request, call_number=self._failed_validation)
-        self._failed_validation = request.call_number
+        if self._unfinished_validation is not None and not request.from_start:
+            request = replace(request, call_number=self._unfinished_validation)
+        self._unfinished_validation = request.call_number
         watcher = self.callback_list.watcher(trainer, "validate")
         start = 0 if request.from_start else self.controller.progress.validation_offset
         started = time.perf_counter()
         results = self.run(request, method="validate", has_batches=True, on_wait=watcher)
         seconds = time.perf_counter() - started
-        self._failed_validation = None
+        self._unfinished_validation = None
         merged = self._merge(results)
         is_complete = start == self.controller.progress.validation_offset == 0
         last_call = LastCall("validate", time.time(), seconds, is_complete=is_complete)
