@@ -252,7 +252,7 @@ class Loop:
             after_commit.append(self._end_at_bad_loss)
         read = partial(self._read_rest, source, train_state.epoch, train_state.offset)
         return StepIterator(
-            train_state, source, read, limit, steps_left, have_batches, self.control, after_commit
+            train_state, source, self.control, read, limit, steps_left, have_batches, after_commit
         )
 
     def _end_at_bad_loss(self) -> None:
@@ -330,8 +330,9 @@ class Loop:
         positional, named = epoch_arguments(self.operator, {}, 1, train_state.epoch)
         with train_state.rehearsing(self.operator), contextlib.suppress(WarmedUp):
             train_state.update.is_warm_up = True
+            read = partial(source.batches, epoch=0, offset=0, num_steps=1)
             segment = train_state.step_iterator = StepIterator(
-                train_state, source, lambda: source.batches(0, 0, 1), 1, 1, None, self.control
+                train_state, source, self.control, read, limit=1, steps_left=1
             )
             self.operator.train_epoch(segment, *positional, **named)
         source.close_workers()

@@ -32,19 +32,19 @@ class StepIterator:
       missing, or with equal bits.
     - `MicroBatching` splits each batch of the source into parts if memory ran out.
 
-    `_open_batches` returns the iterator over the source. `_have_batches` returns 0 if any rank has
-    no batch, and may compare the samples of ranks. The functions `_after_commit` run after each
+    `open_batches` returns the iterator over the source. `have_batches` returns 0 if any rank has
+    no batch, and may compare the samples of ranks. The functions `after_commit` run after each
     commit, unless the loop has raised.
     """
 
     _train_state: TrainState
     _source: BatchSource
-    _open_batches: Callable[[], Iterator[Any]]
-    _limit: int | None
-    _steps_left: int | None
-    _have_batches: Callable[[int], int] | None
     _control: LoopControl
-    _after_commit: Sequence[Callable[[], None]] = ()
+    open_batches: Callable[[], Iterator[Any]]
+    limit: int | None = None
+    steps_left: int | None = None
+    have_batches: Callable[[int], int] | None = None
+    after_commit: Sequence[Callable[[], None]] = ()
 
     has_paused = False
     was_read = False
@@ -55,7 +55,7 @@ class StepIterator:
     def __post_init__(self) -> None:
         train_state = self._train_state
         train_state.micro_batching.may_split = False  # until `allow_split`
-        limits = [n for n in (self._limit, self._steps_left) if n is not None]
+        limits = [n for n in (self.limit, self.steps_left) if n is not None]
         self.total_steps = min(limits, default=None)  # of this segment; None if unknown
         self.start_step, self.start_offset = train_state.global_step, train_state.offset
         self.num_steps, self._started = 0, time.perf_counter()
@@ -66,7 +66,7 @@ class StepIterator:
 
     @functools.cached_property
     def _batches(self) -> Iterator[Any]:
-        return self._open_batches()  # when `allow_split` can no longer be called
+        return self.open_batches()  # when `allow_split` can no longer be called
 
     @property
     def step_s(self) -> float:
@@ -95,16 +95,16 @@ class StepIterator:
 
     @property
     def epoch_is_over(self) -> bool:
-        return self._is_exhausted or self.num_steps == self._steps_left
+        return self._is_exhausted or self.num_steps == self.steps_left
 
     @property
     def loop_ends_epoch(self) -> bool:
         """Whether the epoch is over if the loop asks for no further batch."""
-        if not self._has_ended and self._limit is None:
+        if not self._has_ended and self.limit is None:
             return True  # a loop that stops early ends the epoch
         newest = self._update.micro_batch
         pending = newest.step_index + newest.ends_step if self._update.is_open else 0
-        return self.epoch_is_over or self.num_steps + pending == self._steps_left
+        return self.epoch_is_over or self.num_steps + pending == self.steps_left
 
     def __iter__(self) -> StepIterator:
         return self
@@ -178,7 +178,7 @@ class StepIterator:
         """Commit the update in progress, if its last micro-batch has ended."""
         if self._update.should_commit():
             self._commit()
-            for function in self._after_commit:
+            for function in self.after_commit:
                 function()
 
     def _plan_batch(self) -> MicroBatch:
@@ -206,7 +206,7 @@ class StepIterator:
         timing.enter(OTHER)
         if batch is not _NOTHING:
             self._ahead.append(batch)  # a worker may be lost during the collective
-        if self._have_batches is not None and not self._have_batches(len(self._ahead)):
+        if self.have_batches is not None and not self.have_batches(len(self._ahead)):
             self._ahead.clear()
         if not self._ahead:
             self._is_exhausted = True
@@ -214,12 +214,12 @@ class StepIterator:
 
     def _check_length(self) -> None:
         train_state = self._train_state
-        if self._steps_left is None or train_state.context.world_size == 1:
+        if self.steps_left is None or train_state.context.world_size == 1:
             return
         taken = self.num_steps + len(self._update.drawn)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
-            f"of {self._steps_left} batches, and other workers would wait for more. Correct or "
+            f"of {self.steps_left} batches, and other workers would wait for more. Correct or "
             "remove __len__ of the loader. Its data set must not raise StopIteration."
         )
 
