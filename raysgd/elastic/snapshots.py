@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd._internal.context import Progress
 from raysgd.checkpoint.file import SHARDS
@@ -31,6 +31,14 @@ ReadState = Callable[[], Any]
 """Returns a stored state."""
 
 
+class _Request(NamedTuple):
+    """A request for the snapshots of one step, which arrive in the inbox."""
+
+    step: int
+    inbox: Inbox
+    answers: list[Future[Any]]
+
+
 class SnapshotKeeper:
     """Fetches snapshots during training, and keeps the newest one.
 
@@ -41,7 +49,7 @@ class SnapshotKeeper:
         self._group = group
         self._shards: Sequence[ReadState] = ()  # one for each rank if the state is sharded
         self._step = -1
-        self._requested: tuple[int, Inbox, list[Future[Any]]] | None = None  # step, inbox, answers
+        self._requested: _Request | None = None
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 
@@ -93,14 +101,14 @@ class SnapshotKeeper:
         except OSError as error:  # the driver's host has no network
             logger.debug("A snapshot was not requested: %r", error)
             return
-        self._requested = step, inbox, []
+        self._requested = _Request(step, inbox, [])
         for member, each in progress.items():
             answer = member.control(Worker.snapshot, only, each.num_changes, inbox.address())
-            self._requested[2].append(answer)
+            self._requested.answers.append(answer)
 
     def _forget(self) -> None:
         if self._requested is not None:
-            self._requested[1].close()
+            self._requested.inbox.close()
         self._requested = None
 
     def fetch_at_end(self, progress: Mapping[WorkerHandle, Progress]) -> None:
@@ -110,7 +118,7 @@ class SnapshotKeeper:
         """
         self.fetch_newer(progress)
         if self._num_changes != self._num_changes_at_end and self._requested is not None:
-            self._group.clock.wait(self._requested[2], _CHANGE_S)
+            self._group.clock.wait(self._requested.answers, _CHANGE_S)
         self._num_changes_at_end = self._num_changes
 
     def rescue(self, commands: Commands) -> Progress | None:
@@ -152,7 +160,7 @@ class SnapshotKeeper:
             ) from error
 
     def _receive(self) -> None:
-        if self._requested is None or not all(answer.done() for answer in self._requested[2]):
+        if self._requested is None or not all(a.done() for a in self._requested.answers):
             return
         (step, inbox, answers), self._requested = self._requested, None
         try:
