@@ -43,7 +43,7 @@ class Replacement:
     size: int
     replaces_lost: bool
     context: WorkerContext | None = None
-    member: WorkerHandle | None = None
+    handle: WorkerHandle | None = None
     phase: Phase = "come up"
     is_ready: bool = False
     error: BaseException | None = None
@@ -71,25 +71,25 @@ class Replacement:
             look_at = self.group.clock.monotonic() + _LOOK_EVERY_S
             while self.group.clock.monotonic() < look_at:
                 yield
-        self.member = member = self.group.start_worker(self.slot)
-        if not member.info.node_ip:  # the driver's own worker knows its location
-            place = member.control(Worker.info)
+        self.handle = handle = self.group.start_worker(self.slot)
+        if not handle.info.node_ip:  # the driver's own worker knows its location
+            place = handle.control(Worker.info)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._wait_for(place, "come up", limit_s)
-            member.locate(place.result())
-        created = member.work(Worker.create, *self.scale_up.create_arguments)
+            handle.locate(place.result())
+        created = handle.work(Worker.create, *self.scale_up.create_arguments)
         together = self.scale_up.sets_up_together
-        entered = None if together else self._set_up(member)  # the worker queues both
+        entered = None if together else self._set_up(handle)  # the worker queues both
         yield from self._await_outcome(created, "start")
         while self.scale_up.sets_up_together:
             self.is_ready, self.phase = True, "join"
             yield
-        yield from self._await_outcome(entered or self._set_up(member), "set up")
+        yield from self._await_outcome(entered or self._set_up(handle), "set up")
 
-    def _set_up(self, member: WorkerHandle) -> Future[Outcome]:
+    def _set_up(self, handle: WorkerHandle) -> Future[Outcome]:
         if self.context is None:
             (alone,) = assign_contexts(
-                [member.info],
+                [handle.info],
                 generation=0,
                 distributed=self.group.options.num_workers > 1,
                 num_cpus=self.group.options.num_cpus,
@@ -97,7 +97,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.scale_up.journal.generation)
-        return member.work(Worker.join_group, context, None, None, True)
+        return handle.work(Worker.join_group, context, None, None, True)
 
     def _await_outcome(self, answer: Future[Outcome], phase: Phase) -> Iterator[None]:
         yield from self._wait_for(answer, phase, self.scale_up.timeout_s)
@@ -192,7 +192,7 @@ class ScaleUp:
         self._advance_each(self._replacements)
         missing = self._num_missing()
         if missing <= 0:
-            in_order = sorted(self._replacements, key=lambda r: r.member is None)
+            in_order = sorted(self._replacements, key=lambda r: r.handle is None)
             for replacement in in_order[self._num_places() :]:
                 self._discard(replacement)  # other workers took the place, or all members stay
             if not self._replacements:
@@ -210,7 +210,7 @@ class ScaleUp:
 
     def _advance_each(self, replacements: Sequence[Replacement]) -> None:
         for replacement in list(replacements):
-            if replacement.member is None and self._num_missing() <= 0:
+            if replacement.handle is None and self._num_missing() <= 0:
                 continue  # another replacement took the last place
             replacement.advance()
             if replacement.error is not None:
@@ -244,16 +244,16 @@ class ScaleUp:
         Return whether it is one. The next start is delayed after an exception, and after several
         losses of a slot in the same phase.
         """
-        replacement = next((r for r in self._replacements if r.member is member), None)
+        replacement = next((r for r in self._replacements if r.handle is member), None)
         if replacement is not None:
             self._handle_failure(replacement, error)
         return replacement is not None
 
     def _handle_failure(self, replacement: Replacement, error: BaseException) -> None:
         self._discard(replacement)
-        member, slot, phase = replacement.member, replacement.slot, replacement.phase
-        cause = cause_of(member, error)
-        self.journal.record("newcomer_failed", [] if member is None else [member], cause=cause)
+        handle, slot, phase = replacement.handle, replacement.slot, replacement.phase
+        cause = cause_of(handle, error)
+        self.journal.record("newcomer_failed", [] if handle is None else [handle], cause=cause)
         if is_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (phase, 0))
@@ -261,13 +261,13 @@ class ScaleUp:
             self._crashes[slot] = phase, count
             if count < (_MAX_SETUP_CRASHES if phase == "set up" else self.config.max_attempts):
                 return
-            if member is not None and phase in ("start", "set up"):  # these run user code
+            if handle is not None and phase in ("start", "set up"):  # these run user code
                 where = "setup" if phase == "set up" else "initialization_hook or an import"
                 self.error = WorkerLostError(
                     f"Worker {replacement.rank} died {count} times in a row in {where}, the last "
-                    f"time on {member.name}: {cause}",
+                    f"time on {handle.name}: {cause}",
                     rank=replacement.rank,
-                    node_id=member.node_id,
+                    node_id=handle.node_id,
                     cause=cause,
                 )
         elif self.is_first or not isinstance(error, WorkerTimeoutError):
@@ -284,13 +284,13 @@ class ScaleUp:
         if replacement not in self._replacements:
             return  # `shutdown` in another thread has done this
         self._replacements.remove(replacement)
-        if replacement.member is not None:
-            self.group.discard(replacement.member)
+        if replacement.handle is not None:
+            self.group.discard(replacement.handle)
 
     def discard(self, members: Collection[WorkerHandle] | None = None) -> None:
         """Discard some or all replacement workers, although they have not failed."""
         for replacement in list(self._replacements):
-            if members is None or replacement.member in members:
+            if members is None or replacement.handle in members:
                 self._discard(replacement)
 
     def ready_workers(self) -> list[WorkerHandle]:
@@ -300,11 +300,11 @@ class ScaleUp:
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
         ready = [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
-        return [replacement.member for replacement in ready if replacement.member is not None]
+        return [replacement.handle for replacement in ready if replacement.handle is not None]
 
     def num_started(self) -> int:
         """Return the number of replacements with a process. The others wait for room."""
-        return sum(replacement.member is not None for replacement in self._replacements)
+        return sum(replacement.handle is not None for replacement in self._replacements)
 
     def begin_start(self) -> None:
         """Prepare for a start, which makes the started workers the group."""
@@ -321,7 +321,7 @@ class ScaleUp:
         num_members, now = len(self.group.members), self.group.clock.monotonic()
         if num_members + len(self.ready_workers()) < min_workers:
             return False
-        late = {r.slot: r.member for r in self._replacements if r.member and not r.is_ready}
+        late = {r.slot: r.handle for r in self._replacements if r.handle and not r.is_ready}
         if num_members or not late:
             return True
         if self._enough_at is None:
@@ -330,13 +330,13 @@ class ScaleUp:
         replace_lost = all(slot in self._lost_slots for slot in late)
         is_short = may_join_later and (replace_lost or not self.is_first)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
-        return now >= self._enough_at + grace_s and all(member.remote for member in late.values())
+        return now >= self._enough_at + grace_s and all(handle.remote for handle in late.values())
 
     def record_set_up(self, contexts: Mapping[WorkerHandle, WorkerContext]) -> None:
         """Record that replacements set up together, in these contexts."""
         for replacement in self._replacements:
-            if (member := replacement.member) is not None and member in contexts:
-                replacement.context, replacement.phase = contexts[member], "set up"
+            if (handle := replacement.handle) is not None and handle in contexts:
+                replacement.context, replacement.phase = contexts[handle], "set up"
 
     def set_up_alone(self) -> None:
         """Make the remaining replacements set up alone, after the first start or its failure."""
@@ -346,7 +346,7 @@ class ScaleUp:
                 replacement.is_ready = False
 
     def forget_joined(self, members: Collection[WorkerHandle]) -> None:
-        for replacement in [each for each in self._replacements if each.member in members]:
+        for replacement in [each for each in self._replacements if each.handle in members]:
             self._replacements.remove(replacement)
             self._crashes.pop(replacement.slot, None)
             self._lost_slots = [slot for slot in self._lost_slots if slot is not replacement.slot]
