@@ -105,7 +105,7 @@ class KerasOptimization(StepFeature):
         if update.losses.has_gap:
             self._train_state.micro_batching.refuse("train_batch does not call self.minimize()")
 
-    def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
         """Average gradients over the workers and update, or accumulate them until the last part."""
         collectives, update = self._train_state.collectives, self._train_state.update
         if update.optimizer_steps.requested:

@@ -244,7 +244,7 @@ class TrainingOperator(OperatorBase):
         with train_state.timing.within(BACKWARD):
             result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
         with train_state.timing.within(OPTIMIZER):
-            train_state.optimization.update(optimizer, gradients, variables)
+            train_state.optimization.step(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
