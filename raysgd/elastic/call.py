@@ -71,6 +71,7 @@ class Call:
     method: str = ""
     """The method that the user called, for messages. By default, the name of the request."""
     rank: int | None = None
+    """Rank of the only worker that gets the request; None for all."""
     max_losses: float = 0
     """Maximum number of losses, each of one or several workers. ``math.inf`` means no limit."""
     open_inbox: Callable[[Sequence[str]], Inbox] | None = None

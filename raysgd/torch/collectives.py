@@ -1,4 +1,4 @@
-"""Collectives other than gradient averaging, with torch.distributed or Horovod."""
+"""Collectives with torch.distributed or Horovod. Horovod averages gradients itself."""
 
 from __future__ import annotations
 
