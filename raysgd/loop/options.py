@@ -131,7 +131,7 @@ class Options(ABC):
     def has_gpus(self) -> bool:
         """Return whether this process has GPUs."""
 
-    def transport(self) -> CollectiveBackend:
+    def make_backend(self) -> CollectiveBackend:
         """Return the backend for several workers."""
         return create_backend(self.backend, self.timeout_s)
 

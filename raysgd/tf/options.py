@@ -41,7 +41,7 @@ class TFOptions(Options):
 
         return bool(tf.config.list_physical_devices("GPU"))
 
-    def transport(self) -> CollectiveBackend:
+    def make_backend(self) -> CollectiveBackend:
         if self.use_horovod:
             return HorovodBackend(self.backend, self.timeout_s, framework="tensorflow")
         if importlib.util.find_spec("torch") is None:

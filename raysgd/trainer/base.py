@@ -74,7 +74,7 @@ class OperatorTrainer(TrainerInfo):
         self._controller = controller = Controller(
             ActorGroup(options.group_options(start_timeout_s)),
             runner_cls(options),
-            options.transport() if options.num_workers > 1 else None,
+            options.make_backend() if options.num_workers > 1 else None,
             initialization_hook,
             options.timeout_s,
             options.elastic,
