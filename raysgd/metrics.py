@@ -444,6 +444,11 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return _merge(parts, combine, raises=False)
 
 
+def with_epoch(epoch: int, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics with ``epoch`` first, and over the operator's own key of this name."""
+    return {"epoch": epoch} | metrics | {"epoch": epoch}
+
+
 def as_test_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a validation with the prefix ``test`` instead of ``val``."""
     return {

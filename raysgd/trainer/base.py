@@ -39,7 +39,7 @@ from raysgd.loop.requests import (
     UpdateSchedulersRequest,
     ValidateRequest,
 )
-from raysgd.metrics import as_test_metrics, merge_workers
+from raysgd.metrics import as_test_metrics, merge_workers, with_epoch
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
 from raysgd.trainer.info import TrainerInfo
@@ -143,11 +143,11 @@ class OperatorTrainer(TrainerInfo):
             request = self._reporter.train_request(info=info, profile=profile, dataset=dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
-            metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
+            metrics = with_epoch(epoch, result.merged)
             self._reporter.report_training(self, metrics, result)
         if reduce_results:
             return metrics
-        return [{"epoch": epoch} | each | {"epoch": epoch} for each in result.by_worker]
+        return [with_epoch(epoch, each) for each in result.by_worker]
 
     def validate(
         self,
