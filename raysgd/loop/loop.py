@@ -139,8 +139,9 @@ class Loop:
         for feature in train_state.features:
             feature.check_trained()  # user code can change parameters during the call
             feature.end_call()
-        for feature in train_state.features if train_state.context.distributed else ():
-            feature.sync_buffers()
+        if train_state.context.distributed:
+            for feature in train_state.features:
+                feature.sync_buffers()
         return self.call_progress.result()
 
     def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:

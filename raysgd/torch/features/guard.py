@@ -190,9 +190,8 @@ class ReplicaGuard(StepFeature):
 
     def _report_difference(self, flags: tuple[bool, bool]) -> None:
         train_state = self._train_state
-        self._equal_step = min(
-            self._equal_step, train_state.global_step
-        )  # loaded ones may be older
+        # A loaded state may be older.
+        self._equal_step = min(self._equal_step, train_state.global_step)
         own: dict[tuple[str, str], Any] = {}
         for kind, name, value in self._contents.items(*flags):
             is_tensor = isinstance(value, torch.Tensor)
