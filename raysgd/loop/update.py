@@ -25,9 +25,9 @@ _NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
 class Update:
     """The update in progress on this worker, up to its commit or roll-back.
 
-    The loop begins each micro-batch, and passes it to the hooks of all features. The
-    docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch is one.
-    Each worker has one object, and `reset` prepares it for the next update.
+    The loop begins each micro-batch, and passes the update to the hooks of all features. The
+    docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch has its
+    own. Each worker has one object, and `reset` prepares it for the next update.
     """
 
     def __init__(self, has_fixed_parts: bool = False) -> None:
@@ -57,7 +57,7 @@ class Update:
     # ---- the life of an update
 
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
-        """Begin a micro-batch, and open the update. It follows directly if this `is_last`."""
+        """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
         self.is_open, self.is_committing = True, False
         self.index += 1
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
