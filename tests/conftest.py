@@ -295,7 +295,7 @@ FIRST = (
 
 
 def pytest_xdist_auto_num_workers():
-    """Return the number of processes for `make test`. Tests wait for a quarter of their time."""
+    """Return the number of processes for `make test`: one more than CPUs, as some tests wait."""
     return psutil.cpu_count() + 1
 
 
