@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
+import inspect
 import itertools
 import math
 import operator
@@ -306,13 +308,21 @@ def _scheduler_problem(scheduler: Any, state: Any) -> str:
         return f"it is a {type(state).__name__}, not a dict"
     if problem := _number_problem(vars(scheduler), state):
         return problem
-    others = state.keys() - vars(scheduler).keys()  # releases of PyTorch add and remove flags
-    if unknown := {name for name in others if _is_number(state[name]) and name[:1] != "_"}:
+    # Releases of PyTorch and user code add and remove other attributes.
+    others = _scheduler_arguments() & (state.keys() - vars(scheduler).keys())
+    if unknown := {name for name in others if _is_number(state[name])}:
         return _describe_difference("it", set(), unknown)
     inner, saved = getattr(scheduler, "_schedulers", []), state.get("_schedulers", [])
     if not isinstance(saved, list | tuple) or len(saved) != len(inner):
         return f"it does not have {len(inner)} inner schedulers"
     return next(filter(None, map(_scheduler_problem, inner, saved)), "")
+
+
+@functools.cache
+def _scheduler_arguments() -> set[str]:
+    kinds = lr_scheduler.LRScheduler.__subclasses__()
+    of_pytorch = (kind for kind in kinds if kind.__module__ == lr_scheduler.__name__)
+    return {name for kind in of_pytorch for name in inspect.signature(kind).parameters}
 
 
 def _number_problem(registered: Mapping[str, Any], state: Mapping[str, Any]) -> str:

@@ -201,7 +201,7 @@ def test_unknown_options_and_fields_fit():
     saved.param_groups[0]["name"] = "head"
     check_fits("optimizers", [held], [saved.state_dict()])
     check_fits("optimizers", [saved], [held.state_dict()])
-    check_fits("schedulers", [scheduler()], [fields()])
+    check_fits("schedulers", [scheduler()], [fields(seen=3)])
     check_fits("schedulers", [Own(held, lambda epoch: 1), object()], [{"last_epoch": "x"}] * 2)
 
 
