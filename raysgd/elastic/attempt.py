@@ -10,17 +10,11 @@ from typing import Any
 
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle, is_loss
+from raysgd.cluster.worker_handle import WorkerHandle, is_loss
 from raysgd.errors import CollectiveError
 
 BUSY_TICK_S = 0.05
 """Seconds between two looks while workers start or progress is shown."""
-_OWN_STOP_S = 0.05
-"""Seconds to look for the cause of a failure if the driver itself interrupts the workers."""
-_RETURN_S = 0.7
-"""Seconds that interrupted workers may take to return."""
-_NODE_LOSS_S = 10.0
-"""Seconds that Ray may take to report a lost node."""
 
 
 class Attempt:
@@ -51,7 +45,7 @@ class Attempt:
 
     @property
     def is_running(self) -> bool:
-        return bool(self.pending) and not self.has_failed
+        return bool(self.pending) and not (self.has_failed or self.needs_new_group)
 
     @property
     def has_failed(self) -> bool:
@@ -60,8 +54,9 @@ class Attempt:
         )
 
     @property
-    def has_cause(self) -> bool:
-        return bool(self.lost) or self.first_error is not None
+    def is_explained(self) -> bool:
+        """Whether the attempt has a cause, or needs none."""
+        return self.needs_new_group or bool(self.lost) or self.first_error is not None
 
     def collect(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
@@ -96,20 +91,6 @@ class Attempt:
             self.pending and not is_reached() and (left_s := deadline - self._clock.monotonic()) > 0
         ):
             self.collect(left_s)
-
-    def declare_lost(self, member: WorkerHandle, error: BaseException) -> None:
-        """Wait no longer for a worker, and count it as lost."""
-        self.pending.pop(member, None)
-        self.lost[member] = error
-
-    def interrupt_after_cause(self, interrupt: Callable[[], None]) -> None:
-        """Find the cause of a failure, and call `interrupt` to stop the other workers."""
-        reason_s = _OWN_STOP_S if self.needs_new_group else ROOT_CAUSE_S
-        self.collect_until(reason_s, lambda: self.has_cause)
-        interrupt()
-        self.collect_until(_RETURN_S)
-        if not self.needs_new_group:
-            self.collect_until(_NODE_LOSS_S, lambda: self.has_cause or self.needs_new_group)
 
     def make_error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""

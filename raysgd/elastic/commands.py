@@ -12,7 +12,7 @@ from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.large_values import Inbox
 from raysgd.cluster.serialization import pack, pack_as
 from raysgd.cluster.worker import Outcome, Worker
-from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.cluster.worker_handle import ROOT_CAUSE_S, WorkerHandle
 from raysgd.elastic.attempt import Attempt, results_of
 from raysgd.elastic.journal import Journal, list_ranks
 from raysgd.errors import WorkerTimeoutError
@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 0.7
 """Seconds that idle workers may take to answer a short request."""
+_RETURN_S = 0.7
+"""Seconds that interrupted workers may take to return."""
+_NODE_LOSS_S = 10.0
+"""Seconds that Ray may take to report a lost node."""
 _SILENCE_S = 10.0
 """Seconds that a stopped process may take to answer."""
 _SALVAGE_S = 10.0
@@ -86,7 +90,10 @@ class Commands:
 
     def stop(self, attempt: Attempt) -> None:
         """Find the cause of a failure, interrupt the other workers, and wait briefly for them."""
-        attempt.interrupt_after_cause(lambda: self.interrupt(attempt))
+        attempt.collect_until(ROOT_CAUSE_S, lambda: attempt.is_explained)
+        self.interrupt(attempt)
+        attempt.collect_until(_RETURN_S)
+        attempt.collect_until(_NODE_LOSS_S, lambda: attempt.is_explained)
         self._unfinished = self.busy
 
     def interrupt_and_send(self, request: Request) -> None:

@@ -85,7 +85,7 @@ class Controller:
         self.speed = context.speed
         self._scale_up = context.scale_up
         self.forming = GroupForming(context)
-        self._supervision = Supervision(context, context.call)
+        self._supervision = Supervision(context)
         self._lacks_state = False
         """Whether the workers have the state of their setup, because a load follows."""
 
@@ -226,8 +226,8 @@ class Controller:
             replaces_state=call.replaces_state,
         )
         with self.exclusive():
-            before, context = self.progress, self._context
-            context.call, self._supervision = call, Supervision(context, call)
+            before = self.progress
+            self._supervision.begin(call)
             end: GroupEvent | None = None
             try:
                 with self._aborting_on_error():
@@ -241,11 +241,10 @@ class Controller:
                     return list(end.outcomes)
             finally:
                 end = None  # an error refers to this frame, which would be a cycle
-                context.call = Call()
-                self._supervision = Supervision(context, context.call)
+                self._supervision.begin(Call())
                 if self._lacks_state:  # a load failed: the next call restarts the workers
                     self._lacks_state, self.journal.progress = False, before
-                    context.discard_members()
+                    self._context.discard_members()
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:

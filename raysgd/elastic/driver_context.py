@@ -44,7 +44,7 @@ class DriverContext:
         self.shares = Shares(group, elastic, journal)
         self.speed = SpeedMonitor(group)
         self.call = Call()
-        """The running call. Only the controller sets it."""
+        """The running call. Only `Supervision.begin` sets it."""
 
     def advance(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Let the components check the group, without waiting.

@@ -298,8 +298,8 @@ class GroupForming:
                     attempt.pending,
                     lambda: attempt.collect(0.0) or self._clock.monotonic() > deadline,
                 )
-                for member, error in lost.items():
-                    attempt.declare_lost(member, error)
+                attempt.lost |= lost
+                attempt.pending = {m: f for m, f in attempt.pending.items() if m not in lost}
             if self._clock.monotonic() > deadline and not self._group.detect_cut_off():
                 waiting = list_ranks(self._journal.ranks, attempt.pending)
                 self._stop(attempt)

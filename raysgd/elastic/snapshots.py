@@ -111,12 +111,8 @@ class SnapshotKeeper:
             self._requested.inbox.close()
         self._requested = None
 
-    def fetch_at_end(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Fetch a newer snapshot at the end of a call.
-
-        Wait for it if a restart could not repeat the call, which has changed the state.
-        """
-        self.fetch_newer(progress)
+    def await_changes(self) -> None:
+        """Wait for a snapshot of what the call has changed, because no restart repeats the call."""
         if self._num_changes != self._num_changes_at_end and self._requested is not None:
             self._group.clock.wait(self._requested.answers, _CHANGE_S)
         self._num_changes_at_end = self._num_changes

@@ -33,13 +33,18 @@ _LONG_NOTICE_S = 1.0
 
 
 class Supervision:
-    """Makes attempts at one call."""
+    """Makes attempts at the running call."""
 
-    def __init__(self, context: DriverContext, call: Call) -> None:
-        self._context, self._call = context, call
+    def __init__(self, context: DriverContext) -> None:
+        self._context = context
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
-        self.progress_before = replace(context.journal.progress, holdings=Holdings())
+        self.begin(context.call)
+
+    def begin(self, call: Call) -> None:
+        """Supervise this call from now on. It is the running call."""
+        self._context.call = call
+        self.progress_before = replace(self._journal.progress, holdings=Holdings())
         """The progress before the call. It counts, even if a later step has damaged the state."""
         self._has_warned = False
         self._replay: Call | None = None
@@ -50,7 +55,8 @@ class Supervision:
 
     def prepare_replay(self) -> bool:
         """Return whether steps were lost with all workers and a call can repeat them."""
-        step, before, call = self._journal.progress.global_step, self.progress_before, self._call
+        before, call = self.progress_before, self._context.call
+        step = self._journal.progress.global_step
         if step >= before.global_step or not (call.has_batches or call.replay):
             return False
         if not self._has_warned:
@@ -80,7 +86,7 @@ class Supervision:
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 attempt.add(member, member.work(Worker.call, packed, inbox and inbox.address()))
             polled = self._watch(call, attempt)
-            if attempt.has_failed:
+            if attempt.has_failed or attempt.needs_new_group:
                 self._commands.stop(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
@@ -92,8 +98,10 @@ class Supervision:
             assert self._replay is not None
             return self._replay
         if action.begins:
-            self._call.begin(leaders_progress([self._journal.progress, self.progress_before]))
-        return self._call
+            self._context.call.begin(
+                leaders_progress([self._journal.progress, self.progress_before])
+            )
+        return self._context.call
 
     def _prepare(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
@@ -120,22 +128,20 @@ class Supervision:
     def _conclude(
         self, call: Call, action: RunCall, attempt: Attempt, polled: Progress | None
     ) -> GroupEvent:
-        """Let the components observe the end of an attempt, and return its event."""
+        """Let the components check the group after an attempt, and return its event."""
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         newest = leaders_progress(list(progress.values())) if progress else polled
         call.points.add(progress, self._group.members)
         if progress:
-            self._context.preemption.observe(progress)
-            self._context.shares.observe(progress)
-            self._context.speed.observe(progress)
+            self._context.advance(progress)
         if attempt.has_failed:
             return self._failure(call, attempt, newest)
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
         is_complete = not paused and not action.is_replay
         if is_complete:
-            self._context.snapshots.fetch_at_end(progress)
+            self._context.snapshots.await_changes()
         return CallReturned(
             outcomes=[attempt.outcomes[member] for member in attempt.members],
             is_complete=is_complete,
@@ -224,9 +230,7 @@ class Supervision:
         step = pause_step(list(progress.values()), notice_s)
         steps = self._commands.pause_at(step).values()
         if len(steps) < len(progress) or max(steps) >= step:
-            # Some workers have passed the step: discard it.
-            attempt.needs_new_group = True
-            self._commands.stop(attempt)
+            attempt.needs_new_group = True  # some workers have passed the step: discard it
 
     def interrupt(self) -> Progress | None:
         """Interrupt the workers after Ctrl-C, and return their progress."""

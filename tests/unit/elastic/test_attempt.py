@@ -16,7 +16,7 @@ from raysgd.elastic.commands import Commands
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name in ("ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
-        monkeypatch.setattr(f"raysgd.elastic.attempt.{name}", 0.01)
+        monkeypatch.setattr(f"raysgd.elastic.commands.{name}", 0.01)
 
 
 def outcome(kind, payload=None):
@@ -63,13 +63,15 @@ def test_the_first_failure_in_time_is_the_one_to_raise():
     assert isinstance(attempt.make_error(), ValueError)
 
 
-def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
+def test_a_lost_answer_is_no_lost_worker_and_stops_the_others(monkeypatch):
     attempt, futures = attempt_of("a", "b")
     futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
     attempt.collect(0)
     assert attempt.has_failed
     assert attempt.needs_new_group  # so that the call is repeated, if possible
     stopped = outcome("stopped", RuntimeError())
-    attempt.interrupt_after_cause(lambda: futures["b"].set_result(stopped))
+    commands = Commands(SimpleNamespace(clock=Clock()), None, None, timeout_s=1)
+    monkeypatch.setattr(commands, "interrupt", lambda _: futures["b"].set_result(stopped))
+    commands.stop(attempt)
     assert not attempt.lost
     assert not attempt.pending
