@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import LogPoint
@@ -21,15 +21,15 @@ _PROFILED = {"data": DATA, "fwd": FORWARD, "grad": BACKWARD, "apply": OPTIMIZER}
 class CallState:
     """What a worker that joins a call must know about it."""
 
-    number: int = -1
+    call_number: int = -1
     began_at: int = 0  # step; of an earlier call while its steps are replayed
-    point: int = 0  # step of the newest point
+    last_log_step: int = 0  # step of the newest point
     keeps_modes: bool = False  # the newest segment paused, so models keep their train or eval modes
-    ended: bool = False  # before its goal, because a loss was not finite
-    more_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
-    scheduled: int = -1  # the newest call that stepped the schedulers with a metric
-    validation: tuple[int, int] | None = None  # the newest call of ``validate``, and its offset
-    merged: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    ended_early: bool = False  # before its goal, because a loss was not finite
+    extra_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
+    scheduler_call: int = -1  # the newest call that stepped the schedulers with a metric
+    last_validation: tuple[int, int] | None = None  # newest call of ``validate``, and its offset
+    merged_segments: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
     """Start step and metrics of all workers, for segments that merge them. Rank 0 returns them."""
 
 
@@ -46,8 +46,11 @@ class CallProgress:
         self._measured_s = 0.0
 
     def begin(self, call_number: int) -> None:
-        self.state = replace(
-            self.state, number=call_number, point=0, more_epochs=0, keeps_modes=False, ended=False
+        self.state = CallState(
+            call_number,
+            began_at=self.state.began_at,
+            scheduler_call=self.state.scheduler_call,
+            last_validation=self.state.last_validation,
         )
         self.clear()
         self._points.clear()
@@ -57,11 +60,12 @@ class CallProgress:
 
     def clear(self) -> None:
         """Discard all metrics."""
-        self.own_segments, self.state.merged = [], []
+        self.own_segments, self.state.merged_segments = [], []
 
     def add(self, start: int, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a segment that has ended, also by an error."""
-        (self.state.merged if self._merges_metrics else self.own_segments).append((start, metrics))
+        segments = self.state.merged_segments if self._merges_metrics else self.own_segments
+        segments.append((start, metrics))
 
     @property
     def _merges_metrics(self) -> bool:
@@ -75,22 +79,23 @@ class CallProgress:
         if segment is None or meters is None:
             return state
         running = segment.start_step, meters.summary()
-        return {**state, "merged": [*self.state.merged, running]}
+        return {**state, "merged_segments": [*self.state.merged_segments, running]}
 
     def continue_call(self, state: Mapping[str, Any]) -> None:
         """Continue a call that other workers have begun, without their metrics."""
-        if self.state.number != state["number"]:
+        if self.state.call_number != state["call_number"]:
             self.own_segments = []
-        self.state = CallState(**{**state, "merged": [*state["merged"]]})
+        self.state = CallState(**{**state, "merged_segments": [*state["merged_segments"]]})
 
     @property
     def segments(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Start step and metrics of the segments that this worker returns."""
-        return self.own_segments + self.state.merged * (self._train_state.context.world_rank == 0)
+        is_first = self._train_state.context.world_rank == 0
+        return self.own_segments + self.state.merged_segments * is_first
 
     def add_point(self, is_leaving: bool = False) -> None:
         """Add what this worker has measured since the last point."""
-        train_state, since = self._train_state, self.state.point
+        train_state, since = self._train_state, self.state.last_log_step
         segments = self.own_segments if is_leaving else self.segments
         parts = [metrics for start, metrics in segments if start >= since]
         metrics: Any = None
@@ -104,10 +109,10 @@ class CallProgress:
             return
         timing, before = train_state.timing.totals, self._measured_s
         self._measured_s = sum(timing.seconds)
-        self.state.point = train_state.global_step
+        self.state.last_log_step = train_state.global_step
         self._points.append(
             LogPoint(
-                call_number=self.state.number,
+                call_number=self.state.call_number,
                 global_step=train_state.global_step,
                 epoch=train_state.epoch + (train_state.offset > 0),
                 metrics=metrics,

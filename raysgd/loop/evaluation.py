@@ -36,10 +36,10 @@ class Evaluation:
         progress.begin(call_number)
         train_state = self._train_state
         train_state.timers.enabled = request.profile
-        start = progress.state.validation
+        start = progress.state.last_validation
         if start is None or start[0] != call_number:
             start = call_number, 0 if request.from_start else train_state.validation_offset
-            progress.state.validation = start
+            progress.state.last_validation = start
         source = (
             train_state.data.readable("validation") if loader is None else self._source_of(loader)
         )

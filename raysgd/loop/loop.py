@@ -109,7 +109,7 @@ class Loop:
         for feature in train_state.features:
             feature.check_trained()
             feature.begin_call(logs_steps=request.log_every is not None)
-        if self.call_progress.state.number != request.call_number:
+        if self.call_progress.state.call_number != request.call_number:
             self.call_progress.begin(request.call_number)
         if request.split:
             train_state.micro_batching.increase_split(request.split)
@@ -147,7 +147,7 @@ class Loop:
     def departure_metrics(self, call_number: int) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none. Add them to a last point."""
         progress = self.call_progress
-        if progress.state.number != call_number or not progress.own_segments:
+        if progress.state.call_number != call_number or not progress.own_segments:
             return None
         if self.control.next_log_step is not None:
             progress.add_point(is_leaving=True)
@@ -158,7 +158,7 @@ class Loop:
         every, start, step = request.log_every, request.start_step, self.train_state.global_step
         self.control.next_log_step = None
         if every is not None:
-            newest = max(self.call_progress.state.point, start)
+            newest = max(self.call_progress.state.last_log_step, start)
             if step >= (newest // every + 1) * every:
                 self.call_progress.add_point()
             self.control.next_log_step = (max(step, start) // every + 1) * every
@@ -170,10 +170,10 @@ class Loop:
         """
         train_state, step = self.train_state, self.train_state.global_step
         epochs, until = request.until_epoch, request.until_step
-        more_epochs = self.call_progress.state.more_epochs
-        if epochs is not None and train_state.epoch >= epochs + more_epochs:
+        extra_epochs = self.call_progress.state.extra_epochs
+        if epochs is not None and train_state.epoch >= epochs + extra_epochs:
             return 0
-        if self.call_progress.state.ended or (until is not None and step >= until):
+        if self.call_progress.state.ended_early or (until is not None and step >= until):
             return 0
         if step < request.start_step:
             return request.start_step - step
@@ -263,7 +263,7 @@ class Loop:
         if self.train_state.context.world_size > 1:
             is_bad = self.train_state.collectives.is_any(is_bad)
         if is_bad:
-            self.call_progress.state.ended = True
+            self.call_progress.state.ended_early = True
             self.control.callback_pause = 0  # a past step, so that the segment ends now
 
     def _read_rest(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
@@ -305,10 +305,10 @@ class Loop:
             if segment.start_offset == 0:
                 raise no_batch("train", source, self._rank_with_fewest)
             train_state = self.train_state
-            is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.more_epochs
+            is_last = train_state.epoch + 1 >= until_epoch + self.call_progress.state.extra_epochs
             if train_state.global_step == self.call_progress.state.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
-                self.call_progress.state.more_epochs += 1
+                self.call_progress.state.extra_epochs += 1
         else:
             loop = f"{type(self.operator).__name__}.train_epoch"
             drew_none = f"{loop} drew no batch from its iterator"

@@ -67,11 +67,12 @@ class OperatorBase:
         no batch from its iterator.
         """
         step = self._train_state.global_step
-        return self._train_state.user_step_override.get(step, step)
+        at_step, value = self._train_state.user_set_step or (step, step)
+        return value if at_step == step else step
 
     @global_step.setter
     def global_step(self, value: int) -> None:
-        self._train_state.user_step_override = {self._train_state.global_step: value}
+        self._train_state.user_set_step = self._train_state.global_step, value
 
     if TYPE_CHECKING:
         train_batch: Callable[..., Any]

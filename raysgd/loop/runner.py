@@ -323,7 +323,7 @@ class OperatorRunner(Runner, ABC):
                 incoming.receive()
             saved_state.load(state)
         self._hosted_loop.forget_iteration()
-        self._hosted_loop.call_progress.state.validation = None
+        self._hosted_loop.call_progress.state.last_validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._hosted_loop.call_progress.continue_call(state["call"])

@@ -54,8 +54,8 @@ class TrainState(ABC):
         self.step_iterator: Any = None  # a `StepIterator`, or None between segments
         self.call_began_at = 0  # global step at which the call in progress began
         self.keeps_modes = False  # the loop does not set train mode: the segment follows a pause
-        # The global step that user code set. At most one entry: committed steps -> value.
-        self.user_step_override: dict[int, int] = {}
+        # Committed steps when user code set the global step, and the value that it set.
+        self.user_set_step: tuple[int, int] | None = None
         self.meters: AverageMeterCollection | None = None
         self.update = Update(settings.options.layout.has_fixed_parts)
         self.micro_batching = MicroBatching(settings, self.update)
@@ -120,7 +120,7 @@ class TrainState(ABC):
 
     def begin_segment(self, call_began_at: int, keeps_modes: bool) -> None:
         self.call_began_at, self.keeps_modes = call_began_at, keeps_modes
-        self.user_step_override, self.meters = {}, None
+        self.user_set_step = self.meters = None
 
     def end_segment(self) -> None:
         self.step_iterator = None

@@ -675,7 +675,7 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
     joining, _ = loop_of(Streaming)
     joining.call_progress.continue_call(vars(loop.call_progress.state))
     assert joining.call_progress.state == loop.call_progress.state
-    assert joining.call_progress.state.more_epochs == 1
+    assert joining.call_progress.state.extra_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):

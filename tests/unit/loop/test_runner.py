@@ -158,10 +158,10 @@ def test_state_for_a_restart_has_the_call_unless_a_failed_step_changed_it():
     assert TorchRunner(TorchOptions(training_operator_cls=Recorder)).restart_state() is None
     runner.handle(TrainRequest(call_number=7, until_step=3))
     state = runner.handle(RestartStateRequest(num_workers=1))
-    assert (state["global_step"], state["call"]["number"]) == (3, 7)
+    assert (state["global_step"], state["call"]["call_number"]) == (3, 7)
     other = make_runner()
     other.load_state_dict(state)
-    assert other._loop.call_progress.state.number == 7
+    assert other._loop.call_progress.state.call_number == 7
     other.handle(TrainRequest(call_number=7, until_epoch=1))
     assert other.operator.trained == EPOCH[24:]
     runner.operator._train_state.update.is_damaged = True
