@@ -60,12 +60,12 @@ class EpochLines(Callback):
             _print(f"stopped in epoch {trainer.epoch}: {trainer.stop_reason}")
 
 
-class ProgressBar(EpochLines):
+class ProgressBar(Callback):
     """Shows batches, newest metrics, samples per second and live workers of each call.
 
-    In a terminal, or a notebook with ipywidgets, this callback draws a bar. In ``fit()``, the line
-    of the epoch replaces the bar. Elsewhere, the callback prints a line every 30 seconds, and at
-    the end of a call or epoch. ``TorchTrainer(use_tqdm=True)`` adds this callback. If other
+    In a terminal, or a notebook with ipywidgets, this callback draws a bar. In ``fit()``, the bar
+    goes when its call ends. Elsewhere, the callback prints a line every 30 seconds, and at the end
+    of a call outside of ``fit()``. ``TorchTrainer(use_tqdm=True)`` adds this callback. If other
     callbacks print, put this one before them, so that its line is complete.
     """
 
@@ -125,10 +125,8 @@ class ProgressBar(EpochLines):
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)
-        super().on_epoch_end(trainer, metrics)
 
-    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        self._finish(trainer, f"train {trainer.epoch}", metrics)
+    on_steps_end = on_epoch_end
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, "validate", metrics)
@@ -138,7 +136,6 @@ class ProgressBar(EpochLines):
 
     def on_train_end(self, trainer: Trainer) -> None:
         self._close()
-        super().on_train_end(trainer)
 
     def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
         self._close()

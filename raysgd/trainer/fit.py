@@ -60,8 +60,10 @@ class FitLoop:
         dispatcher, callback_list = self.dispatcher, self.dispatcher.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         added = as_callbacks(where, callbacks, trainer.logdir, callback_list)
-        if verbose and not any(isinstance(c, EpochLines) for c in (*added, *callback_list)):
-            added.insert(0, ProgressBar() if is_interactive() else EpochLines())
+        kinds = (EpochLines, ProgressBar) if is_interactive() else (EpochLines,)
+        for kind in kinds if verbose else ():
+            if not any(isinstance(each, kind) for each in (*added, *callback_list)):
+                added.insert(0, kind())
         dispatcher.check_open(changes_state=True)
         if callback_list.running_hooks:
             raise RuntimeError(
