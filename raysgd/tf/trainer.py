@@ -137,12 +137,12 @@ class TFTrainer(OperatorTrainer):
         epochs of ``fit(num_epochs)`` are those of the data.
         """
         arguments = (profile, reduce_results, max_retries, info)
-        counts_epochs = self._reporter.running.num_epochs not in (None, sys.maxsize)
+        counts_epochs = self._fit_loop.running.num_epochs not in (None, sys.maxsize)
         if self._plan is None or num_steps is not None or counts_epochs:
             return super().train(num_steps, *arguments)
         for _ in range(self._plan["epochs"] or 1):
             result = super().train(self._plan["steps_per_epoch"], *arguments)
-            if self.global_step == self._reporter.running.max_steps:
+            if self.global_step == self._fit_loop.running.max_steps:
                 break
         return result
 

@@ -41,9 +41,8 @@ from raysgd.loop.requests import (
 )
 from raysgd.metrics import as_test_metrics, merge_workers, with_epoch
 from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.fit import FitLoop
+from raysgd.trainer.fit import FitLoop, FitOptions
 from raysgd.trainer.info import TrainerInfo
-from raysgd.trainer.results import FitOptions, ResultReporter
 from raysgd.trainer.state import StateTransfer
 
 
@@ -82,9 +81,8 @@ class OperatorTrainer(TrainerInfo):
         self._callback_list = CallbackList(attached)
         self._callback_list.saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, options.trainer)
-        self._reporter = ResultReporter(dispatcher)
-        self._fit_loop = FitLoop(options, dispatcher, self._reporter)
-        self._transfer = self._transfer_cls(options, dispatcher, self._reporter)
+        self._fit_loop = fit_loop = FitLoop(options, dispatcher)
+        self._transfer = self._transfer_cls(options, dispatcher, fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = weakref.WeakMethod(self._notify_callbacks)
@@ -140,11 +138,11 @@ class OperatorTrainer(TrainerInfo):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
         with self._callback_list.enter_call(self):
-            request = self._reporter.train_request(info=info, profile=profile, dataset=dataset)
+            request = self._fit_loop.train_request(info=info, profile=profile, dataset=dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch
             metrics = with_epoch(epoch, result.merged)
-            self._reporter.report_training(self, metrics, result)
+            self._fit_loop.report_training(self, metrics, result)
         if reduce_results:
             return metrics
         return [with_epoch(epoch, each) for each in result.by_worker]
@@ -175,7 +173,7 @@ class OperatorTrainer(TrainerInfo):
         if num_steps is not None:
             num_steps = check_int("validate", "num_steps", num_steps, 1)
         check_dict("validate", "info", info)
-        result = self._reporter.validate(self, info, num_steps, profile)
+        result = self._fit_loop.validate(self, info, num_steps, profile)
         return result.merged if reduce_results else result.by_worker
 
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The loop of ``trainer.fit()``: epochs, validations, and stop conditions."""
+"""The loop of ``trainer.fit()``, and the validations and results of epochs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import contextlib
 import itertools
 import logging
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd.callbacks.base import Callback, History, Trainer
+from raysgd._internal.arguments import check_dict, check_int, set_fields
+from raysgd.callbacks.base import Callback, History, LastCall, Trainer
 from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.loop.options import Options
-from raysgd.loop.requests import ApplyOperatorRequest, ValidateRequest
+from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest, ValidateRequest
 from raysgd.loop.sources import missing_loader
-from raysgd.metrics import merge_workers
-from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.results import FitOptions, ResultReporter
+from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, merge_workers
+from raysgd.trainer.dispatcher import CallResult, Dispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,31 @@ _SANITY_STEPS = 2
 _VALIDATION_PREFIXES = ("val", "eval_", "eval/")
 
 
+@dataclass(frozen=True)
+class FitOptions:
+    """See :meth:`raysgd.TorchTrainer.fit`. The defaults mean that no ``fit()`` runs."""
+
+    num_epochs: Any = None
+    validate_every: int | None = None
+    max_retries: int = 0
+    info: dict[str, Any] | None = None
+    log_every: int | None = None
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_epochs", "validate_every", "max_steps", "log_every"):
+            if (value := getattr(self, name)) is not None:
+                set_fields(self, **{name: check_int("fit", name, value, 1)})
+        set_fields(self, max_retries=check_int("fit", "max_retries", self.max_retries, 0))
+        check_dict("fit", "info", self.info)
+
+
 @dataclass(eq=False)
 class FitLoop:
-    """Runs ``fit()`` of one trainer.
+    """Runs ``fit()`` of one trainer, and tracks whether the newest epoch lacks a validation.
 
-    ::
+    The result of an epoch has the metrics of its training, and of the validation that ``fit()``
+    makes after it::
 
         fit -> check the validation on a few batches
                if an exception or a save preceded the validation of an epoch: validate
@@ -42,8 +63,19 @@ class FitLoop:
 
     options: Options
     dispatcher: Dispatcher
-    reporter: ResultReporter
     stop_reason: str | None = None
+    running: FitOptions = field(default_factory=FitOptions)
+    """The arguments of the running ``fit()``."""
+    has_validated: bool = False
+    """Whether a validation has run, so that ``fit()`` need not try it."""
+    validation_names: set[str] = field(default_factory=set)
+    """Names of the metrics of validations."""
+    _num_validated: int = 0
+    """Number of epochs that need no validation anymore."""
+    _due_at: int | None = None
+    """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
+    _results: list[tuple[dict[str, Any], LastCall]] = field(default_factory=list)
+    """Metrics of the newest training, and of its validation, unless that had a result."""
 
     def run(
         self,
@@ -79,46 +111,144 @@ class FitLoop:
                 logger.info("%s", why)
             if options.validate_every is None:
                 _check_monitors(self._find_monitors(), (), why)
-            with self.reporter.fitting(options):
-                if options.validate_every and self.reporter.num_completed < options.num_epochs:
-                    self._check_validation(options.info)
-                history = self._train_epochs(trainer, options)
-                if sentence := dispatcher.controller.speed.report().sentence:
-                    logger.warning("%s", sentence)
-                return history
+            self.running, self._num_validated = options, self.num_completed
+            try:
+                if options.validate_every and self.num_completed < options.num_epochs:
+                    self._check_validation()
+                history = self._train_epochs(trainer)
+            finally:
+                self._set_due_validation(self.lacks_validation)
+                self.running = FitOptions()
+            if sentence := dispatcher.controller.speed.report().sentence:
+                logger.warning("%s", sentence)
+            return history
 
-    def _train_epochs(self, trainer: Trainer, options: FitOptions) -> History:
-        history, num_epochs, reporter = History(), options.num_epochs, self.reporter
+    def _train_epochs(self, trainer: Trainer) -> History:
+        history, options = History(), self.running
+        num_epochs = options.num_epochs
 
         def end() -> str | None:
             if options.max_steps is not None and trainer.global_step >= options.max_steps:
                 return self.stop_reason or f"max_steps={options.max_steps} is reached"
             return self.stop_reason
 
-        if reporter.lacks_validation and reporter.is_due:  # since an earlier fit()
-            reporter.validate(trainer, options.info, from_start=True)
-        if reporter.num_completed >= num_epochs:
+        if self.lacks_validation and self.is_due:  # since an earlier fit()
+            self.validate(trainer, options.info, from_start=True)
+        if self.num_completed >= num_epochs:
             logger.warning(
                 "fit(%d) trains nothing, because the run has already completed epoch %d.",
                 num_epochs,
-                reporter.num_completed,
+                self.num_completed,
             )
-        while end() is None and reporter.num_completed < num_epochs:
-            epoch = reporter.num_completed
+        while end() is None and self.num_completed < num_epochs:
+            epoch = self.num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and options.validate_every is None:
                 for argument, name in self._find_monitors().items():
                     if name not in history[0]:
                         logger.warning("%s: the first epoch has no such metric.", argument)
-            if reporter.num_completed > epoch and reporter.is_due:
-                validated = reporter.validate(trainer, options.info, from_start=True).merged
+            if self.num_completed > epoch and self.is_due:
+                validated = self.validate(trainer, options.info, from_start=True).merged
                 history[-1] = {**validated, **history[-1]}
         history.stop_reason = f"num_epochs={num_epochs} is reached"
-        if (reason := end()) is not None and reporter.num_completed < num_epochs:
+        if (reason := end()) is not None and self.num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
             logger.log(level, "fit() ends at step %d: %s", trainer.global_step, reason)
         return history
+
+    # ---- calls and their results
+
+    def train_request(self, **arguments: Any) -> TrainRequest:
+        """Return a request to train, within the limits of the running ``fit()``."""
+        until_step, log_every = self.running.max_steps, self.running.log_every
+        arguments["call_number"] = next(self.dispatcher.call_numbers)
+        return TrainRequest(until_step=until_step, log_every=log_every, **arguments)
+
+    def report_training(
+        self, trainer: Trainer, metrics: dict[str, Any], result: CallResult
+    ) -> None:
+        """Pass the metrics of ``train()`` to the callbacks."""
+        self._results = [(metrics, result.call)]
+        hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
+        self.dispatcher.report(hook, trainer, metrics, result.call)
+        if result.completed_epoch and not self.is_due:
+            self._report_result(trainer)
+
+    def validate(
+        self,
+        trainer: Trainer,
+        info: Mapping[str, Any] | None,
+        num_steps: int | None = None,
+        profile: bool = False,
+        from_start: bool = False,
+    ) -> CallResult:
+        """Run a validation, and pass its metrics to the callbacks."""
+        self.dispatcher.check_open(changes_state=True)
+        with self.dispatcher.callback_list.enter_call(trainer):
+            request = ValidateRequest(
+                call_number=next(self.dispatcher.call_numbers),
+                num_steps=num_steps,
+                from_start=from_start,
+                info=dict(info or {}),
+                profile=profile,
+            )
+            result = self.dispatcher.validate(trainer, request)
+            self.has_validated = True
+            self._due_at, self._num_validated = None, self.num_completed
+            if result.call.is_complete:  # otherwise the user looks at some batches
+                self._results[1:] = [(result.merged, result.call)] if self._results else []
+            self.dispatcher.report("on_validation_end", trainer, result.merged, result.call)
+            self.validation_names.update(result.merged)
+            if len(self._results) > 1:
+                self._report_result(trainer)
+        return result
+
+    def _report_result(self, trainer: Trainer) -> None:
+        """Pass the result of an epoch to the callbacks, unless a callback made the call."""
+        if self.dispatcher.callback_list.running_hooks:
+            return
+        merged: dict[str, Any] = {}
+        seconds = 0.0
+        for metrics, call in self._results:
+            merged |= metrics
+            seconds += call.seconds
+        if call.kind == "validate":
+            self._results = []
+        else:
+            names = self.validation_names - {NUM_SAMPLES, BATCH_COUNT}
+            merged = {name: value for name, value in merged.items() if name not in names}
+        whole = call._replace(seconds=seconds)
+        self.dispatcher.callback_list.call("on_result", trainer, whole, merged)
+
+    # ---- missing validations
+
+    @property
+    def num_completed(self) -> int:
+        return self.dispatcher.controller.progress.epoch
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ``fit()`` validates after the newest completed epoch."""
+        every, completed = self.running.validate_every, self.num_completed
+        if every is None:
+            return False
+        return completed % every == 0 or completed >= self.running.num_epochs
+
+    @property
+    def lacks_validation(self) -> bool:
+        """Whether the validation of the newest epoch is missing, and no training followed."""
+        if self._due_at == self.dispatcher.controller.progress.global_step:
+            return True
+        return self.num_completed > self._num_validated and self.is_due
+
+    def _set_due_validation(self, is_due: bool) -> None:
+        self._due_at = self.dispatcher.controller.progress.global_step if is_due else None
+
+    def restore_due_validation(self, due: dict[str, Any] | None) -> None:
+        """Record the metrics of the loaded epoch if its validation is missing, otherwise None."""
+        self._set_due_validation(due is not None)
+        self._results = [] if due is None else [(due, LastCall("train", time.time(), 0.0))]
 
     # ---- checks
 
@@ -126,14 +256,16 @@ class FitLoop:
         request = ApplyOperatorRequest(function=_has_validation_loader)
         return any(self.dispatcher.run(request, method="fit"))
 
-    def _check_validation(self, info: Mapping[str, Any] | None) -> None:
+    def _check_validation(self) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
-        reporter = self.reporter
-        if reporter.has_validated or reporter.lacks_validation or self.stop_reason is not None:
+        if self.has_validated or self.lacks_validation or self.stop_reason is not None:
             return
-        info = dict(info or {})
         request = ValidateRequest(
-            call_number=-1, num_steps=_SANITY_STEPS, from_start=True, rehearses=True, info=info
+            call_number=-1,
+            num_steps=_SANITY_STEPS,
+            from_start=True,
+            rehearses=True,
+            info=dict(self.running.info or {}),
         )
         try:
             # A worker without a batch has no metrics.
@@ -143,7 +275,7 @@ class FitLoop:
             with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
                 results.append(merge_workers(results))
             names = dict.fromkeys(itertools.chain.from_iterable(results))
-            reporter.validation_names.update(names)
+            self.validation_names.update(names)
             if names:
                 why = f"a validation has: {', '.join(names)}."
                 _check_monitors(self._find_monitors(), list(names), why)
@@ -151,7 +283,7 @@ class FitLoop:
             error.add_note("fit() tried the validation before any training.")
             error.__notes__.sort(key=lambda note: note.startswith("Raised on worker "))  # last
             raise
-        reporter.has_validated = True
+        self.has_validated = True
 
     def _find_monitors(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""

@@ -14,7 +14,6 @@ from raysgd.elastic.speed import SpeedReport
 from raysgd.loop.options import Options
 from raysgd.trainer.dispatcher import Dispatcher
 from raysgd.trainer.fit import FitLoop
-from raysgd.trainer.results import ResultReporter
 from raysgd.trainer.state import StateTransfer
 
 
@@ -32,7 +31,6 @@ class TrainerInfo:
     _fit_loop: FitLoop
     _keeps_batch: bool
     _logdir: Path | None
-    _reporter: ResultReporter
     _transfer: StateTransfer
 
     @property
@@ -79,7 +77,7 @@ class TrainerInfo:
         "_dispatcher.last_call", "Kind, end time, and duration of the newest `train` or `validate`."
     )
     num_epochs: int | None = forward_to(
-        "_reporter.running.num_epochs", "Number of epochs at which the current `fit` ends, or None."
+        "_fit_loop.running.num_epochs", "Number of epochs at which the current `fit` ends, or None."
     )
     stop_reason: str | None = forward_to(
         "_fit_loop.stop_reason", "The first reason passed to `request_stop` since `fit` began."

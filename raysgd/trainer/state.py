@@ -29,7 +29,7 @@ from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, PrepareExportRequest, SaveRequest, StateRequest
 from raysgd.loop.state_schema import DRIVER_KEYS, check_state, for_workers, without_call
 from raysgd.trainer.dispatcher import Dispatcher
-from raysgd.trainer.results import ResultReporter
+from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class StateTransfer:
 
     options: Options
     dispatcher: Dispatcher
-    reporter: ResultReporter
+    fit_loop: FitLoop
     parent: str | None = None
     """The checkpoint that was loaded."""
 
@@ -87,7 +87,7 @@ class StateTransfer:
         entries["config"] = scalars(redact_config(self.options.config))
         if provenance:
             entries["provenance"] = self.provenance()
-        if self.reporter.lacks_validation:
+        if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
             entries["validation_due"] = scalars(self.dispatcher.metrics)
         return entries
@@ -214,7 +214,7 @@ class StateTransfer:
             snapshots.keep(lambda: worker_entries)
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
         self.dispatcher.latest.update(driver_entries["validation_due"])
-        self.reporter.restore_due_validation(state.get("validation_due"))
+        self.fit_loop.restore_due_validation(state.get("validation_due"))
         self._warn_of_changes(driver_entries["config"])
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
