@@ -1,18 +1,18 @@
 """Training with the same bits on any number of workers, ``TorchTrainer(exact="bits")``.
 
-Each step has a fixed number of shards, whose samples do not depend on the workers. A worker trains
-the shards that it owns one after the other, each as a micro-batch with its own forward and backward
-pass, random numbers, and batch statistics. The gradients of all shards are added up in the order of
-a fixed tree (`tree_sum.py`). See EasyScale, "Elastic Training with Consistent Accuracy and Improved
-Utilization on GPUs", 2023, for the idea of logical workers.
+Each step has a fixed number of parts, which users know as shards. Their samples do not depend on
+the workers. A worker trains the parts that it owns one after the other, each as a micro-batch with
+its own forward and backward pass, random numbers, and batch statistics. The gradients of all parts
+are added up in the order of a fixed tree (`tree_sum.py`). See EasyScale, "Elastic Training with
+Consistent Accuracy and Improved Utilization on GPUs", 2023, for the idea of logical workers.
 
 Elsewhere, code asks for what the mode changes, not for its name:
 
-- ``options.layout.has_fixed_parts``: the shards of each step (`EpochPartition`), seeds for their
+- ``options.layout.has_fixed_parts``: the parts of each step (`EpochPartition`), seeds for their
   order, samples, and user code (`PartitionedLoader`), the batch size in the config of a worker
   (`OperatorRunner`), and errors for batches that must not be split (`MicroBatching.refuse`, by
   ``layout.fixed_by``). `TorchSources` rejects iterable data sets that cannot be grouped
-  into shards.
+  into parts.
 - ``options.exact``: deterministic operations (`TorchRunner`). `TorchOptions` unsets split_on_oom.
 - ``update.has_fixed_parts``: an update needs copies, and ends with its commit (`Update`). Each
   worker has the metrics of all (`CallProgress`, `OperatorRunner`), whose sums have a fixed order
@@ -54,7 +54,7 @@ _SHARDS_DIFFER = (
 class EqualBitsGradients(GroupGradients):
     """Sums of gradients in a fixed order, instead of averages.
 
-    The gradient of a loss has the weight ``items of the shard / samples of the update``. If user
+    The gradient of a loss has the weight ``items of the part / samples of the update``. If user
     code counts items, the counts are added up like gradients, and the sum is then multiplied by
     ``samples / items of the update``.
     """
@@ -66,10 +66,10 @@ class EqualBitsGradients(GroupGradients):
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
         self._precision, self._update = train_state.precision, train_state.update
-        self._num_shards = train_state.settings.options.layout.num_full_parts(1)
-        self._shard = 0
-        self._is_last_of_shard = True  # the shard has no later micro-batch in this update
-        self._buffers, self._metrics = EqualBitsBuffers(train_state), ShardMetrics(train_state)
+        self._num_parts = train_state.settings.options.layout.num_full_parts(1)
+        self._part = 0
+        self._is_last_of_part = True  # the part has no later micro-batch in this update
+        self._buffers, self._metrics = EqualBitsBuffers(train_state), PartMetrics(train_state)
         self._clear()
 
     def wrap(self, **arguments: Mapping[str, Any]) -> None:
@@ -85,14 +85,14 @@ class EqualBitsGradients(GroupGradients):
         copy_first(self._train_state)
 
     def _clear(self) -> None:
-        self._gradients: dict[int, ShardGradients] = {}  # by ID of the optimizer
+        self._gradients: dict[int, PartGradients] = {}  # by ID of the optimizer
         self._buffers.clear()
-        self._stepped: list[int] = []  # IDs of optimizers, in the current shard
-        self._stepped_before: list[int] | None = None  # in the earlier shards
+        self._stepped: list[int] = []  # IDs of optimizers, in the current part
+        self._stepped_before: list[int] | None = None  # in the earlier parts
 
     def begin_generation(self) -> None:
         """Check that all workers compute with the same bits."""
-        self._metrics = ShardMetrics(self._train_state)
+        self._metrics = PartMetrics(self._train_state)
         if not self._train_state.context.distributed:
             return
         own = kind_of(self._train_state.settings.device)
@@ -108,14 +108,14 @@ class EqualBitsGradients(GroupGradients):
         """Do nothing, because all buffers are equal after each step."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {_KEY: self._num_shards}
+        return {_KEY: self._num_parts}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        saved = state.get(_KEY, self._num_shards)
-        if saved != self._num_shards:
+        saved = state.get(_KEY, self._num_parts)
+        if saved != self._num_parts:
             raise CheckpointError(
                 f"The state comes from a run with {saved!r} shards, and this trainer has "
-                f"{self._num_shards}. Pass exact=EqualBits(num_shards={saved!r})."
+                f"{self._num_parts}. Pass exact=EqualBits(num_shards={saved!r})."
             )
 
     # ---- hooks of a step
@@ -135,18 +135,18 @@ class EqualBitsGradients(GroupGradients):
     def begin_micro_batch(self, update: Update) -> None:
         owned = self._train_state.data.current.partition.owned_parts
         if update.index > 0:
-            self._end_shard()
+            self._end_part()
             for optimizer in update.optimizer_steps.optimizers:  # of losses of other optimizers
                 optimizer.zero_grad(set_to_none=True)
         for model in self._train_state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
-        self._shard = owned[update.index % len(owned)]
-        self._is_last_of_shard = update.micro_batch.step_index == update.plan.num_steps - 1
-        self._buffers.begin(self._shard, is_first=update.index <= 0)
+        self._part = owned[update.index % len(owned)]
+        self._is_last_of_part = update.micro_batch.step_index == update.plan.num_steps - 1
+        self._buffers.begin(self._part, is_first=update.index <= 0)
         self._num_operations = _num_operations()
 
-    def _end_shard(self) -> None:
-        """End a shard. Check that it has stepped the optimizers that the shard before has."""
+    def _end_part(self) -> None:
+        """End a part. Check that it has stepped the optimizers that the part before has."""
         if self._stepped:
             self._buffers.check_unchanged()
         if self._stepped_before not in (None, self._stepped):
@@ -155,7 +155,7 @@ class EqualBitsGradients(GroupGradients):
         self._stepped, self._stepped_before = [], self._stepped
 
     def before_commit(self, update: Update) -> None:
-        self._end_shard()
+        self._end_part()
         if not self._stepped_before:
             self._agree(0, [])
         if self._train_state.meters is not None:
@@ -178,7 +178,7 @@ class EqualBitsGradients(GroupGradients):
     # ---- gradients
 
     def take_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the gradients of a shard, when its optimizer would step."""
+        """Take the gradients of a part, when its optimizer would step."""
         if not self._stepped and _num_operations() != self._num_operations:
             self._train_state.micro_batching.refuse(
                 "train_batch communicates with other workers",
@@ -195,8 +195,8 @@ class EqualBitsGradients(GroupGradients):
         if (count := self._update.losses.counted_items) is not None:
             device = self._train_state.settings.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
-        of_optimizer = self._gradients.setdefault(id(optimizer), ShardGradients(parameters))
-        of_optimizer.add(self._shard, gradients, self._is_last_of_shard)
+        of_optimizer = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
+        of_optimizer.add(self._part, gradients, self._is_last_of_part)
         if self._stepped:  # another optimizer
             self._buffers.check_unchanged()
         else:
@@ -205,7 +205,7 @@ class EqualBitsGradients(GroupGradients):
         return True
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write the sum over all shards into the gradients. Every rank must call this."""
+        """Write the sum over all parts into the gradients. Every rank must call this."""
         update, optimizers = self._update, self._train_state.optimizers
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers, 1)}
         if not update.is_open or id(optimizer) not in numbers:
@@ -219,7 +219,7 @@ class EqualBitsGradients(GroupGradients):
         kind = 2 * numbers[id(optimizer)] + (update.losses.counted_items is not None)
         flags = self._agree(kind, [*own.exist, *self._buffers.changes()])
         partition: EpochPartition = self._train_state.data.current.partition
-        total = sum_over_workers(own.tree, self._num_shards, partition.shares)
+        total = sum_over_workers(own.tree, self._num_parts, partition.shares)
         if update.losses.counted_items is not None:
             *total, count = total
             num_items = count.item()
@@ -253,24 +253,24 @@ class EqualBitsGradients(GroupGradients):
         return agreed[: len(flags)]
 
 
-class ShardGradients:
-    """The gradients of one optimizer in the shards of this worker."""
+class PartGradients:
+    """The gradients of one optimizer in the parts of this worker."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.tree = TreeSum()
-        self.exist = [False] * len(parameters)  # in a shard, of each parameter
+        self.exist = [False] * len(parameters)  # in a part, of each parameter
         self._parameters = parameters
-        self._earlier: dict[int, list[torch.Tensor | None]] = {}  # of unfinished shards
+        self._earlier: dict[int, list[torch.Tensor | None]] = {}  # of unfinished parts
 
-    def add(self, shard: int, gradients: list[torch.Tensor | None], is_last: bool) -> None:
+    def add(self, part: int, gradients: list[torch.Tensor | None], is_last: bool) -> None:
         """Add the gradients of the parameters, and the count of items if losses have one.
 
-        `is_last`: whether the shard has no later micro-batch in this update.
+        `is_last`: whether the part has no later micro-batch in this update.
         """
-        if (earlier := self._earlier.pop(shard, None)) is not None:
+        if (earlier := self._earlier.pop(part, None)) is not None:
             gradients = [_sum(*pair) for pair in zip(earlier, gradients, strict=True)]
         if not is_last:
-            self._earlier[shard] = gradients
+            self._earlier[part] = gradients
             return
         leaf: list[Any] = [*gradients]
         for index, parameter in enumerate(self._parameters):
@@ -278,11 +278,11 @@ class ShardGradients:
                 leaf[index] = torch.zeros_like(parameter)
             else:
                 self.exist[index] = True
-        self.tree.add(0, shard, leaf)
+        self.tree.add(0, part, leaf)
 
 
-class ShardMetrics:
-    """Sends the metrics of each shard to all workers, so that those of a lost worker are kept.
+class PartMetrics:
+    """Sends the metrics of each part to all workers, so that those of a lost worker are kept.
 
     Each generation has its own object.
     """
@@ -292,14 +292,14 @@ class ShardMetrics:
         self._width = 64  # of a worker's message, in units of 4 bytes, until one is longer
 
     def of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
-        """Return the metrics of all workers' shards."""
+        """Return the metrics of all workers' parts."""
         partition: EpochPartition = self._train_state.data.current.partition
-        shards = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
-        own = [(key, m, weight) for key, (m, weight, _) in zip(shards, updates, strict=False)]
-        rows = [row for part in self._gather(pickle.dumps(own)) for row in pickle.loads(part)]
+        parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
+        own = [(key, m, weight) for key, (m, weight, _) in zip(parts, updates, strict=False)]
+        rows = [row for message in self._gather(pickle.dumps(own)) for row in pickle.loads(message)]
         rows.sort(key=lambda row: row[0])
         last = (partition.layout.num_parts or 1) - 1
-        return [(metrics, weight, shard == last) for (_, shard), metrics, weight in rows]
+        return [(metrics, weight, part == last) for (_, part), metrics, weight in rows]
 
     def _gather(self, own: bytes) -> list[bytes]:
         """Return the messages of all workers, by rank."""
@@ -312,10 +312,10 @@ class ShardMetrics:
             rows[dist.get_rank()] = torch.frombuffer(bytearray(content), dtype=torch.int32)
             rows = rows.to(self._train_state.settings.device)
             dist.all_reduce(rows)  # the rows of the other workers are zeros
-            parts = [row.tobytes() for row in rows.cpu().numpy()]
-            ends = [4 + int.from_bytes(part[:4], sys.byteorder) for part in parts]
+            messages = [row.tobytes() for row in rows.cpu().numpy()]
+            ends = [4 + int.from_bytes(message[:4], sys.byteorder) for message in messages]
             if max(ends) <= size:
-                return [part[4:end] for part, end in zip(parts, ends, strict=True)]
+                return [message[4:end] for message, end in zip(messages, ends, strict=True)]
             self._width = max(ends) // 2  # twice as wide as needed
 
 

@@ -15,20 +15,20 @@ from raysgd.torch.train_state import TorchTrainState
 
 
 class EqualBitsBuffers:
-    """The buffers after each shard. Each shard begins with the buffers of the step's start."""
+    """The buffers after each part. Each part begins with the buffers of the step's start."""
 
     def __init__(self, train_state: TorchTrainState) -> None:
         self._train_state = train_state
         self.clear()
 
     def clear(self) -> None:
-        """Forget the shards of a step."""
+        """Forget the parts of a step."""
         self._stored: dict[int, list[torch.Tensor | None]] = {}
 
-    def begin(self, shard: int, is_first: bool) -> None:
-        """Restore the buffers that a shard begins with, unless it `is_first`."""
-        self._shard = shard
-        self._start = self._stored.get(shard, self._train_state.buffer_copies.values)
+    def begin(self, part: int, is_first: bool) -> None:
+        """Restore the buffers that a part begins with, unless it `is_first`."""
+        self._part = part
+        self._start = self._stored.get(part, self._train_state.buffer_copies.values)
         if not is_first:
             self._train_state.buffer_copies.write(self._start)
         self._versions = self._newest_versions()
@@ -46,10 +46,10 @@ class EqualBitsBuffers:
         return [None if b is None else (b.data_ptr(), version_of(b)) for b in buffers]
 
     def store(self) -> None:
-        """Store the buffers that the shard has changed."""
+        """Store the buffers that the part has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
         newest = zip(self._start, self._train_state.buffer_copies.tensors(), strict=True)
-        self._stored[self._shard] = [
+        self._stored[self._part] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
         self._versions = self._newest_versions()
@@ -63,7 +63,7 @@ class EqualBitsBuffers:
         return changes
 
     def merge(self, changes: Sequence[int], partition: EpochPartition) -> None:
-        """Set floats to their old values and the mean of the changes, others as in shard 0."""
+        """Set floats to their old values and the mean of the changes, others as in part 0."""
         if not any(changes):
             return
         before: list[Any] = self._train_state.buffer_copies.values
@@ -92,15 +92,15 @@ class EqualBitsBuffers:
         self._versions = self._newest_versions()
 
     def _mean_change(
-        self, places: Sequence[int], partition: EpochPartition
+        self, indices: Sequence[int], partition: EpochPartition
     ) -> Sequence[torch.Tensor]:
         before: list[Any] = self._train_state.buffer_copies.values
         plan, owned, tree = self._train_state.update.plan, partition.owned_parts, TreeSum()
-        for position, shard in enumerate(owned):
+        for position, part in enumerate(owned):
             num_samples = sum(m.num_samples or 0 for m in plan.batches[position :: len(owned)])
-            after: list[Any] = self._stored.get(shard, before)
+            after: list[Any] = self._stored.get(part, before)
             weight = num_samples / (plan.total_samples or 1)
-            tree.add(0, shard, [(after[i] - before[i]) * weight for i in places])
+            tree.add(0, part, [(after[i] - before[i]) * weight for i in indices])
         assert partition.layout.num_parts is not None
         return sum_over_workers(tree, partition.layout.num_parts, partition.shares)
 

@@ -110,11 +110,11 @@ def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -
     nodes = [node for roots in layout for node in roots]
     if len(nodes) * count * rows.element_size() <= _SMALL_BYTES and rows.element_size() >= 4:
         first = sum(len(roots) for roots in layout[: dist.get_rank()])
-        places = rows.new_zeros(len(nodes), count)
-        places[first : first + len(rows)] = rows
+        gathered = rows.new_zeros(len(nodes), count)
+        gathered[first : first + len(rows)] = rows
         # As integers, the zeros of the other workers keep all bits, also the sign of a zero.
-        dist.all_reduce(places.view(torch.int32))
-        return _add_up(nodes, places)
+        dist.all_reduce(gathered.view(torch.int32))
+        return _add_up(nodes, gathered)
     width = -(-count // size)
     rows = torch.nn.functional.pad(rows, (0, width * size - count))
     sent = rows.view(len(rows), size, width).transpose(0, 1).contiguous()
