@@ -113,10 +113,10 @@ class PausedError(Exception):
     """Raised by a runner that has paused at the requested step."""
 
 
-class RepeatInPartsError(Exception):
+class RetrySplitError(Exception):
     """Raised by a runner that ran out of memory in a step and has rolled the step back.
 
-    The caller can repeat the request with each batch split into `split` parts.
+    The caller can repeat the request with each batch split into `split` micro-batches.
     """
 
     def __init__(self, split: int) -> None:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 from raysgd._internal.context import (
     PausedError,
     Progress,
-    RepeatInPartsError,
     Request,
+    RetrySplitError,
     Runner,
     WorkerContext,
 )
@@ -68,7 +68,7 @@ class Outcome:
     content in a thread where no user code may run."""
     progress: Progress
     traceback: str = ""
-    split: int = 0  # parts per batch for repeating the call, or 0 if more parts would not help
+    split: int = 0  # micro-batches per batch for repeating the call, or 0 if more would not help
 
     def value(self) -> Any:
         """Return the value or the exception."""
@@ -318,7 +318,7 @@ class Worker:
         if isinstance(error, KeyboardInterrupt) and in_main_thread and not self._remote:
             raise error  # Ctrl-C on the driver
         split = 0
-        if isinstance(error, RepeatInPartsError):
+        if isinstance(error, RetrySplitError):
             assert error.__cause__ is not None
             split, error = error.split, error.__cause__
         text = "".join(traceback.format_exception(error))

@@ -109,11 +109,11 @@ class EpochPartition:
             for start in self._own_starts(offset, end):
                 yield start, min(start + self.batch_size, end)
             return
-        start, parts, of_size = offset, [], None
+        start, planned, of_size = offset, [], None
         for size in self.step_sizes(offset, num_steps):
             if size != of_size:  # usually only the last one has another size
-                parts, of_size = self._micro_batches(size), size
-            for low, high, _ in parts:
+                planned, of_size = self._micro_batches(size), size
+            for low, high, _ in planned:
                 yield start + low, start + high
             start += size
 
@@ -159,8 +159,8 @@ class EpochPartition:
         """Return this worker's micro-batches in an update, whose steps have `sizes` samples."""
         planned: list[MicroBatch] = []
         for step, size in enumerate(sizes):
-            parts = self._micro_batches(size)
-            counted = [stop - first if counts else 0 for first, stop, counts in parts]
+            spans = self._micro_batches(size)
+            counted = [stop - first if counts else 0 for first, stop, counts in spans]
             total = sum(counted)
             for index, count in enumerate(counted):
                 weight = min(count, 1) if len(counted) == 1 else count / max(total, 1)
@@ -173,14 +173,14 @@ class EpochPartition:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a worker trains at a time: a batch of its loader, or a part of a batch."""
+    """What a worker trains at a time: a batch of its loader, or rows of a batch."""
 
     num_samples: float | None = None  # without repeated samples; None: unknown
     weight: float = 1
     """Of its metrics, and of a loss of unknown samples: a fraction of the worker's batch, or the
     number of samples with equal bits. 0 for repeated samples."""
     step_index: int = 0  # number of earlier steps in the update
-    ends_step: bool = True  # the last part of the worker's batch
+    ends_step: bool = True  # the last one of the worker's batch
 
     @functools.cached_property
     def is_repeated(self) -> bool:
@@ -188,7 +188,7 @@ class MicroBatch:
         return self.weight == 0
 
     def split(self, sizes: Sequence[int]) -> list[MicroBatch]:
-        """Return the parts of this batch, given their rows. A part of 0 rows repeats another."""
+        """Split this batch, given the rows of each. A micro-batch of 0 rows repeats another."""
         total = sum(sizes)
         return [
             replace(

@@ -33,7 +33,7 @@ How a segment ends:
 pause                    The iterator ends early. `Loop.train` raises PausedError, or returns None.
 StepInterruptedError     The driver stops the call, for example because a worker was lost.
 IndivisibleError         A batch must not be split. The loop repeats the step with whole batches.
-RepeatInPartsError       The driver repeats the call with more parts per batch.
+RetrySplitError          The driver repeats the call with more micro-batches per batch.
 WarmedUp                 The gradients are computed. `Loop.warm_up` restores the state.
 another error            The driver raises it, or repeats the call without lost workers.
 =======================  ==========================================================================
@@ -52,7 +52,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from raysgd._internal.context import PausedError, RepeatInPartsError
+from raysgd._internal.context import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.control import LoopControl
@@ -211,7 +211,7 @@ class Loop:
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)
             if in_update and (split := micro_batching.split_after(error, batch)):
-                raise RepeatInPartsError(split) from error
+                raise RetrySplitError(split) from error
             raise
         metrics = as_metrics(operator.train_epoch, metrics)
         if segment.num_steps or not segment.was_read:

@@ -1,4 +1,4 @@
-"""Splits batches into parts that share one update."""
+"""Splits batches into micro-batches that share one update."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _ONCE = (
 
 
 class IndivisibleError(BaseException):
-    """Raised in a part of a batch that must not be split. The loop repeats the step unsplit.
+    """Raised in a micro-batch of a batch that must not be split. The loop repeats the step unsplit.
 
     It does not derive from Exception, so that user code does not catch it.
     """
 
 
 class MicroBatching(StepFeature):
-    """Decides whether batches may be split into parts, and splits them if memory ran out.
+    """Decides whether batches may be split, and splits them if memory ran out.
 
-    Parts are equivalent to the whole batch if user code computes all gradients before the update,
+    They are equivalent to the whole batch if user code computes all gradients before the update,
     and uses the helpers of raysgd for gradients and updates.
     """
 
     def __init__(self, settings: Settings, update: Update) -> None:
         self._settings, self._update = settings, update
         self.why_not_split: str | None = None  # why batches must not be split
-        self.may_split = False  # the loop of the segment in progress takes batches in parts
-        self.split = 1  # parts of each batch; more than 1 after memory ran out
+        self.may_split = False  # the loop of the segment in progress takes micro-batches
+        self.split = 1  # micro-batches per batch; more than 1 after memory ran out
 
     def refuse(self, why: str, remedy: str = _ONCE) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
@@ -57,15 +57,15 @@ class MicroBatching(StepFeature):
             )
 
     def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the parts of a batch. The default is one part."""
+        """Return the micro-batches of a batch. The default is one."""
         return [(batch, micro_batch)]
 
     def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return the number of parts to use after an error in a step, or 0 to raise the error."""
+        """Return the `split` to use after an error in a step, or 0 to raise the error."""
         return 0
 
     def increase_split(self, split: int) -> None:
-        """Use at least `split` parts. All ranks must call this at the same step."""
+        """Use at least `split` micro-batches. All ranks must call this at the same step."""
 
     def explain(self, error: BaseException) -> None:
         """Add advice to an error of a step."""

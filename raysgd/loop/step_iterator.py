@@ -30,7 +30,7 @@ class StepIterator:
 
     - The source yields several batches for it, each planned as a micro-batch, if workers are
       missing, or with equal bits.
-    - `MicroBatching` splits each batch of the source into parts if memory ran out.
+    - `MicroBatching` splits each batch of the source if memory ran out.
 
     `open_batches` returns the iterator over the source. `have_batches` returns 0 if any rank has
     no batch, and may compare the samples of ranks. The functions `after_commit` run after each
@@ -129,17 +129,17 @@ class StepIterator:
         self.batch = batch
         split_batch = self._train_state.micro_batching.split_batch
         self._micro_batches.extend(split_batch(batch, micro_batch))
-        self._update.parts_per_batch = max(self._update.parts_per_batch, len(self._micro_batches))
+        self._update.split = max(self._update.split, len(self._micro_batches))
         return self._next_micro_batch()
 
     def _next_micro_batch(self) -> Any:
-        part, micro_batch = self._micro_batches.popleft()
+        rows, micro_batch = self._micro_batches.popleft()
         num_batches = len(self._update.plan.batches)
         batch_is_last = self._is_exhausted or len(self._update.drawn) == num_batches
         is_last = batch_is_last and not self._micro_batches
         self._train_state.begin_micro_batch(micro_batch, is_last)
         self._train_state.timing.enter(self._train_state.timing.batch_phase)
-        return part
+        return rows
 
     def _decide_end(self) -> bool:
         if self._is_exhausted or self.num_steps == self.total_steps:
@@ -235,7 +235,7 @@ class StepIterator:
 
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:
-    """Allow the iterator of a segment to split large batches into parts."""
+    """Allow the iterator of a segment to split large batches."""
     if isinstance(iterator, StepIterator) and not iterator.was_read:
         micro_batching = iterator._train_state.micro_batching
         micro_batching.may_split = micro_batching.why_not_split is None

@@ -47,7 +47,7 @@ class Update:
         # Batches of the loader, to train them again. None: the source can read the batch again.
         self.drawn: list[Any] = []
         self.plan = _NO_PLAN
-        self.parts_per_batch = 1  # after memory ran out, planned micro-batches are split too
+        self.split = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
         self.index = -1  # of the current micro-batch; -1 before the first
         self.micro_batch, self.in_last_micro_batch = _NO_BATCH, True
@@ -67,11 +67,11 @@ class Update:
     @property
     def num_planned(self) -> int:
         """Number of micro-batches of the update."""
-        return len(self.plan.batches) * self.parts_per_batch
+        return len(self.plan.batches) * self.split
 
     @property
     def is_split(self) -> bool:
-        """Whether batches are trained in parts."""
+        """Whether batches are split into micro-batches."""
         return self.num_planned > self.plan.num_steps
 
     @property

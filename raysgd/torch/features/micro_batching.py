@@ -41,8 +41,8 @@ class TorchMicroBatching(MicroBatching):
         return {type(module) for module in modules if isinstance(module, _BatchNorm)}
 
     @property
-    def _smallest_part(self) -> int:
-        """Minimum number of samples in a part. Batch normalization fails on a single sample."""
+    def _min_micro_batch_size(self) -> int:
+        """Minimum number of samples. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
     def split_batch(self, batch: Any, micro_batch: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
@@ -52,16 +52,16 @@ class TorchMicroBatching(MicroBatching):
         if self.split == 1 or not (self.may_split and self._settings.options.split_on_oom):
             return unsplit
         rows = num_rows(batch, self._num_samples)
-        num_parts = max(1, min(self.split, rows // self._smallest_part))
+        num_filled = max(1, min(self.split, rows // self._min_micro_batch_size))
         # A forward pass may communicate, so all workers make the same number of passes.
-        repeats = self.split - num_parts if self._settings.context.world_size > 1 else 0
-        if num_parts + repeats == 1:
+        repeats = self.split - num_filled if self._settings.context.world_size > 1 else 0
+        if num_filled + repeats == 1:
             return unsplit
-        spans = [part_of(max(rows, 1), num_parts, index) for index in range(num_parts)]
-        parts = [rows_of(batch, *span) if rows else in_own_containers(batch) for span in spans]
-        parts += [in_own_containers(parts[-1]) for _ in range(repeats)]
+        spans = [part_of(max(rows, 1), num_filled, index) for index in range(num_filled)]
+        batches = [rows_of(batch, *span) if rows else in_own_containers(batch) for span in spans]
+        batches += [in_own_containers(batches[-1]) for _ in range(repeats)]
         sizes = [stop - first for first, stop in spans] + [0] * repeats
-        return list(zip(parts, micro_batch.split(sizes), strict=True))
+        return list(zip(batches, micro_batch.split(sizes), strict=True))
 
     def is_tolerable(self, error: BaseException) -> bool:
         return self._settings.options.split_on_oom and ran_out_of_memory(error)
@@ -85,7 +85,7 @@ class TorchMicroBatching(MicroBatching):
         why_not, rows = self.why_not_split, num_rows(batch, self._num_samples)
         if not rows:
             why_not = why_not or "the batch cannot be split"
-        if rows // self._smallest_part <= self.split:
+        if rows // self._min_micro_batch_size <= self.split:
             why_not = why_not or "smaller parts would have too few samples"
         if not self.may_split:
             why_not = why_not or "train_epoch is not the default one"

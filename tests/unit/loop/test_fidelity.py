@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
-from raysgd._internal.context import RepeatInPartsError, WorkerContext
+from raysgd._internal.context import RetrySplitError, WorkerContext
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
@@ -129,7 +129,7 @@ class Worker:
     def train(self, until_step, split):
         try:
             self.runner.handle(TrainRequest(call_number=0, until_step=until_step, split=split))
-        except (DiedError, MemoryError, RepeatInPartsError, threading.BrokenBarrierError) as error:
+        except (DiedError, MemoryError, RetrySplitError, threading.BrokenBarrierError) as error:
             self.meeting.barrier.abort()
             return error
         return None
@@ -166,7 +166,7 @@ class Workers:
         if len(left) < len(self.members) or any(ends):
             self.members = left
             self.enter()
-            splits = [end.split for end in ends if isinstance(end, RepeatInPartsError)]
+            splits = [end.split for end in ends if isinstance(end, RetrySplitError)]
             self.train(until_step, max(splits, default=0))
 
     def grow(self, size):
