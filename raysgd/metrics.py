@@ -219,8 +219,10 @@ class Computed(float):
 def _numbers(value: Any) -> dict[str, float]:
     """Return what a metric computed as numbers by name suffix."""
     if isinstance(value, Mapping):
-        parts = {end: _numbers(each) for end, each in value.items()}
-        return {f"{end}{index}": n for end, part in parts.items() for index, n in part.items()}
+        numbers = {end: _numbers(each) for end, each in value.items()}
+        return {
+            f"{end}{index}": n for end, of_end in numbers.items() for index, n in of_end.items()
+        }
     array = np.asarray(_on_cpu(value), dtype=np.float64)
     return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
@@ -395,7 +397,7 @@ def _mean(value: Any, weight: float) -> Sums:
 
 
 def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
-    """Return the metrics of a part with the weight `weight`, unless it has ``num_samples``."""
+    """Return the metrics with the weight `weight`, unless it has ``num_samples``."""
     result = dict(metrics)
     for name, value in metrics.items():
         if NUM_SAMPLES in metrics or isinstance(value, Computed) or not _is_mean(name, value):
@@ -405,33 +407,33 @@ def with_weight(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
 
 
 def _merge(
-    parts: Sequence[Mapping[str, Any]], combine: Callable[[str, list[Any]], Any], raises: bool
+    results: Sequence[Mapping[str, Any]], combine: Callable[[str, list[Any]], Any], raises: bool
 ) -> dict[str, Any]:
-    """Merge the metrics of all parts. `combine` merges counts, ``last_k``, texts, and the like.
+    """Merge the metrics of all results. `combine` merges counts, ``last_k``, texts, and the like.
 
-    A number without a metric is a mean over the samples of its part.
+    A number without a metric is a mean over the samples of its result.
     """
-    names = dict.fromkeys(name for part in parts for name in part)
+    names = dict.fromkeys(name for result in results for name in result)
     metrics: dict[str, dict[int, MergeableMetric]] = {}
     merged: dict[str, Any] = {}
     for name in names:
-        values = {i: part[name] for i, part in enumerate(parts) if name in part}
+        values = {i: result[name] for i, result in enumerate(results) if name in result}
         if not all(_is_mean(name, value) for value in values.values()):
             merged[name] = combine(name, [*values.values()])
         elif all(isinstance(value, Computed) for value in values.values()):
-            # All numbers of a metric hold the same object, even if a part computed only NaN.
+            # All numbers of a metric hold the same object, even if one computed only NaN.
             for i, value in values.items():
                 metrics.setdefault(name.removesuffix(value.end), {})[i] = value.metric
         else:
-            weights = {i: _on_cpu(parts[i].get(NUM_SAMPLES, 1)) for i in values}
+            weights = {i: _on_cpu(results[i].get(NUM_SAMPLES, 1)) for i in values}
             metrics[name] = {i: _mean(value, weights[i]) for i, value in values.items()}
-    for name, by_part in metrics.items():
-        total = reduce(lambda metric, other: metric.merge(other), by_part.values())
+    for name, by_result in metrics.items():
+        total = reduce(lambda metric, other: metric.merge(other), by_result.values())
         merged = {**values_of(name, total, raises), **merged}
     return {name: merged[name] for name in names if name in merged} | merged
 
 
-def merge_segments(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_segments(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of one worker for consecutive segments of one call.
 
     Samples and batches are summed, means are weighted, and mergeable metrics are merged. For
@@ -441,7 +443,7 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def combine(name: str, values: list[Any]) -> Any:
         return sum(values) if name in (NUM_SAMPLES, BATCH_COUNT) else values[-1]
 
-    return _merge(parts, combine, raises=False)
+    return _merge(results, combine, raises=False)
 
 
 def with_epoch(epoch: int, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -458,7 +460,7 @@ def as_test_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_workers(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of all workers, in the order of their ranks.
 
     ``num_samples`` is summed. ``batch_count`` and ``last_k`` are averaged without weights.
@@ -475,7 +477,7 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             return texts[0]
         return (sum if name == NUM_SAMPLES else mean)([_on_cpu(value) for value in values])
 
-    merged = _merge(parts, combine, raises=True)
+    merged = _merge(results, combine, raises=True)
     return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}
 
 

@@ -27,7 +27,7 @@ def env_seconds(name: str, default: float) -> float:
     return value
 
 
-def round_batch(size: Any, num_parts: int, parts: str = "num_workers") -> int:
+def round_batch(size: Any, num_parts: int, argument: str = "num_workers") -> int:
     """Return a global batch size, rounded down to a multiple of the parts of a step.
 
     Warn if that changes the size.
@@ -37,13 +37,13 @@ def round_batch(size: Any, num_parts: int, parts: str = "num_workers") -> int:
         raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
     if size < num_parts:
         raise ValueError(
-            f"config[BATCH_SIZE]={size} is smaller than {parts}={num_parts}. Each needs at least "
+            f"config[BATCH_SIZE]={size} is smaller than {argument}={num_parts}. Each needs at least "
             "one sample of a global batch."
         )
     share = size // num_parts
     if size % num_parts:
         warnings.warn(
-            f"config[BATCH_SIZE]={size} is not a multiple of {parts}={num_parts}. The global "
+            f"config[BATCH_SIZE]={size} is not a multiple of {argument}={num_parts}. The global "
             f"batch is {share * num_parts}, {share} for each.",
             stacklevel=5,  # the line that creates the trainer
         )

@@ -45,7 +45,7 @@ def postpone_dynamo() -> None:
         trace_rules=trace_rules,
         __spec__=spec,
     )
-    sys.meta_path.insert(0, _PartFinder())
+    sys.meta_path.insert(0, _SubmoduleFinder())
 
 
 class _StandIn(ModuleType):
@@ -100,7 +100,7 @@ def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
     return fn
 
 
-class _PartFinder(MetaPathFinder, Loader):
+class _SubmoduleFinder(MetaPathFinder, Loader):
     """Finds a submodule of ``torch._dynamo`` that was loaded together with it.
 
     ``import torch._dynamo.config`` first checks ``sys.modules``, and then asks the package for its

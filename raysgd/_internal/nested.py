@@ -40,16 +40,16 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 class _FlatTensor(NamedTuple):
-    """The parts of a subclass of ``torch.Tensor``, see ``__tensor_flatten__`` of PyTorch."""
+    """A subclass of ``torch.Tensor`` as the inner tensors of ``__tensor_flatten__``."""
 
     kind: Any
     inner: dict[str, Any]
     others: tuple[Any, ...]
 
     def map(self, convert: Callable[[Any], Any]) -> Any:
-        """Return the tensor with converted parts. If these are no tensors, it stays flat."""
+        """Return the tensor with converted inner tensors. If these are none, it stays flat."""
         inner = map_leaves(self.inner, convert)
-        if all(hasattr(part, "detach") for part in inner.values()):
+        if all(hasattr(each, "detach") for each in inner.values()):
             return self.kind.__tensor_unflatten__(inner, *self.others)
         return self._replace(inner=inner)
 
@@ -82,7 +82,7 @@ def named_values(value: Any) -> Mapping[str, Any] | None:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def cat_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
+def cat_outputs(outputs: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
     """Concatenate results for consecutive samples, with one row per sample.
 
     Rows of different shapes become a list.
@@ -90,17 +90,17 @@ def cat_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any
     >>> cat_outputs([{"a": ["x", "y"]}, {"a": ["z"]}], list)
     {'a': ['x', 'y', 'z']}
     """
-    first = parts[0]
+    first = outputs[0]
     if isinstance(first, dict):
-        return {key: cat_outputs([part[key] for part in parts], concatenate) for key in first}
+        return {key: cat_outputs([output[key] for output in outputs], concatenate) for key in first}
     if type(first) is tuple:
-        return tuple(cat_outputs(column, concatenate) for column in zip(*parts, strict=True))
-    shapes = [tuple(part.shape) for part in parts if hasattr(part, "shape")]
+        return tuple(cat_outputs(column, concatenate) for column in zip(*outputs, strict=True))
+    shapes = [tuple(output.shape) for output in outputs if hasattr(output, "shape")]
     if shapes and all(shapes):
         alike = len({shape[1:] for shape in shapes}) == 1
-        return concatenate(parts) if alike else [row for part in parts for row in part]
+        return concatenate(outputs) if alike else [row for output in outputs for row in output]
     if isinstance(first, list):
-        return [row for part in parts for row in part]
+        return [row for output in outputs for row in output]
     raise TypeError(
         f"predict_batch returned {first!r}. It must return one row per sample: a tensor, an array, "
         "a list, or a dict or tuple of them."

@@ -51,12 +51,12 @@ def own_ranks(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
-    inner = [getattr(part, "sampler", None) for part in (batches, sources[1])]
-    for part in (loader, *sources, batches, *inner):
-        if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
-            return part.num_replicas, getattr(part, "rank", None)
+    inner = [getattr(each, "sampler", None) for each in (batches, sources[1])]
+    for each in (loader, *sources, batches, *inner):
+        if hasattr(each, "num_replicas"):  # as in PyTorch's DistributedSampler
+            return each.num_replicas, getattr(each, "rank", None)
         # split_dataset_by_node of Hugging Face sets this private attribute.
-        split: Any = getattr(part, "_distributed", None)
+        split: Any = getattr(each, "_distributed", None)
         if hasattr(split, "world_size"):
             return split.world_size, split.rank
     return None

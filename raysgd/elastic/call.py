@@ -11,52 +11,53 @@ from raysgd._internal.context import LogPoint, Progress, Request
 from raysgd.cluster.large_values import Inbox, Incoming
 
 WorkerPoint = tuple[Any, LogPoint]
-"""A worker, and its part of a point."""
+"""A worker, and what it has measured."""
 
 
 @dataclass(eq=False)
 class LogPoints:
     """What the workers measure for ``fit(log_every=...)`` while a call trains.
 
-    A point is a step at which a log is due. Each worker has a part of it, and repeats the part in
-    its progress until a later request acknowledges the point. Each point is shown once, also if a
-    restart repeats its steps.
+    At a step at which a log is due, each worker adds a point, and repeats it in its progress until
+    a later request acknowledges the step. The points of each step are shown once, also if a restart
+    repeats the step.
     """
 
     call_number: int | None = None
     show: Callable[[Sequence[WorkerPoint]], None] | None = None
-    """Receives the parts of the next point. The last one is of its step."""
-    _parts: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)
-    _reached: dict[Any, int] = field(default_factory=dict)
+    """Receives the points of the next step. The last one is of this step."""
+    _pending: dict[tuple[int, Any], LogPoint] = field(default_factory=dict)
+    """The points that were not shown, by step and worker."""
+    _newest_steps: dict[Any, int] = field(default_factory=dict)
     """The newest point of each worker, or the step at which the worker has joined."""
     acknowledged_step: int = -1
-    """Step of the newest point that was shown. Workers release their points up to it."""
+    """The newest step whose points were shown. Workers release their points up to it."""
 
     def begin(self, step: int, members: Sequence[Any]) -> None:
-        """Begin an attempt at `step`. Drop the parts of steps that do not count."""
+        """Begin an attempt at `step`. Drop the points of steps that do not count."""
         for member in members:
-            self._reached.setdefault(member, step)
-        self._parts = {key: part for key, part in self._parts.items() if part.global_step <= step}
+            self._newest_steps.setdefault(member, step)
+        self._pending = {key: p for key, p in self._pending.items() if p.global_step <= step}
         self.add({}, members)
 
     def add(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
-        """Store the parts in the progress of workers. Show the points that all `members` have."""
+        """Store the points in the progress of workers. Show those that all `members` have."""
         for worker, of_worker in progress.items():
-            for part in of_worker.points:
-                if part.call_number == self.call_number:
-                    self._reached[worker] = part.global_step
-                    if part.global_step > self.acknowledged_step:
-                        self._parts[part.global_step, worker] = part
-        until = min((self._reached.get(member, 0) for member in members), default=-1)
-        log_steps = {part.global_step for part in self._parts.values() if part.reaches_log_step}
+            for point in of_worker.points:
+                if point.call_number == self.call_number:
+                    self._newest_steps[worker] = point.global_step
+                    if point.global_step > self.acknowledged_step:
+                        self._pending[point.global_step, worker] = point
+        until = min((self._newest_steps.get(member, 0) for member in members), default=-1)
+        log_steps = {p.global_step for p in self._pending.values() if p.reaches_log_step}
         for step in sorted(step for step in log_steps if step <= until):
             # Workers that have left have measured steps before this point.
-            keys = sorted((key for key in self._parts if key[0] <= step), key=lambda key: key[0])
+            keys = sorted((key for key in self._pending if key[0] <= step), key=lambda key: key[0])
             if self.show is not None:
-                self.show([(worker, self._parts[step, worker]) for step, worker in keys])
+                self.show([(worker, self._pending[step, worker]) for step, worker in keys])
             self.acknowledged_step = step
             for key in keys:
-                del self._parts[key]
+                del self._pending[key]
 
 
 @dataclass(kw_only=True)
@@ -64,7 +65,7 @@ class Call:
     """One request to the runners.
 
     The controller repeats it after each loss of workers, so the request must state its goal in
-    absolute terms. The workers treat the parts that `Controller.run` makes of it as one call.
+    absolute terms. The workers treat all attempts of `Controller.run` as one call.
     """
 
     request: Request = field(default_factory=Request)

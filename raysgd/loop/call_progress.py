@@ -97,10 +97,10 @@ class CallProgress:
         """Add what this worker has measured since the last point."""
         train_state, since = self._train_state, self.state.last_log_step
         segments = self.own_segments if is_leaving else self.segments
-        parts = [metrics for start, metrics in segments if start >= since]
+        results = [metrics for start, metrics in segments if start >= since]
         metrics: Any = None
-        if parts:
-            metrics = merge_segments(parts) | learning_rates(train_state.optimizers)
+        if results:
+            metrics = merge_segments(results) | learning_rates(train_state.optimizers)
             for feature in train_state.features:
                 metrics |= feature.step_metrics()
             if not train_state.context.in_driver:

@@ -79,9 +79,9 @@ class Options(ABC):
             elastic=as_elastic_config(self.trainer, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
-            parts = "num_shards" if self.layout.has_fixed_parts else "num_workers"
+            argument = "num_shards" if self.layout.has_fixed_parts else "num_workers"
             num_parts = self.layout.num_full_parts(num_workers)
-            config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], num_parts, parts)
+            config[BATCH_SIZE] = round_batch(config[BATCH_SIZE], num_parts, argument)
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())
         check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions)

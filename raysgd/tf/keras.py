@@ -33,17 +33,19 @@ def set_arrays(variables: Iterable[Any], arrays: Mapping[str, Any]) -> None:
 
 def trainable_flags(model: Any) -> dict[str, bool]:
     """Return which layers and variables are trainable, by ``number/path``."""
-    return {f"{n}/{part.path}": part.trainable for n, part in enumerate(_parts(model))}
+    return {
+        f"{n}/{each.path}": each.trainable for n, each in enumerate(_layers_and_variables(model))
+    }
 
 
 def set_trainable(model: Any, values: Mapping[str, bool]) -> None:
     # Layers come first, because they set inner ones. Twice, because layers can share inner ones.
-    for part, value in [*zip(_parts(model), values.values(), strict=True)] * 2:
-        if part.trainable != value:
-            part.trainable = value
+    for each, value in [*zip(_layers_and_variables(model), values.values(), strict=True)] * 2:
+        if each.trainable != value:
+            each.trainable = value
 
 
-def _parts(model: Any) -> list[Any]:
+def _layers_and_variables(model: Any) -> list[Any]:
     return [*model._flatten_layers(), *model.weights]  # Keras has no public list of inner layers
 
 

@@ -77,12 +77,12 @@ class BatchLosses:
             losses.append(self.criterion(target, output, weights))
         return tf.add_n(losses)
 
-    def measure(self, prefix: str, loss: Any, parts: Any, output: Any) -> dict[str, Any]:
+    def measure(self, prefix: str, loss: Any, unpacked: Any, output: Any) -> dict[str, Any]:
         """Return what a batch reports: its loss, losses of the outputs, and registered metrics.
 
-        `parts` is the result of `unpack`.
+        `unpacked` is the result of `unpack`.
         """
-        _, target, weights = parts
+        _, target, weights = unpacked
         if self._of_outputs is None:  # the first batch creates them
             compiled = self._model if self.are_of_model else self.criterion.compiled
             self._of_outputs = [each for each in compiled.metrics if each.name.endswith("_loss")]
@@ -92,11 +92,11 @@ class BatchLosses:
         values |= {each.name: to_mergeable(each, ((), {})) for each in own_metrics(self._model)}
         values |= self._metrics.measure(target, output, weights)
         named = {f"{prefix}_{name}": value for name, value in values.items()}
-        return {f"{prefix}_loss": loss, NUM_SAMPLES: count_samples(parts), **named}
+        return {f"{prefix}_loss": loss, NUM_SAMPLES: count_samples(unpacked), **named}
 
 
-def count_samples(parts: Any) -> int:
-    features, target, _ = parts
+def count_samples(unpacked: Any) -> int:
+    features, target, _ = unpacked
     leaves = [leaf for leaf in tf.nest.flatten([target, features]) if leaf is not None]
     return int(leaves[0].shape[0])
 

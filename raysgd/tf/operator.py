@@ -94,10 +94,10 @@ class TrainingOperator(OperatorBase):
         self._check_single()
         self._check_own_steps("train_batch")
         self._check_criterion()
-        parts = self._train_state.losses.unpack(batch, training=True)
-        loss, output, masks = self.minimize(self._forward, *parts, True)
+        unpacked = self._train_state.losses.unpack(batch, training=True)
+        loss, output, masks = self.minimize(self._forward, *unpacked, True)
         self._train_state.check_masks(masks)
-        return self._train_state.losses.measure("train", loss, parts, _set_masks(output, masks))
+        return self._train_state.losses.measure("train", loss, unpacked, _set_masks(output, masks))
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, with the arguments of `train_batch`.
@@ -109,11 +109,11 @@ class TrainingOperator(OperatorBase):
         """
         self._check_own_steps("validate_batch")
         self._check_criterion()
-        parts = self._train_state.losses.unpack(batch, training=False)
+        unpacked = self._train_state.losses.unpack(batch, training=False)
         with self.timers.record("eval_fwd"):
-            loss, output, masks = self.run(self._forward, *parts, False)
+            loss, output, masks = self.run(self._forward, *unpacked, False)
         batch_info["output"] = output = _set_masks(output, masks)
-        return self._train_state.losses.measure("val", loss, parts, output)
+        return self._train_state.losses.measure("val", loss, unpacked, output)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return a row of output for each sample, for ``trainer.predict``. Lists become tuples.
@@ -125,9 +125,9 @@ class TrainingOperator(OperatorBase):
         from raysgd.tf.losses import count_samples
 
         self._check_own_steps("predict_batch")
-        parts = self._train_state.losses.unpack(batch, training=False)
-        output = keras.tree.lists_to_tuples(self.run(self._predict, parts[0]))
-        check_rows(output, count_samples(parts))
+        unpacked = self._train_state.losses.unpack(batch, training=False)
+        output = keras.tree.lists_to_tuples(self.run(self._predict, unpacked[0]))
+        check_rows(output, count_samples(unpacked))
         return output
 
     # ---- methods for user code

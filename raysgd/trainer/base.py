@@ -209,8 +209,8 @@ class OperatorTrainer(TrainerInfo):
             ValueError: if the loader shuffles.
         """
         request = PredictRequest(loader=loader)
-        parts = self._dispatcher.run(request, changes_state=True, has_batches=True)
-        in_order = sorted(itertools.chain.from_iterable(parts), key=operator.itemgetter(0))
+        outputs = self._dispatcher.run(request, changes_state=True, has_batches=True)
+        in_order = sorted(itertools.chain.from_iterable(outputs), key=operator.itemgetter(0))
         return cat_outputs([output for _, output in in_order], self._concatenate)
 
     def fit(

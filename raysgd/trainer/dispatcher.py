@@ -193,15 +193,15 @@ class Dispatcher:
         )
         return CallResult(results, merged, completed, last_call)
 
-    def _log(self, trainer: Trainer, parts: Sequence[WorkerPoint]) -> None:
+    def _log(self, trainer: Trainer, points: Sequence[WorkerPoint]) -> None:
         """Pass the metrics of a point to callbacks."""
-        packed = [part.metrics for _, part in parts if part.metrics is not None]
+        packed = [point.metrics for _, point in points if point.metrics is not None]
         if not packed:
             return
-        newest, journal, timing = parts[-1][1], self.controller.journal, dict(parts)
+        newest, journal, timing = points[-1][1], self.controller.journal, dict(points)
         members = [member for member in self.controller.members if member in timing]
         speed = self.controller.speed.next_lap("step", {m: timing[m].timing for m in members})
-        call = LastCall("step", time.time(), max(part.seconds for _, part in parts), speed)
+        call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         # Until `on_log` returns, the trainer has the epoch and the step of the point.
         committed, step = journal.progress, newest.global_step
         journal.progress = replace(committed, epoch=newest.epoch, in_epoch=False, global_step=step)

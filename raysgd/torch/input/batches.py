@@ -207,8 +207,10 @@ def _refuse_auxiliary(output: Any, scores: torch.Tensor) -> None:
     unused = [
         name
         for name in named_values(output) or own
-        if (part := _part(output, name)) is not None and part is not scores and part.requires_grad
-        if name.startswith("aux") or part.shape == scores.shape
+        if (tensor := _tensor_in(output, name)) is not None
+        and tensor is not scores
+        and tensor.requires_grad
+        if name.startswith("aux") or tensor.shape == scores.shape
     ]
     if unused:
         raise TypeError(
@@ -223,17 +225,17 @@ def _own_loss(output: Any) -> torch.Tensor | None:
     first = output[0] if isinstance(output, tuple) and output else None
     if isinstance(first, torch.Tensor) and first.dim() == 0:
         return first
-    own: torch.Tensor | None = _part(output, "loss")
+    own: torch.Tensor | None = _tensor_in(output, "loss")
     return own
 
 
 def scores_in(output: Any) -> Any:
     """Return the ``logits`` of an output, or the output itself."""
-    logits = _part(output, "logits")
+    logits = _tensor_in(output, "logits")
     return output if logits is None else logits
 
 
-def _part(output: Any, name: str) -> Any:
+def _tensor_in(output: Any, name: str) -> Any:
     if isinstance(output, torch.Tensor):
         return None
     value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
