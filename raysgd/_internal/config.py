@@ -37,8 +37,8 @@ def round_batch(size: Any, num_parts: int, argument: str = "num_workers") -> int
         raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
     if size < num_parts:
         raise ValueError(
-            f"config[BATCH_SIZE]={size} is smaller than {argument}={num_parts}. Each needs at least "
-            "one sample of a global batch."
+            f"config[BATCH_SIZE]={size} is smaller than {argument}={num_parts}. Each needs at "
+            "least one sample of a global batch."
         )
     share = size // num_parts
     if size % num_parts:
