@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 _TRAINED = ("models", "optimizers", "averages")
+_PLAIN = (int, float, complex, str, bytes, np.generic, type(None))
 
 
 def not_finite(state: Mapping[str, Any]) -> str:
@@ -29,6 +31,10 @@ def bad_arrays(tree: Any) -> Iterator[str]:
 
 def named_arrays(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the arrays and tensors in a tree, each with its name."""
+    if isinstance(tree, Mapping | list | tuple):
+        values = tree.values() if isinstance(tree, Mapping) else tree
+        if all(issubclass(kind, _PLAIN) for kind in set(map(type, values))):
+            return  # a history may have a million numbers
     if isinstance(tree, Mapping):
         for key, each in tree.items():
             yield from named_arrays(each, f"{name}.{key}" if name else str(key))
@@ -50,6 +56,28 @@ def is_bad(array: Any) -> bool:
         return not (array.sum().isfinite() or array.isfinite().all())
     except Exception:  # of a type without this method, such as a sparse tensor
         return False
+
+
+Finiteness = dict[str, tuple[Any, bool]]
+"""The shape of each array that has one, and whether it is finite, by name."""
+
+
+def finiteness(state: Any) -> Finiteness:
+    found = {}
+    with contextlib.suppress(RecursionError):  # a state that contains itself
+        for name, each in named_arrays(state):
+            with contextlib.suppress(Exception):  # of a tensor without a shape, such as a lazy one
+                found[name] = each.shape, not is_bad(each)
+    return found
+
+
+def newly_bad(arrays: Finiteness, earlier: Finiteness) -> str:
+    """Return the name of an array with NaN or infinity that was finite earlier, or "".
+
+    A history that has grown may have NaN, such as the AUC of one class.
+    """
+    bad = (name for name, (_, is_finite) in arrays.items() if not is_finite)
+    return next((name for name in bad if earlier.get(name) == (arrays[name][0], True)), "")
 
 
 def bad_loss(metrics: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
@@ -11,10 +12,12 @@ from typing import Any
 
 import cloudpickle
 
+from raysgd._internal.finite import Finiteness, finiteness, newly_bad
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointFolder, name_numbers
+from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
 
@@ -54,12 +57,24 @@ class RunCheckpoints(CheckpointFolder):
         """Continue with the checkpoints of an earlier run in the folder.
 
         Return the manifest of the newest intact checkpoint. Its ``global_step`` is the number of
-        reports up to it. Raise CheckpointError if there are checkpoints, but none can be loaded.
+        reports up to it. Raise CheckpointError if there are checkpoints, but none can be loaded. A
+        checkpoint is damaged if an array has NaN or infinity, and is finite in an older one.
         """
         names = [] if self.folder is None else self._names()
         if not names:
             return None
-        newest, self.blob, manifest = self._load_first(names, read_pickle)
+        arrays_of = functools.cache(_arrays_in)
+
+        def read(path: str) -> tuple[bytes, Manifest | None]:
+            blob, manifest = read_pickle(path)
+            arrays = _arrays_in(path, blob)
+            if not all(is_finite for _, is_finite in arrays.values()):
+                for older in map(self._path_of, names[names.index(Path(path).name) + 1 :]):
+                    if bad := newly_bad(arrays, arrays_of(older)):
+                        raise CheckpointError(f"{bad} has NaN or infinity.")
+            return blob, manifest
+
+        newest, self.blob, manifest = self._load_first(names, read)
         self._read_manifests(names)
         (self.number,), self.has_saved = name_numbers(newest), True
         return manifest
@@ -124,6 +139,13 @@ class RunCheckpoints(CheckpointFolder):
 
     def _path_of(self, name: str) -> Path:
         return Path(self._folder.child(name).name)
+
+
+def _arrays_in(path: str | Path, blob: bytes | None = None) -> Finiteness:
+    try:
+        return finiteness(pickle.loads(blob or read_pickle(path)[0]))
+    except Exception:  # it is damaged, or needs a class that the driver does not have
+        return {}
 
 
 def pack_checkpoint(checkpoint: Any) -> bytes | None:

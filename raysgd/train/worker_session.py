@@ -5,7 +5,6 @@ A worker process has one session at a time, shared by all of its threads.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.finite import is_bad, named_arrays
+from raysgd._internal.finite import Finiteness, finiteness, newly_bad
 from raysgd._internal.values import numbers_in
 from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
@@ -60,8 +59,8 @@ class Session:
         self.report_queue = report_queue
         self.iteration = plan.iteration
         self._checkpoint = plan.checkpoint
-        self._newest_arrays: dict[str, tuple[Any, bool]] | None = None
-        """Result of `_shapes_of` for the newest checkpoint. None if nothing has read it."""
+        self._newest_arrays: Finiteness | None = None
+        """The arrays of the newest checkpoint. None if nothing has read it."""
         self._pid = os.getpid()
         self._reported_at = time.monotonic()
         self.thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
@@ -137,15 +136,17 @@ class Session:
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
         """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
-        blob, not_finite = None, "" if checkpoint is None else self._find_not_finite(checkpoint)
+        arrays, blob = finiteness(checkpoint), None
+        not_finite = self._find_not_finite(arrays)
         if checkpoint is not None and not not_finite:
             if self.plan.metadata:
                 described = Checkpoint(checkpoint)
                 described.set_metadata({**self.plan.metadata, **described.get_metadata()})
                 checkpoint = described.to_dict()
-            self._checkpoint = blob = _pickle(checkpoint)
+            blob = own = _pickle(checkpoint)
             if self.plan.encode is not None:
                 blob = _pickle(self.plan.encode(checkpoint))
+            self._checkpoint, self._newest_arrays = own, arrays
         self.report_queue.put(
             Turn(
                 kind,
@@ -158,29 +159,12 @@ class Session:
             )
         )
 
-    def _find_not_finite(self, checkpoint: dict[str, Any]) -> str:
+    def _find_not_finite(self, arrays: Finiteness) -> str:
         """Return an array with NaN or infinity that is finite in the newest checkpoint, or ""."""
-        arrays = _shapes_of(checkpoint)
-        bad = {name: shape for name, (shape, is_finite) in arrays.items() if not is_finite}
-        if self._newest_arrays is None and bad:
-            newest = self.load()
-            self._newest_arrays = _shapes_of(newest and newest.to_dict())
-        for name, shape in bad.items():
-            # A history that has grown may have NaN, such as the AUC of one class.
-            if self._newest_arrays and self._newest_arrays.get(name) == (shape, True):
-                return name
-        self._newest_arrays = arrays
-        return ""
-
-
-def _shapes_of(state: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the shape of each array that has one, and whether it is finite."""
-    shapes = {}
-    with contextlib.suppress(RecursionError):  # a state that contains itself
-        for name, each in named_arrays(state):
-            with contextlib.suppress(Exception):  # of a tensor without a shape, such as a lazy one
-                shapes[name] = each.shape, not is_bad(each)
-    return shapes
+        is_finite = all(is_finite for _, is_finite in arrays.values())
+        if self._newest_arrays is None and not is_finite and (newest := self.load()):
+            self._newest_arrays = finiteness(newest.to_dict())
+        return newly_bad(arrays, self._newest_arrays or {})
 
 
 def _pickle(state: Any) -> bytes:

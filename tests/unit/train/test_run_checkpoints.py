@@ -4,6 +4,7 @@ import os
 import pickle
 
 import cloudpickle
+import numpy as np
 import pytest
 
 from raysgd.checkpoint.file import write_pickle
@@ -104,9 +105,6 @@ def test_a_run_starts_from_a_dict_a_checkpoint_or_a_path(tmp_path, monkeypatch):
         pack_checkpoint(3)
     with pytest.raises(CheckpointError, match="no such file"):
         pack_checkpoint(tmp_path / "nothing")
-
-
-def test_a_strategy_of_another_type_is_refused():
     with pytest.raises(TypeError, match=r"checkpoint_strategy=\{.*must be a CheckpointStrategy"):
         RunCheckpoints(strategy={"num_to_keep": 2})
 
@@ -119,3 +117,15 @@ def test_a_new_process_continues_with_the_checkpoints_on_disk(tmp_path):
     assert found.best_path.name == "checkpoint_000003"
     assert [numbers["epoch"] for _, numbers in found.best_checkpoints()] == [2, 1, 0]
     assert RunCheckpoints(tmp_path / "none").restore() is None
+
+
+def test_a_new_process_skips_checkpoints_whose_arrays_were_finite_before(tmp_path, caplog):
+    saved = RunCheckpoints(tmp_path)
+    for epoch, weight in enumerate((1.0, 1.0, np.nan, np.nan)):
+        history = np.array([0.5] + epoch * [np.nan])  # may grow by NaN
+        blob = cloudpickle.dumps({"w": np.array([weight]), "history": history})
+        saved.save(Turn("checkpoint", numbers={"_timestamp": 1}), blob, world_size=2)
+    found = RunCheckpoints(tmp_path)
+    assert found.restore() is not None
+    assert (found.number, found.latest_path.name) == (2, "checkpoint_000002")
+    assert [text.endswith("w has NaN or infinity.") for text in caplog.messages] == [True] * 2

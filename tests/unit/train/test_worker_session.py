@@ -70,16 +70,16 @@ def test_a_checkpoint_that_is_not_finite_replaces_no_finite_one(run):
     assert [turn.checkpoint is None for turn in queue.turns] == [False, True, False]
     run(checkpoint=pickle.dumps({"model": {"weight": np.ones(2)}}))
     train.save_checkpoint(model={"weight": np.ones(2), "mask": mask.numpy()})
+    with pytest.raises(TypeError, match="checkpoint cannot be pickled"):
+        train.save_checkpoint(model={"weight": np.ones(3)}, lock=threading.Lock())
     train.save_checkpoint(model={"weight": np.array([1, math.nan])})
     assert train.load_checkpoint()["model"]["weight"].tolist() == [1, 1]
 
 
-def test_values_that_cannot_be_pickled_are_refused_in_the_function(run):
+def test_metrics_that_cannot_be_pickled_are_refused_in_the_function(run):
     run()
     with pytest.raises(TypeError, match=r"the metric 'lock' cannot be pickled: .* plain values"):
         train.report(loss=0.5, lock=threading.Lock())
-    with pytest.raises(TypeError, match="checkpoint cannot be pickled"):
-        train.save_checkpoint(lock=threading.Lock())
 
 
 @pytest.mark.parametrize("call", [train.report, train.save_checkpoint])
