@@ -8,7 +8,7 @@ import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from raysgd.train.framework import (
     TrainingWorkerError,
     backend_class,
 )
-from raysgd.train.report_queue import Growth, Turn
+from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
@@ -74,7 +74,6 @@ class _Run:
     """Counts the losses of workers over all requests of the run."""
     skips_reports: bool = False
     """Whether to skip reports."""
-    growth: Growth = field(default_factory=Growth)
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
 
@@ -180,7 +179,6 @@ class BackendExecutor:
         """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
-            self._run.growth.forget_checkpoint()
             self._run.send_shards()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
@@ -305,9 +303,6 @@ class BackendExecutor:
                         "report() and save_checkpoint() equally often and in the same order."
                     )
                 self._save_checkpoint(run, turns)
-                if run.growth.observe(turns[0]):
-                    run.plan = replace(run.plan, iteration=turns[0].iteration)
-                    run.controller.grow()
                 if turns[0].kind == "end":
                     run.values = [turn.value for turn in turns]
                 elif turns[0].kind == "report" and not run.skips_reports:
@@ -413,6 +408,7 @@ class BackendExecutor:
             )
         self.checkpoints.save(turn, turn.checkpoint, len(turns))
         run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration)
+        run.controller.grow()
 
     def _repair(self, controller: Controller) -> None:
         """Replace dead workers, and wait for workers that still run a failed function.
