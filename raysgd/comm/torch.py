@@ -19,7 +19,7 @@ from raysgd._internal.config import env_seconds
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import CollectiveBackend
 from raysgd.comm.connection import Address, derive_key
-from raysgd.comm.gloo import Connector, GlooGroup
+from raysgd.comm.gloo import GlooGroup
 from raysgd.comm.mesh import Mesh
 from raysgd.comm.network import (
     LOOPBACK,
@@ -33,8 +33,8 @@ from raysgd.comm.network import (
 from raysgd.comm.rendezvous import StoreClient, StoreServer
 
 _CONNECT = datetime.timedelta(seconds=10)
-"""Timeout of connecting to workers that are all present. If a worker dies meanwhile, the gloo group
-of NCCL waits five times as long."""
+"""Timeout of connecting to workers that are all present. If a worker dies in this moment, gloo
+waits five times as long, and `interrupt` cannot end the wait."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)  # ``TCPStore`` first resolves its address
 _MOST_MESHED = 16  # with more workers, gloo is faster than a mesh
 _LINKS_EVERY_S, _LEAST_BYTES = 3.0, 2**16
@@ -104,7 +104,7 @@ class TorchProcessGroup(CollectiveBackend):
     def _reset(self) -> None:
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
-        self._connector: Connector | None = None
+        self._is_set_up = False
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
         self._has_set_interface = False
@@ -139,7 +139,7 @@ class TorchProcessGroup(CollectiveBackend):
                 "own process group. Call torch.distributed.destroy_process_group(), or shut down "
                 "the other trainer with use_local=True."
             )
-        connector = self._connector = Connector()
+        self._is_set_up = True
         driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             own_address = worker_address(driver_host, context.node_ip)
@@ -156,15 +156,15 @@ class TorchProcessGroup(CollectiveBackend):
         before = listeners()
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
-        ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
+        rank, size = context.world_rank, context.world_size
+        timeout = min(self._timeout, _CONNECT)
         if self._name == "gloo":
             mesh = self._mesh if all(mesh_addresses) else None
             if mesh is not None:  # its errors name missing ranks
                 mesh.connect(mesh_addresses)
-            self._group = GlooGroup.init(store, *ranks, connector)
+            self._group = GlooGroup.init(store, rank, size, timeout)
             self._group.mesh = mesh
         else:
-            rank, size, timeout = ranks
             # In PyTorch 2.15, "nccl" is another implementation, which connects here and not in its
             # first collective. Then `interrupt` could not end the wait for a lost worker.
             nccl = "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
@@ -190,7 +190,7 @@ class TorchProcessGroup(CollectiveBackend):
             ends = {endpoint.local, endpoint.remote}
             if endpoint.remote is not None and not self._listening.isdisjoint(ends):
                 endpoint.shut_down()
-        for waiting in (self._client, self._connector, self._mesh, self._group):
+        for waiting in (self._client, self._mesh, self._group):
             if waiting is not None:
                 waiting.interrupt()
         if self._name == "nccl" and dist.is_initialized():
@@ -231,8 +231,7 @@ class TorchProcessGroup(CollectiveBackend):
             self._mesh.close()
         if self._group is not None:
             self._group.release()
-        # Without a connector, user code has created the group.
-        if self._connector is not None and dist.is_initialized():
+        if self._is_set_up and dist.is_initialized():  # otherwise user code has created the group
             dist.destroy_process_group()
         self._reset()
 
