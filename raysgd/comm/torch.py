@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -90,10 +90,18 @@ class TorchRendezvous(NamedTuple):
 
 
 class TorchProcessGroup(CollectiveBackend):
-    """One torch.distributed process group per generation, over a new store on the driver."""
+    """One torch.distributed process group per generation, over a new store on the driver.
 
-    def __init__(self, name: str, timeout_s: float) -> None:
-        self._name = name
+    `prepare_process` runs at the beginning of each `setup`, with its arguments.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout_s: float,
+        prepare_process: Callable[[WorkerContext, TorchRendezvous | None], None] | None = None,
+    ) -> None:
+        self._name, self._prepare_process = name, prepare_process
         self._timeout = datetime.timedelta(
             seconds=env_seconds("NCCL_TIMEOUT_S", timeout_s) if name == "nccl" else timeout_s
         )
@@ -139,6 +147,8 @@ class TorchProcessGroup(CollectiveBackend):
                 "own process group. Call torch.distributed.destroy_process_group(), or shut down "
                 "the other trainer with use_local=True."
             )
+        if self._prepare_process is not None:
+            self._prepare_process(context, rendezvous)
         self._is_set_up = True
         driver_host = LOOPBACK if rendezvous is None else rendezvous.store.host
         if "GLOO_SOCKET_IFNAME" not in os.environ:

@@ -14,7 +14,6 @@ OF_TWO_LAYERS = {
     "GradientExchange",  # the state of training has one, and its subclasses have the state
     "MicroBatching",  # Keras has no parts of batches
     "OperatorBase",  # two subclasses have the same name
-    "TorchProcessGroup",  # the backends of functions
     "TrainerInfo",
 }
 VARIANTS = {"ShardedOptimizer", "Stream", "TorchCreators", "UserWrappedGradients"}

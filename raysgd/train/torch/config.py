@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -44,45 +45,40 @@ class TorchConfig(BackendConfig):
 
     def transport(self, use_gpu: bool = False) -> CollectiveBackend:
         name = self.backend or ("nccl" if use_gpu else "gloo")
-        return TrainProcessGroup(name, self.timeout_s, self.init_method == "env")
+        prepare = functools.partial(prepare_process, self.init_method == "env")
+        return TorchProcessGroup(name, self.timeout_s, prepare)
 
 
-class TrainProcessGroup(TorchProcessGroup):
-    """A process group, also for a single worker, with the environment variables of torchrun."""
-
-    def __init__(self, name: str, timeout_s: float, sets_env: bool) -> None:
-        super().__init__(name, timeout_s)
-        self._sets_env = sets_env
-
-    def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
-        if not context.in_driver:
-            postpone_dynamo()
-        if context.gpu_index is not None and torch.cuda.is_available():
-            index = context.gpu_index if context.gpu_index < torch.cuda.device_count() else 0
-            torch.cuda.set_device(index)
-        super().setup(context, rendezvous)
-        if self._sets_env:
-            os.environ.update(
-                RANK=str(context.world_rank),
-                LOCAL_RANK=str(context.local_rank),
-                WORLD_SIZE=str(context.world_size),
-                LOCAL_WORLD_SIZE=str(context.local_world_size),
-                NODE_RANK=str(context.node_rank),
-                GROUP_RANK=str(context.node_rank),
-                # Lightning uses these variables to find the other workers, unless its Trainer gets
-                # devices.
-                TORCHELASTIC_RUN_ID="raysgd",
-                PL_TRAINER_DEVICES=str(context.local_world_size),
-                PL_TRAINER_NUM_NODES=str(context.world_size // context.local_world_size),
-            )
-            if context.gpu_index is None:
-                os.environ.setdefault("PL_TRAINER_ACCELERATOR", "cpu")
-                # Otherwise, Accelerate and Transformers use one process on CPU workers.
-                os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-            if rendezvous is not None:
-                os.environ.update(
-                    MASTER_ADDR=rendezvous.store.host, MASTER_PORT=str(rendezvous.store.port)
-                )
+def prepare_process(
+    sets_env: bool, context: WorkerContext, rendezvous: TorchRendezvous | None
+) -> None:
+    """Select the GPU of a worker, and set the environment variables of torchrun if `sets_env`."""
+    if not context.in_driver:
+        postpone_dynamo()
+    if context.gpu_index is not None and torch.cuda.is_available():
+        index = context.gpu_index if context.gpu_index < torch.cuda.device_count() else 0
+        torch.cuda.set_device(index)
+    if not sets_env:
+        return
+    os.environ.update(
+        RANK=str(context.world_rank),
+        LOCAL_RANK=str(context.local_rank),
+        WORLD_SIZE=str(context.world_size),
+        LOCAL_WORLD_SIZE=str(context.local_world_size),
+        NODE_RANK=str(context.node_rank),
+        GROUP_RANK=str(context.node_rank),
+        # Lightning uses these variables to find the other workers, unless its Trainer gets devices.
+        TORCHELASTIC_RUN_ID="raysgd",
+        PL_TRAINER_DEVICES=str(context.local_world_size),
+        PL_TRAINER_NUM_NODES=str(context.world_size // context.local_world_size),
+    )
+    if context.gpu_index is None:
+        os.environ.setdefault("PL_TRAINER_ACCELERATOR", "cpu")
+        # Otherwise, Accelerate and Transformers use one process on CPU workers.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    if rendezvous is not None:
+        store = rendezvous.store
+        os.environ.update(MASTER_ADDR=store.host, MASTER_PORT=str(store.port))
 
 
 class TorchTrainer(DataParallelTrainer):
