@@ -184,8 +184,8 @@ def confusion_matrix(
     num_classes = scores.shape[1]
     size = num_classes**2
     # Count ignored positions in an extra bin, because filtering them would wait for the device.
-    place = torch.where(target == ignore_index, size, target * num_classes + scores.argmax(dim=1))
-    counts = torch.bincount(place.reshape(-1), minlength=size + 1)
+    cell = torch.where(target == ignore_index, size, target * num_classes + scores.argmax(dim=1))
+    counts = torch.bincount(cell.reshape(-1), minlength=size + 1)
     return counts[:size].reshape(num_classes, num_classes)
 
 

@@ -72,9 +72,9 @@ def last_frame(text: str) -> tuple[str, str]:
     if not frames:
         return "", ""
     file, line, name, code = (own or frames)[-1]
-    place = f"in {name}, {file}:{line}"
+    location = f"in {name}, {file}:{line}"
     code = code or linecache.getline(file, int(line)).strip()  # cells of notebooks
-    return place if own else "", f'  File "{file}", line {line}, in {name}{code and ": " + code}'
+    return location if own else "", f'  File "{file}", line {line}, in {name}{code and ": " + code}'
 
 
 def shows_all() -> bool:

@@ -260,9 +260,9 @@ class CallbackList:
         claimed = {entry.key: entry for entry in self._entries if entry.key in state}
         with contextlib.ExitStack() as undoing:
             for key, entry in claimed.items():
-                place = f"callbacks[{key!r}]"
+                path = f"callbacks[{key!r}]"
                 undoing.enter_context(
-                    load_or_restore(entry.callback, _state_of(entry), state[key], place)
+                    load_or_restore(entry.callback, _state_of(entry), state[key], path)
                 )
             yield
         self._loaded = {key: part for key, part in state.items() if key not in claimed}

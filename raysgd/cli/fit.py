@@ -26,9 +26,9 @@ _SECTIONS = ("config", "trainer", "fit", "checkpoint")
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
-def load_operator(place: str) -> type[Any]:
+def load_operator(target: str) -> type[Any]:
     """Import a class from ``package.module:Class`` or ``path/to/file.py:Class``."""
-    module, _, name = place.rpartition(":")
+    module, _, name = target.rpartition(":")
     folder = Path.cwd()
     if module.endswith(".py"):
         file = Path(module).absolute()
@@ -40,7 +40,7 @@ def load_operator(place: str) -> type[Any]:
     sys.path.insert(0, str(folder))
     operator_cls = pkgutil.resolve_name(f"{module}:{name}")
     if not name or not isinstance(operator_cls, type):
-        raise ValueError(f"{place!r}: must be package.module:Operator or file.py:Operator.")
+        raise ValueError(f"{target!r}: must be package.module:Operator or file.py:Operator.")
     return operator_cls
 
 
@@ -68,8 +68,8 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
             )
     settings: dict[str, dict[str, Any]] = {name: content.get(name) or {} for name in _SECTIONS}
     for override in overrides:
-        place, is_set, value = override.partition("=")
-        section, *keys = place.split(".")
+        name, is_set, value = override.partition("=")
+        section, *keys = name.split(".")
         if not is_set or section not in _SECTIONS or not all(keys) or not keys:
             raise ValueError(
                 f"{override!r}: must be SECTION.NAME=VALUE. The sections are: "
@@ -79,7 +79,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
         for key in keys[:-1]:
             values = values.setdefault(key, {}) if isinstance(values, dict) else None
         if not isinstance(values, dict):
-            above = place.rpartition(".")[0]
+            above = name.rpartition(".")[0]
             raise ValueError(f"{override!r}: {above} is already a value, so it has no keys.")
         try:
             values[keys[-1]] = _parse(value)

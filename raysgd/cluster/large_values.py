@@ -109,12 +109,12 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
 async def _in_memory(connection: socket.socket, data: bytes, sizes: Sequence[int]) -> Parcel:
     loop, buffers = asyncio.get_running_loop(), _memory(sizes)
     for buffer in buffers:
-        place = memoryview(buffer.base)
-        while place:
-            received = await loop.sock_recv_into(connection, place)
+        unfilled = memoryview(buffer.base)
+        while unfilled:
+            received = await loop.sock_recv_into(connection, unfilled)
             if not received:
                 raise EOFError("the worker closed the connection")
-            place = place[received:]
+            unfilled = unfilled[received:]
     return Parcel(data, lambda: buffers)
 
 
@@ -222,11 +222,11 @@ class Incoming:
     def receive(self, stops_at_target: bool = False) -> None:
         """Receive the buffers. With `stops_at_target`, stop before the first one in `targets`."""
         while self._buffers:
-            place = self.targets.get(self._buffers[0].ctypes.data)
-            if stops_at_target and place is not None:
+            own = self.targets.get(self._buffers[0].ctypes.data)
+            if stops_at_target and own is not None:
                 return
             buffer = self._buffers.pop(0)
-            target = memoryview(buffer if place is None else place)
+            target = memoryview(buffer if own is None else own)
             rest = memoryview(bytearray(padding(len(target))))
             if any(self._stream.readinto(part) < len(part) for part in (target, rest)):
                 raise EOFError("the driver closed the connection")

@@ -375,13 +375,15 @@ def _pack_answer(value: Any) -> Parcel:
     try:
         return pack(value)
     except Exception as error:
-        place = ""
+        location = ""
         for _ in range(10):  # a dict may contain itself
             if not isinstance(value, Mapping) or (key := unpicklable_key(value)) is None:
                 break
-            place, value = f"{place or ' at '}[{key!r}]", value[key]
+            location, value = f"{location or ' at '}[{key!r}]", value[key]
         what = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
-        raise TypeError(f"A worker cannot send {what()}{place} to the driver: {error}") from error
+        raise TypeError(
+            f"A worker cannot send {what()}{location} to the driver: {error}"
+        ) from error
 
 
 def _send_if_large(parcel: Parcel, inbox: Address | None) -> Parcel | Address:

@@ -174,8 +174,8 @@ class Records(ABC):
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
                 self._check_local(file)
             records = self._read(file, in_order[first:stop] - start)
-            for place, record in zip(order[first:stop].tolist(), records, strict=True):
-                results[place] = record
+            for index, record in zip(order[first:stop].tolist(), records, strict=True):
+                results[index] = record
         return results
 
     def locate(self, number: int) -> list[Any]:
@@ -337,8 +337,8 @@ class Spans(Records):
                 try:
                     records.append(self._decode(data[low - starts[0] : high - starts[0]]))
                 except Exception as error:
-                    place = f"{self.paths[file]}, {self.unit} {number + 1}"
-                    records.append(RecordError(f"{place}: {error}"))
+                    name = f"{self.paths[file]}, {self.unit} {number + 1}"
+                    records.append(RecordError(f"{name}: {error}"))
         return records
 
     @abstractmethod

@@ -217,13 +217,13 @@ class Stream(NumberedSamples):
             numbers = np.where(numbers < size // parts * parts, in_parts, numbers)
         if not self.shuffles:
             return numbers
-        places = np.empty_like(numbers)
+        positions = np.empty_like(numbers)
         windows = numbers // self._window
         for window in np.unique(windows).tolist():
             start, own = window * self._window, windows == window
             order = _order(min(self._window, size - start), self._seed, epoch, 1, window)
-            places[own] = start + order[numbers[own] - start]
-        chunks, within = np.divmod(places, self._chunk)
+            positions[own] = start + order[numbers[own] - start]
+        chunks, within = np.divmod(positions, self._chunk)
         moves = chunks < size // self._chunk  # the last one, if it is shorter, stays the last
         chunks[moves] = _order(size // self._chunk, self._seed, epoch, 0)[chunks[moves]]
         return chunks * self._chunk + within
@@ -333,8 +333,8 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
             ends = []
             for stream in np.flatnonzero(counts):
                 rounds, rest = divmod(left[stream] - 1, int(counts[stream]))
-                places = np.flatnonzero(pattern == stream)
-                ends.append(rounds * len(pattern) + int(places[rest]) + 1)
+                positions = np.flatnonzero(pattern == stream)
+                ends.append(rounds * len(pattern) + int(positions[rest]) + 1)
             size = min(ends)
             for stream in np.flatnonzero(counts):
                 used = _count_before(pattern, int(stream), size)
@@ -353,11 +353,11 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
         return f"mix of {len(self._streams)} streams with {len(self)} records"
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
-        places = [self.locate_in_stream(number) for number in numbers]
+        positions = [self.locate_in_stream(number) for number in numbers]
         results: list[Any] = [None] * len(numbers)
         for which, stream in enumerate(self._streams):
-            own = [i for i, (other, _) in enumerate(places) if other == which]
-            samples = stream.read(epoch, [places[i][1] for i in own])
+            own = [i for i, (other, _) in enumerate(positions) if other == which]
+            samples = stream.read(epoch, [positions[i][1] for i in own])
             for i, sample in zip(own, samples, strict=True):
                 results[i] = sample
         return results

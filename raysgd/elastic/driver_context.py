@@ -61,8 +61,8 @@ class DriverContext:
         """Return the replacements that join at the next step, and the members that leave."""
         ready = self.scale_up.ready_workers()
         leaving = self.preemption.due_to_leave(len(ready))
-        num_places = self.group.options.num_workers - len(self.group.members) + len(leaving)
-        return ready[:num_places], leaving
+        num_vacant = self.group.options.num_workers - len(self.group.members) + len(leaving)
+        return ready[:num_vacant], leaving
 
     def discard_members(self) -> None:
         for member in list(self.group.members):

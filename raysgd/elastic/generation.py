@@ -76,7 +76,7 @@ class GroupForming:
             return machine.StateLost(why=why, progress=progress)
         joining = [member for member in joining if member in answers]
         if not set(leaving).isdisjoint(staying):
-            joining = []  # the leaving workers keep their places
+            joining = []  # the leaving workers keep their ranks
         self._journal.progress = progress  # also if forming the group raises an error
         return replace(self._form(leader, staying, joining, progress, began), progress=progress)
 

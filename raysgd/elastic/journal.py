@@ -18,7 +18,7 @@ from raysgd.errors import WorkerLostError
 logger = logging.getLogger(__name__)
 
 _WARNINGS = {
-    "lost": "Lost %(places)s: %(cause)s",
+    "lost": "Lost %(names)s: %(cause)s",
     "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
@@ -27,7 +27,7 @@ _WARNINGS = {
     "grown": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d.",
     "moved": "Worker %(workers)s joined: %(num_workers)d of %(max_workers)d; %(cause)s.",
     "restarted": "The workers restarted: %(num_workers)d of %(max_workers)d.",
-    "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
+    "draining": "Workers will be preempted%(within)s (%(cause)s): %(names)s.",
 }
 """Messages of the events that are logged as warnings."""
 
@@ -90,13 +90,13 @@ class Journal:
         )
         self.events.append(event)
         if kind in _WARNINGS and (kind != "resumed" or num_workers < max_workers):
-            places = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
+            names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
             shown = {
                 **vars(event),
                 "rank": next(iter(event.ranks), -1),
                 "workers": list_ranks(self.ranks, members),
                 "max_workers": max_workers,
-                "places": ", ".join(places),
+                "names": ", ".join(names),
                 "within": f" within {event.seconds:.0f} s" if event.seconds else "",
             }
             logger.warning(_WARNINGS[kind], shown)

@@ -73,10 +73,10 @@ class Replacement:
                 yield
         self.handle = handle = self.group.start_worker(self.slot)
         if not handle.info.node_ip:  # the driver's own worker knows its location
-            place = handle.control(Worker.info)
+            info = handle.control(Worker.info)
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
-            yield from self._wait_for(place, "come up", limit_s)
-            handle.locate(place.result())
+            yield from self._wait_for(info, "come up", limit_s)
+            handle.locate(info.result())
         created = handle.work(Worker.create, *self.scale_up.create_arguments)
         together = self.scale_up.sets_up_together
         entered = None if together else self._set_up(handle)  # the worker queues both
@@ -193,25 +193,25 @@ class ScaleUp:
         missing = self._num_missing()
         if missing <= 0:
             in_order = sorted(self._replacements, key=lambda r: r.handle is None)
-            for replacement in in_order[self._num_places() :]:
-                self._discard(replacement)  # other workers took the place, or all members stay
+            for replacement in in_order[self._num_vacant_ranks() :]:
+                self._discard(replacement)  # other workers took the rank, or all members stay
             if not self._replacements:
                 self.group.cancel_extra_requests()
         if missing > 0 and self._failures < self.config.max_attempts:
             self._advance_each(self._start_missing(starting))
 
-    def _num_places(self) -> int:
+    def _num_vacant_ranks(self) -> int:
         num_staying = len(self.group.members) - len(self.group.leaving())
         return self.group.options.num_workers - num_staying
 
     def _num_missing(self) -> int:
         """Return the number of vacant ranks without a worker that starts."""
-        return self._num_places() - self.num_started()
+        return self._num_vacant_ranks() - self.num_started()
 
     def _advance_each(self, replacements: Sequence[Replacement]) -> None:
         for replacement in list(replacements):
             if replacement.handle is None and self._num_missing() <= 0:
-                continue  # another replacement took the last place
+                continue  # another replacement took the last rank
             replacement.advance()
             if replacement.error is not None:
                 self._handle_failure(replacement, replacement.error)
@@ -220,7 +220,7 @@ class ScaleUp:
         taken = [replacement.slot for replacement in self._replacements]
         vacant = [s for s in self.group.vacant_slots(request=not starting) if s not in taken]
         now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
-        num_staying = num_workers - self._num_places()
+        num_staying = num_workers - self._num_vacant_ranks()
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
         for slot in vacant:

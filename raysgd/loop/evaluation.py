@@ -66,7 +66,7 @@ class Evaluation:
                 with train_state.evaluating(), train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
             except BaseException:
-                self._control.failed_at = batches.describe_place()
+                self._control.failed_at = batches.describe_position()
                 self.batches = None
                 source.close_workers()
                 raise
@@ -120,7 +120,7 @@ class Evaluation:
                 predictions = list(zip(keys, operator._predictions(batches), strict=False))
             self._check_samples(source, batches)
         except BaseException:
-            self._control.failed_at = batches.describe_place()
+            self._control.failed_at = batches.describe_position()
             raise
         finally:
             self.batches = None
@@ -180,7 +180,7 @@ class _EvaluationBatches:
 
     num_joined = forward_to("source.num_joined", "Samples of the newest batch, if known.")
 
-    def describe_place(self) -> str:
+    def describe_position(self) -> str:
         """Return the number of the batch that the loop evaluates, and the batch, as text."""
         if self.batch is None:
             return f"when reading batch {self.num_finished_steps + 1}"

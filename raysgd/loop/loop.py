@@ -206,7 +206,7 @@ class Loop:
         except BaseException as error:
             batch = segment.batch
             in_update = train_state.update.is_open and not segment.has_loader_failed
-            self.control.failed_at = segment.describe_place()
+            self.control.failed_at = segment.describe_position()
             self._end_failed_segment(segment, source)
             micro_batching = train_state.micro_batching
             micro_batching.explain(error)

@@ -86,7 +86,7 @@ class StepIterator:
         trains_all = not (self._update.micro_batch.is_repeated or is_split)
         return self._source.num_joined if trains_all else None
 
-    def describe_place(self) -> str:
+    def describe_position(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""
         step = f"step {self.start_step + self.num_finished_steps + 1}"
         if self.has_loader_failed:

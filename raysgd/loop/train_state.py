@@ -316,10 +316,10 @@ class RandomGenerators:
         """Load the result of `state`. Accept other sequences in place of tuples and arrays."""
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
-        kind, keys, place, *rest = state["numpy"]
-        if not 0 <= place <= len(keys):  # NumPy would read beyond the keys
-            raise ValueError(f"NumPy generator: position {place} must be from 0 to {len(keys)}.")
-        np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
+        kind, keys, position, *rest = state["numpy"]
+        if not 0 <= position <= len(keys):  # NumPy would read beyond the keys
+            raise ValueError(f"NumPy generator: position {position} must be from 0 to {len(keys)}.")
+        np.random.set_state((kind, np.asarray(keys, np.uint32), position, *rest))
 
     def check(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
         """Check the states of all workers. Return () if the number of workers has changed."""

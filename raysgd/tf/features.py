@@ -190,9 +190,9 @@ def compare_update(
 
 
 def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
-    """Describe variables by their place in the models, because names may differ."""
-    places = {id(v): n for n, v in enumerate(v for model in models for v in model.weights)}
-    return ", ".join(f"variable {places.get(id(v))} {tuple(v.shape)}" for v in variables)
+    """Describe variables by their number in the models, because names may differ."""
+    numbers = {id(v): n for n, v in enumerate(v for model in models for v in model.weights)}
+    return ", ".join(f"variable {numbers.get(id(v))} {tuple(v.shape)}" for v in variables)
 
 
 def _check_equal(

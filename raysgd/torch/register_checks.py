@@ -212,8 +212,8 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
     for each in registered:  # an optimizer may contain another
         known.update(map(id, getattr(each, "__dict__", {}).values()))
     unregistered = [
-        f"{place} ({type(value).__name__})"
-        for place, value in attributes_of(operator)
+        f"{name} ({type(value).__name__})"
+        for name, value in attributes_of(operator)
         if id(value) not in known and _looks_trained(value, known)
     ]
     if unregistered:
@@ -230,7 +230,7 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
     """Warn about DataLoaders in attributes that every worker reads whole."""
     known = {id(operator), id(operator._train_state), *map(id, registered)}
     known.update(map(id, operator.config.values()))
-    loaders = [place for place, value in attributes_of(operator) if _has_loader(value, set(known))]
+    loaders = [name for name, value in attributes_of(operator) if _has_loader(value, set(known))]
     if loaders:
         logger.warning(
             "Every worker reads all of %s, because raysgd partitions only the loaders of "

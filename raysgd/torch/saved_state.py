@@ -236,8 +236,8 @@ class TorchSavedState(SavedState):
                     ):
                         load = functools.partial(each.load_state_dict, strict=False)
                         own, saved = (self._unsharded_part(each, state) for state in (own, saved))
-                    place = f"{kind}[{index}]"
-                    undoing.enter_context(load_or_restore(each, own, saved, place, load))
+                    name = f"{kind}[{index}]"
+                    undoing.enter_context(load_or_restore(each, own, saved, name, load))
         changed = state.get("requires_grad", ())  # older files lack it
         for model, first, now in zip(self._models, self._trained_at_first, changed, strict=False):
             ddp.require_gradients(model, {**first, **now})

@@ -79,17 +79,19 @@ class Untracked(StepFeature):
     def _versions(self) -> dict[str, Any]:
         """Return what identifies the content of each unregistered tensor, by its name."""
         tensors: dict[str, torch.Tensor] = {}
-        places = [*attributes_of(self._operator)]
+        named_values = [*attributes_of(self._operator)]
         for optimizer in self._train_state.optimizers:
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
                 for name, value in vars(optimizer).items():
                     parts = enumerate(value if isinstance(value, list) else [value])
-                    places += [(f"{type(optimizer).__name__}.{name}[{n}]", v) for n, v in parts]
-        for place, value in places:
+                    named_values += [
+                        (f"{type(optimizer).__name__}.{name}[{n}]", v) for n, v in parts
+                    ]
+        for name, value in named_values:
             if isinstance(value, torch.Tensor):
-                tensors[place] = value
+                tensors[name] = value
             elif isinstance(value, torch.nn.Module) and not is_metric(value):
-                named = (*value.named_parameters(place), *value.named_buffers(place))
+                named = (*value.named_parameters(name), *value.named_buffers(name))
                 tensors.update(named)
         registered = {
             id(tensor)

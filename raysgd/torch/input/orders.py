@@ -44,13 +44,13 @@ class HugeOrder:
         self._half = max(1, ((size - 1).bit_length() + 1) // 2)
         self._keys = torch.randint(2**62, (8,)).tolist()
 
-    def __getitem__(self, part: slice) -> list[int]:
-        return [self._at(place) for place in range(part.start, part.stop)]
+    def __getitem__(self, span: slice) -> list[int]:
+        return [self._at(position) for position in range(span.start, span.stop)]
 
-    def _at(self, place: int) -> int:
+    def _at(self, position: int) -> int:
         if self._replaces:  # random numbers, which repeat
-            return hash((place, *self._keys)) % self._size
-        (turn, index), mask = divmod(place, self._size), (1 << self._half) - 1
+            return hash((position, *self._keys)) % self._size
+        (turn, index), mask = divmod(position, self._size), (1 << self._half) - 1
         while True:
             left, right = index >> self._half, index & mask
             for key in self._keys:

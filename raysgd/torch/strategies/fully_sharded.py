@@ -176,7 +176,7 @@ class FullyShardedModel(ShardedOptimizer):
         return [
             (
                 (self._numbers.get(piece.param_index), *known_as[piece.param_index]),
-                *piece.place_in(self._parameters),
+                *piece.bounds_in(self._parameters),
                 {**piece.state, PARAMETER: self._current_elements(piece)},
             )
             for piece in self._layout.pieces_of(self._layout.rank, self._pieces)

@@ -257,7 +257,7 @@ class ShardedOptimizer(Replication, StepFeature):
     def own_pieces(self) -> list[tuple[Any, ...]]:
         """Return this worker's pieces of the optimizer's state, and of sharded models."""
         return [
-            ((self._numbers[piece.param_index],), *piece.place_in(self._parameters), piece.state)
+            ((self._numbers[piece.param_index],), *piece.bounds_in(self._parameters), piece.state)
             for piece in self._layout.pieces_of(self._layout.rank, self._pieces)
             if piece.state
         ]

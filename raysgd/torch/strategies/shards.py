@@ -229,7 +229,7 @@ class Piece:
     base: torch.Tensor | None = None
     """The elements before the update. None if this worker has the complete parameter."""
 
-    def place_in(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int, tuple[int, ...]]:
+    def bounds_in(self, parameters: Sequence[torch.Tensor]) -> tuple[int, int, tuple[int, ...]]:
         """Return the first element, the exclusive end, and the shape of the parameter."""
         return self.start, self.stop, tuple(parameters[self.param_index].shape)
 
@@ -277,8 +277,8 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     merged["optimizers"] = [{**each, "state": {**each["state"]}} for each in state["optimizers"]]
     merged["models"] = [copy.copy(each) for each in state.get("models", ())]
     for optimizer, *parts in zip(merged["optimizers"], *shards, strict=True):
-        for (number, *places), values in _merge_pieces(itertools.chain(*parts)).items():
-            for index, name in places:
+        for (number, *locations), values in _merge_pieces(itertools.chain(*parts)).items():
+            for index, name in locations:
                 merged["models"][index][name] = values[PARAMETER]
             if own := {key: value for key, value in values.items() if key != PARAMETER}:
                 optimizer["state"][number] = own
