@@ -46,7 +46,7 @@ class DeviceTiming:
         )
         """The events at which the phases of each step began, and the host's seconds at its end."""
 
-    def enter(self, phase: int, now: float, host_s: list[float]) -> None:
+    def begin(self, phase: int, now: float, host_s: list[float]) -> None:
         """Start a phase at the time `now`, when the host has taken `host_s` for each phase."""
         if phase == _OUTSIDE:  # a call ends, maybe because the GPU failed
             self._events = None
@@ -102,7 +102,7 @@ class StepTiming:
         self._since = perf_counter()
         self.thread: int | None = None
 
-    def enter(self, phase: int) -> int:
+    def begin(self, phase: int) -> int:
         """Start a phase, and return the phase that it ends."""
         before = self.phase
         if before != phase and before != _OUTSIDE:
@@ -110,16 +110,16 @@ class StepTiming:
             self._seconds[before] += now - self._since
             self._since, self.phase = now, phase
             if self._device is not None:
-                self._device.enter(phase, now, self._seconds)
+                self._device.begin(phase, now, self._seconds)
         return before
 
     @contextlib.contextmanager
     def within(self, phase: int) -> Iterator[None]:
-        before = self.enter(phase)
+        before = self.begin(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.begin(before)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -131,13 +131,13 @@ class StepTiming:
         try:
             yield
         finally:
-            self.enter(_OUTSIDE)
+            self.begin(_OUTSIDE)
             _active = before
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Measure nothing in the context."""
-        before = self.enter(_OUTSIDE)
+        before = self.begin(_OUTSIDE)
         try:
             yield
         finally:
@@ -153,7 +153,7 @@ _active: StepTiming | None = None
 """The timing of the call that runs in this process."""
 
 
-def enter(phase: int, any_thread: bool = False) -> int | None:
+def begin_phase(phase: int, any_thread: bool = False) -> int | None:
     """Start a phase of the running call. Return the phase that it ends, or None for no change.
 
     Ignore other threads than the one that trains. A backward pass of a GPU may use `any_thread`.
@@ -163,10 +163,10 @@ def enter(phase: int, any_thread: bool = False) -> int | None:
         return None
     if not any_thread and timing.thread != threading.get_ident():
         return None
-    return timing.enter(phase)
+    return timing.begin(phase)
 
 
-def resume(phase: int | None) -> None:
-    """Return to the phase that `enter` has ended."""
+def resume_phase(phase: int | None) -> None:
+    """Return to the phase that `begin_phase` has ended."""
     if phase is not None and _active is not None:
-        _active.enter(phase)
+        _active.begin(phase)

@@ -91,7 +91,7 @@ class GlooGroup(ProcessGroup):
         timeout_s = (options.timeout if has_own else self._gloo.options._timeout).total_seconds()
         # DistributedDataParallel would wait for the result immediately.
         in_thread = options.asyncOp and torch._C._current_graph_task_id() == -1
-        phase = None if in_thread else step_timing.enter(step_timing.WAIT)
+        phase = None if in_thread else step_timing.begin_phase(step_timing.WAIT)
         try:
             return _Operation(
                 self._running,
@@ -99,7 +99,7 @@ class GlooGroup(ProcessGroup):
                 tensors,
             )
         finally:
-            step_timing.resume(phase)
+            step_timing.resume_phase(phase)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Work:
         sent, *options = args
@@ -297,9 +297,9 @@ class _Operation(Work):
             if not done.wait(timeout.total_seconds()):
                 raise RuntimeError(f"gloo/ Timed out after {timeout.total_seconds():g} s.")
         if not self._ended.done():
-            phase = step_timing.enter(step_timing.WAIT)
+            phase = step_timing.begin_phase(step_timing.WAIT)
             self._ended.wait()
-            step_timing.resume(phase)
+            step_timing.resume_phase(phase)
         _value(self._ended)
         return True
 

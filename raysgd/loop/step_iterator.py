@@ -111,7 +111,7 @@ class StepIterator:
 
     def __next__(self) -> Any:
         self.was_read = True
-        self._train_state.timing.enter(OTHER)
+        self._train_state.timing.begin(OTHER)
         if self._update.is_open:
             self._commit_if_done()
         self._control.raise_stop()
@@ -138,7 +138,7 @@ class StepIterator:
         batch_is_last = self._is_exhausted or len(self._update.drawn) == num_batches
         is_last = batch_is_last and not self._micro_batches
         self._train_state.begin_micro_batch(micro_batch, is_last)
-        self._train_state.timing.enter(self._train_state.timing.batch_phase)
+        self._train_state.timing.begin(self._train_state.timing.batch_phase)
         return rows
 
     def _decide_end(self) -> bool:
@@ -197,13 +197,13 @@ class StepIterator:
     def _read_ahead(self) -> None:
         """Read a batch ahead, unless any rank has no more batches."""
         timing = self._train_state.timing
-        timing.enter(DATA)
+        timing.begin(DATA)
         try:
             batch = self._control.next_batch(self._batches, _NOTHING)
         except BaseException:
             self.has_loader_failed = True
             raise
-        timing.enter(OTHER)
+        timing.begin(OTHER)
         if batch is not _NOTHING:
             self._ahead.append(batch)  # a worker may be lost during the collective
         if self.have_batches is not None and not self.have_batches(len(self._ahead)):

@@ -92,9 +92,9 @@ class HorovodGroup(KerasCollectives):
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
         check_dtypes([tensor.dtype.name for tensor in tensors])
-        phase = step_timing.enter(step_timing.WAIT)
+        phase = step_timing.begin_phase(step_timing.WAIT)
         means: list[Any] = self._mean(list(tensors))
-        step_timing.resume(phase)
+        step_timing.resume_phase(phase)
         return means
 
     def minima(self, *values: int) -> list[int]:

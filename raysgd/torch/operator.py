@@ -155,7 +155,7 @@ class TrainingOperator(OperatorBase):
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
         batch = self.to_device(batch)
-        self._train_state.timing.enter(FORWARD)
+        self._train_state.timing.begin(FORWARD)
         read = read_batch(batch, model)
         with self.autocast():
             # Without a name, the output needs no memory in the backward pass.
@@ -402,9 +402,9 @@ class TrainingOperator(OperatorBase):
                 ``train_batch`` passes a `LossCount`, which an override of this method passes on.
         """
         timing = self._train_state.timing
-        timing.enter(BACKWARD)
+        timing.begin(BACKWARD)
         self._step_features.optimization.backward(loss, num_samples)
-        timing.enter(OTHER)
+        timing.begin(OTHER)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale and clip the gradients of a registered optimizer, update, and zero the gradients.
@@ -414,9 +414,9 @@ class TrainingOperator(OperatorBase):
         this batch was the last of its group.
         """
         timing = self._train_state.timing
-        timing.enter(OPTIMIZER)
+        timing.begin(OPTIMIZER)
         is_last = self._step_features.optimization.step(optimizer)
-        timing.enter(OTHER)
+        timing.begin(OTHER)
         return is_last
 
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -148,7 +148,7 @@ class Optimization(StepFeature):
             raise WarmedUp
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not update.optimizer_steps.in_helper:
-            self._train_state.timing.enter(OPTIMIZER)
+            self._train_state.timing.begin(OPTIMIZER)
             self.checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
@@ -172,7 +172,7 @@ class Optimization(StepFeature):
         if optimizer in self._train_state.optimizers:
             self._update.optimizer_steps.end(optimizer)
             if not self._update.optimizer_steps.in_helper:
-                self._train_state.timing.enter(OTHER)
+                self._train_state.timing.begin(OTHER)
 
     # ---- the end of an update
 

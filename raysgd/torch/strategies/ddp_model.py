@@ -104,11 +104,11 @@ class _Passes:
             self.is_in_backward = True
             before = list(map(gradient_of, self.reduced))
             # A callback of a callback runs after the callback of DistributedDataParallel.
-            phase = step_timing.enter(step_timing.BACKWARD, any_thread=True)
+            phase = step_timing.begin_phase(step_timing.BACKWARD, any_thread=True)
 
             def complete() -> None:
                 # DistributedDataParallel now waits for the averages.
-                computing = step_timing.enter(step_timing.WAIT, any_thread=True)
+                computing = step_timing.begin_phase(step_timing.WAIT, any_thread=True)
                 step_phase = computing if phase is None else phase
                 call_after_backward(lambda: self._end_pass(before, step_phase))
 
@@ -120,7 +120,7 @@ class _Passes:
         DistributedDataParallel averages only the first backward pass after a forward pass. The mean
         of averaged and local gradients is right too, because a mean is linear.
         """
-        step_timing.resume(phase)
+        step_timing.resume_phase(phase)
         self.is_in_backward = False
         if list(map(gradient_of, self.reduced)) == before:
             return  # a pass that computes no gradients of parameters, as for a gradient penalty
@@ -210,9 +210,9 @@ class ReplicatedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        phase = step_timing.enter(step_timing.FORWARD)
+        phase = step_timing.begin_phase(step_timing.FORWARD)
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        step_timing.resume(phase)
+        step_timing.resume_phase(phase)
         if self.require_backward_grad_sync:
             self._passes.end_forward(output)
         return output

@@ -71,9 +71,9 @@ class HorovodGradients(GroupGradients):
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         if (distributed := self._distributed.get(id(optimizer))) is not None:
-            phase = step_timing.enter(step_timing.WAIT)
+            phase = step_timing.begin_phase(step_timing.WAIT)
             distributed.synchronize()
-            step_timing.resume(phase)
+            step_timing.resume_phase(phase)
 
     def roll_back(self, update: Update) -> None:
         for distributed in self._distributed.values():

@@ -91,7 +91,7 @@ def test_the_wait_for_another_rank_is_a_phase_of_the_step(is_meshed, monkeypatch
                 group.allreduce([tensor], options).wait()
                 return tensor.tolist()
             with timing.running():
-                timing.enter(BACKWARD)
+                timing.begin(BACKWARD)
                 group.allreduce([tensor], options).wait()
                 assert timing.phase == BACKWARD
             return tensor.tolist()

@@ -50,13 +50,13 @@ def run(device, *, data_s=0.0, waits=False, saves_s=0.0):
     timing = StepTiming(device.event)
     with timing.running():
         for _ in range(100):
-            timing.enter(DATA)
+            timing.begin(DATA)
             device.now += data_s
-            timing.enter(FORWARD)
+            timing.begin(FORWARD)
             device.work(0.1)
             # The queue of the device is full when the host is 0.3 s ahead.
             device.now = max(device.now + 0.002, device.done_at - 0.3)
-            timing.enter(OTHER)
+            timing.begin(OTHER)
             if waits:
                 device.now = max(device.now, device.done_at)
             with timing.within(SAVE):
@@ -88,7 +88,7 @@ def test_an_error_of_the_device_stays_the_error(device):
 
     def train():
         with timing.running():
-            timing.enter(DATA)
+            timing.begin(DATA)
             timing._device._new_event = fail
             raise ValueError("first error")
 
@@ -104,8 +104,8 @@ def test_few_steps_have_events(device, step_s):
     timing = StepTiming(lambda: made.append(None) or device.event())
     with timing.running():
         for _ in range(1000):
-            timing.enter(DATA)
-            timing.enter(FORWARD)
+            timing.begin(DATA)
+            timing.begin(FORWARD)
             device.now += step_s
     assert len(made) <= 3 * (device.now / step_timing._EVERY_S + 1)
 
@@ -116,12 +116,12 @@ def test_a_gpu_measures_its_phases():
     matrix = torch.ones(4096, 4096, device="cuda")
     with timing.running():
         for _ in range(50):
-            timing.enter(DATA)
-            timing.enter(FORWARD)
+            timing.begin(DATA)
+            timing.begin(FORWARD)
             matrix @ matrix
-            timing.enter(OTHER)
+            timing.begin(OTHER)
             torch.cuda.synchronize()
             time.sleep(0.01)
-        timing.enter(DATA)
+        timing.begin(DATA)
     assert timing.totals.seconds[FORWARD] > 0
     assert timing.totals.seconds[OTHER] > 0.4
