@@ -14,25 +14,22 @@ class Collectives(ABC):
     """
 
     @abstractmethod
-    def minima(self, *values: int) -> list[int]:
+    def all_reduce_min(self, *values: int) -> list[int]:
         """Return the smallest number of all ranks for each value."""
 
     @abstractmethod
     def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         """Call `make` on `rank`, and return its result on all ranks."""
 
-    def minimum(self, value: int) -> int:
-        return self.minima(value)[0]
-
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
-        self.minima(0)
+        self.all_reduce_min(0)
 
-    def is_any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        return self.minimum(-int(flag)) < 0
+        return self.all_reduce_min(-int(flag))[0] < 0
 
-    def is_equal(self, number: int) -> bool:
+    def all_ranks_equal(self, number: int) -> bool:
         """Return whether all ranks pass the same number."""
-        low, of_negative = self.minima(number, -number)
+        low, of_negative = self.all_reduce_min(number, -number)
         return low == -of_negative

@@ -131,7 +131,7 @@ class Evaluation:
         """Compare the samples of a stream, if every worker has read all of its batches."""
         train_state = self._train_state
         is_compared = source.step_digest() is not None and train_state.context.world_size > 1
-        if is_compared and train_state.collectives.minimum(int(batches.is_exhausted)):
+        if is_compared and train_state.collectives.all_reduce_min(int(batches.is_exhausted))[0]:
             check_samples(source, train_state.collectives)
 
     def rehearse(self, request: ValidateRequest) -> Mapping[str, Any] | None:
@@ -155,7 +155,7 @@ class Evaluation:
 
 def check_samples(source: BatchSource, collectives: Collectives, has_batch: int = 1) -> int:
     """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
-    if not collectives.is_equal(source.step_digest() or 0):
+    if not collectives.all_ranks_equal(source.step_digest() or 0):
         raise RuntimeError(
             f"The workers read different samples from {source.describe()}. Every worker must "
             "read the same samples in one order, and raysgd selects its part. Seed shuffles "

@@ -261,7 +261,7 @@ class Loop:
         meters = self.train_state.meters
         is_bad = meters is not None and meters.has_bad_loss()
         if self.train_state.context.world_size > 1:
-            is_bad = self.train_state.collectives.is_any(is_bad)
+            is_bad = self.train_state.collectives.any_rank(is_bad)
         if is_bad:
             self.call_progress.state.ended_early = True
             self.control.callback_pause = 0  # a past step, so that the segment ends now
@@ -276,8 +276,8 @@ class Loop:
     def _fewest_batches(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""
         number = min(number, 2**40)  # the product must fit into 64 bits
-        context, minimum = self.train_state.context, self.train_state.collectives.minimum
-        smallest = minimum(number * context.world_size + context.world_rank)
+        context, collectives = self.train_state.context, self.train_state.collectives
+        (smallest,) = collectives.all_reduce_min(number * context.world_size + context.world_rank)
         least, self._rank_with_fewest = divmod(smallest, context.world_size)
         return least
 

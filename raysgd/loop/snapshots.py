@@ -87,7 +87,7 @@ class Snapshots:
         due = train_state.replication.is_in_sync and (self._is_needed or self._decide_due())
         if must_agree and context.distributed:
             # The clocks of the ranks differ, but all shards must be of one step.
-            due = bool(train_state.collectives.minimum(int(due)))
+            due = bool(train_state.collectives.all_reduce_min(int(due))[0])
         if due and (has_shards or not self._is_sending):
             with train_state.timing.within(SAVE):
                 self._take()

@@ -29,13 +29,13 @@ class KerasCollectives(Collectives):
 
         Batches of one step may take different branches. Every worker must call this.
         """
-        missing = self.minima(*(int(gradient is None) for gradient in gradients))
+        missing = self.all_reduce_min(*(int(gradient is None) for gradient in gradients))
         return [
             tf.zeros_like(variable.value) if gradient is None and not is_missing else gradient
             for is_missing, gradient, variable in zip(missing, gradients, variables, strict=True)
         ]
 
-    def minima(self, *values: int) -> list[int]:
+    def all_reduce_min(self, *values: int) -> list[int]:
         return list(values)
 
     def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
@@ -65,7 +65,7 @@ class GlooWorkers(KerasCollectives):
             for part, array in zip(parts, arrays, strict=True)
         ]
 
-    def minima(self, *values: int) -> list[int]:
+    def all_reduce_min(self, *values: int) -> list[int]:
         import torch
         import torch.distributed as dist
 
@@ -97,7 +97,7 @@ class HorovodGroup(KerasCollectives):
         step_timing.resume_phase(phase)
         return means
 
-    def minima(self, *values: int) -> list[int]:
+    def all_reduce_min(self, *values: int) -> list[int]:
         import horovod.tensorflow as hvd
 
         of_all = hvd.allgather(tf.constant([values], tf.int64)).numpy()

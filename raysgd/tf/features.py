@@ -201,7 +201,7 @@ def _check_equal(
     """Raise an error if contents differ between workers. Return whether any has the flag."""
     values = [*contents.values()]  # names may differ between processes
     digest = hash_of(values)
-    smallest, of_inverse, found = train_state.collectives.minima(digest, ~digest, -flag)
+    smallest, of_inverse, found = train_state.collectives.all_reduce_min(digest, ~digest, -flag)
     if smallest == ~of_inverse:
         return bool(found)
     size = train_state.collectives.size

@@ -198,7 +198,7 @@ class DatasetSource(PartitionedSource):
 
     def agree_on_order(self, epoch: int, offset: int, collectives: Collectives) -> None:
         """Make all workers use one order, because some may have started more iterations."""
-        order = -collectives.minimum(-self._next_order(epoch, offset))
+        order = -collectives.all_reduce_min(-self._next_order(epoch, offset))[0]
         self._iterate(order, epoch)
 
     def plan(self, offset: int, num_steps: int) -> UpdatePlan:

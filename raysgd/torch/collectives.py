@@ -48,7 +48,7 @@ def rank() -> int:
     return dist.get_rank() if hvd is None else int(hvd.rank())
 
 
-def minima(values: torch.Tensor) -> torch.Tensor:
+def all_reduce_min(values: torch.Tensor) -> torch.Tensor:
     """Return the minimum of all ranks for each element of a vector, which this may change."""
     hvd = _horovod()
     if hvd is not None:
@@ -242,9 +242,9 @@ class TorchCollectives(Collectives):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def minima(self, *values: int) -> list[int]:
+    def all_reduce_min(self, *values: int) -> list[int]:
         own = torch.tensor(values, dtype=torch.int64, device=self._device)
-        return [int(number) for number in minima(own).tolist()]
+        return [int(number) for number in all_reduce_min(own).tolist()]
 
     def broadcast(self, make: Callable[[], Any], rank: int) -> Any:
         return broadcast_state(make, rank, self._device)

@@ -52,9 +52,9 @@ class TorchSavedState(SavedState):
         workers usually differ only in buffers.
         """
         train_state, lacks = self._train_state, follows
-        is_any, device = train_state.collectives.is_any, train_state.settings.device
+        any_rank, device = train_state.collectives.any_rank, train_state.settings.device
         # Do not read a large state if no other worker can have it.
-        if is_any(follows and not train_state.is_new):
+        if any_rank(follows and not train_state.is_new):
             state = without_frozen(self.read(), self._unchanged_digests())
             for index, model in enumerate(self._models):
                 buffers, of_model = dict(model.named_buffers()), state["models"][index]
@@ -62,7 +62,7 @@ class TorchSavedState(SavedState):
             own = collectives.fingerprint((train_state.global_step, state))
             expected = collectives.broadcast_object(own, leader_rank)
             lacks = follows and own != expected
-        if is_any(lacks):
+        if any_rank(lacks):
             self.compare_setup(leader_rank)
             state = collectives.broadcast_state(
                 lambda: self.without_frozen(self.read(), True), leader_rank, device, lacks
@@ -80,7 +80,7 @@ class TorchSavedState(SavedState):
         own, collectives = self._unchanged_digests(), self._train_state.collectives
         pairs = zip(collectives.broadcast(lambda: own, leader_rank), own, strict=True)
         has_all = all(leaders.items() <= mine.items() for leaders, mine in pairs)
-        self._train_state.frozen.are_reproducible = collectives.minimum(has_all) > 0
+        self._train_state.frozen.are_reproducible = collectives.all_reduce_min(has_all)[0] > 0
 
     def _unchanged_digests(self) -> list[dict[str, int]]:
         self._train_state.frozen.forget()

@@ -105,8 +105,8 @@ class ReplicaGuard(StepFeature):
         self._set_active()  # a new group may not have trained yet
         has_changed = self._is_due or self._steps > self._complete_at
         # A worker that got the state of another since the difference has no problem.
-        minimum = self._train_state.collectives.minimum
-        if self._is_active and has_changed and minimum(int(not self._problem)):
+        any_rank = self._train_state.collectives.any_rank
+        if self._is_active and has_changed and not any_rank(bool(self._problem)):
             self._compare()
 
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
@@ -136,7 +136,7 @@ class ReplicaGuard(StepFeature):
         """Exchange digests with the other workers. A step does not wait for a GPU to finish it."""
         self._finish_comparison()
         digests, is_complete = self._digests(in_step, is_new, one_in)
-        minima, event = collectives.minima(torch.cat([digests, ~digests])), None
+        minima, event = collectives.all_reduce_min(torch.cat([digests, ~digests])), None
         if self._on_gpu:
             minima = torch.empty_like(minima, device="cpu", pin_memory=True).copy_(minima, True)
             event = torch.cuda.Event()

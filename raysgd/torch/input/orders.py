@@ -240,8 +240,8 @@ class EpochOrder:
         digest = self.digest(epoch)
         if digest is None:
             return
-        if not collectives.is_equal(digest):
-            if not collectives.is_any(self._have_agreed):
+        if not collectives.all_ranks_equal(digest):
+            if not collectives.any_rank(self._have_agreed):
                 raise RuntimeError(
                     f"{type(self.sampler).__name__} gives the workers different orders of "
                     f"epoch {epoch}. Give its generator the same seed on all workers, or draw "
@@ -250,7 +250,7 @@ class EpochOrder:
                     "give it an attribute num_replicas."
                 )
             # A worker has joined since, and its sampler has drawn less often.
-            src = collectives.minimum(rank if was_drawn else size) % size
+            src = collectives.all_reduce_min(rank if was_drawn else size)[0] % size
             self._set(epoch, collectives.broadcast(lambda: self.draw(epoch), src))
         self._have_agreed = True
 

@@ -97,7 +97,7 @@ class EqualBitsGradients(GroupGradients):
             return
         own = kind_of(self._train_state.settings.device)
         first = self._train_state.collectives.broadcast(lambda: own, 0)
-        if self._train_state.collectives.is_any(own != first):
+        if self._train_state.collectives.any_rank(own != first):
             raise RuntimeError(
                 f"{self.needs_helper} needs workers of one kind, but worker 0 has {first}, and "
                 f"another worker differs (this one has {own}). Choose equal hosts with "

@@ -27,7 +27,7 @@ class Averages(KerasCollectives):
         told = self.meeting.gather(self.rank, tensors)
         return [sum(each) / self.size for each in zip(*told, strict=True)]
 
-    def minima(self, *values):
+    def all_reduce_min(self, *values):
         told = self.meeting.gather(self.rank, values)
         return [min(each) for each in zip(*told, strict=True)]
 

@@ -92,15 +92,15 @@ def test_steps_of_uneven_sparse_batches_are_divided(training, kind, splits):
 
 def begun(group, epoch, offset):
     """Return the batches of each rank from `offset`, after all ranks have agreed on an order."""
-    told, met = [], threading.Barrier(len(group), timeout=30)
+    sent, met = [], threading.Barrier(len(group), timeout=30)
 
-    def minimum(value):
-        told.append(value)
+    def all_reduce_min(value):
+        sent.append(value)
         met.wait()
-        return min(told)
+        return [min(sent)]
 
     def begin(source):
-        source.agree_on_order(epoch, offset, SimpleNamespace(minimum=minimum))
+        source.agree_on_order(epoch, offset, SimpleNamespace(all_reduce_min=all_reduce_min))
         return source.batches(epoch, offset)
 
     with ThreadPoolExecutor(len(group)) as threads:

@@ -33,7 +33,7 @@ def group(request):
 @pytest.mark.parametrize("value", [0, -7, 2**40, 2**62 - 1, 1 - 2**62])
 def test_minimum_of_large_numbers(group, value):
     """Digests need up to 62 bits."""
-    assert collectives.minima(torch.tensor([value])).tolist() == [value]
+    assert collectives.all_reduce_min(torch.tensor([value])).tolist() == [value]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ for limit in (8, 2**20):
     expected = torch.full((4, 6), float(rank))
     expected[:, ::2], expected[0, 1::2], expected[1, 2] = 0.0, 0.0, float("nan")
     assert torch.equal(whole.nan_to_num(9.0), expected.nan_to_num(9.0)), whole
-assert collectives.minima(torch.tensor([3 + rank])).tolist() == [3]
+assert collectives.all_reduce_min(torch.tensor([3 + rank])).tolist() == [3]
 value = float("nan") if rank else 1.0
 assert torch.tensor(collectives.all_reduce_sum(value, whole.device)).isnan()
 print("good")

@@ -191,7 +191,7 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
         teachers = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         held = [*student.parameters(), *teachers]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
-        patch.setattr(train_state.collectives, "is_equal", lambda digest: False)
+        patch.setattr(train_state.collectives, "all_ranks_equal", lambda digest: False)
         for feature in train_state.features:
             feature.start_together()
     # the student too, because setup may have changed it after DistributedDataParallel sent it

@@ -106,7 +106,7 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
     train_state, state = runner._train_state, leader._hosted_loop.saved_state.read()
     before = copy.deepcopy(runner.operator.model.state_dict())
     monkeypatch.setattr(collectives, "broadcast_object", lambda *_: "another fingerprint")
-    monkeypatch.setattr(collectives, "minima", lambda values: values)
+    monkeypatch.setattr(collectives, "all_reduce_min", lambda values: values)
     monkeypatch.setattr(collectives, "broadcast_state", lambda *_: state)
 
     def broadcast(make, rank):
@@ -126,7 +126,7 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
 def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypatch):
     runner = make_runner()
     runner.handle(TrainRequest(call_number=0, until_step=1))
-    monkeypatch.setattr(collectives, "minima", lambda values: values)
+    monkeypatch.setattr(collectives, "all_reduce_min", lambda values: values)
     monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
     runner._train_state.collectives.broadcast = lambda make, rank: make()
     runner._hosted_loop.saved_state.copy_from(0, follows=False)
@@ -420,7 +420,9 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
         return sent[-1]
 
     monkeypatch.setattr(collectives.TorchCollectives, "broadcast", broadcast)
-    monkeypatch.setattr(collectives.TorchCollectives, "minima", lambda self, *values: values)
+    monkeypatch.setattr(
+        collectives.TorchCollectives, "all_reduce_min", lambda self, *values: values
+    )
     make_runner(context=WorkerContext(world_size=2, in_driver=True))
     assert "batch size 8" in str(sent)
 

@@ -336,8 +336,10 @@ def late_report(rank):
 
     def watched_handle(guard, *arguments):
         with pytest.MonkeyPatch.context() as patch:
-            lowest = collectives.minima
-            patch.setattr(collectives, "minima", lambda *a: store.set("ended", "") or lowest(*a))
+            lowest = collectives.all_reduce_min
+            patch.setattr(
+                collectives, "all_reduce_min", lambda *a: store.set("ended", "") or lowest(*a)
+            )
             try:
                 handle(guard, *arguments)
             finally:

@@ -618,7 +618,7 @@ def test_samples_of_workers_are_compared_in_one_exchange():
     class Ranks(Collectives):
         calls, broadcast = 0, None
 
-        def minima(self, *values):
+        def all_reduce_min(self, *values):
             self.calls += 1
             return values
 
