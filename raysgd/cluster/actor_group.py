@@ -128,7 +128,7 @@ class ActorGroup:
         """Return the members that will be preempted."""
         return self.notices.leaving(self.members)
 
-    def vacant_slots(self, request: bool = True) -> list[AnySlot]:
+    def find_vacant_slots(self, request: bool = True) -> list[AnySlot]:
         """Return slots without a worker, on nodes that will not be preempted.
 
         Request missing slots if `request` is true or slots were lost.

@@ -15,7 +15,7 @@ from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 def start(group: ActorGroup, num_workers: int) -> None:
     """Append workers to a group, and wait until they run. On an error, add no worker."""
-    slots = group.vacant_slots(request=False)[:num_workers]
+    slots = group.find_vacant_slots(request=False)[:num_workers]
     if missing := num_workers - len(slots):
         slots += group.reserve_more(missing)
     members = [group.start_worker(slot) for slot in slots]

@@ -1,7 +1,7 @@
 """Runs calls on all workers of a group, through failures.
 
-The state machine in `machine.py` decides what follows from an event. The controller executes the
-actions, and their result is the next event. It records the progress and the running call, except
+`state_machine.py` decides what follows from an event. The controller executes the actions, and
+their result is the next event. It records the progress and the running call, except
 while a group forms.
 """
 
@@ -23,14 +23,21 @@ from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.comm.backend import CollectiveBackend
-from raysgd.elastic import machine
+from raysgd.elastic import state_machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import Event
 from raysgd.elastic.generation import GroupForming
-from raysgd.elastic.machine import Do, GroupEvent, State, transition
 from raysgd.elastic.policies import Policy, leaders_progress
+from raysgd.elastic.state_machine import (
+    CallFailed,
+    Do,
+    FormingFailed,
+    GroupEvent,
+    GroupState,
+    transition,
+)
 from raysgd.elastic.supervision import Supervision
 
 logger = logging.getLogger(__name__)
@@ -57,7 +64,7 @@ class Controller:
         elastic: ElasticConfig | None = None,
         supports_live_join: bool = True,
     ) -> None:
-        self.state: State = machine.Broken()
+        self.state: GroupState = state_machine.Broken()
         self.is_shut_down = False
         self._call_lock = threading.Lock()
         self._pid = os.getpid()
@@ -96,14 +103,14 @@ class Controller:
         try:
             with self._aborting_on_error():
                 self._group.reserve()
-                self._react(machine.StartRequested(min_workers=self.min_workers))
+                self._react(state_machine.StartRequested(min_workers=self.min_workers))
         except BaseException:
             self.shutdown(force=True)
             raise
 
     def shutdown(self, force: bool = False) -> None:
         self.is_shut_down = True
-        self._release(force or not isinstance(self.state, machine.Ready))
+        self._release(force or not isinstance(self.state, state_machine.Ready))
 
     def _release(self, force: bool) -> None:
         if os.getpid() != self._pid:  # the workers belong to the parent process
@@ -126,7 +133,7 @@ class Controller:
         except BaseException as error:
             if not self.is_shut_down:
                 has_reached = self._supervision.attempt is not None
-                self._react(machine.Aborted(reached_workers=has_reached))
+                self._react(state_machine.Aborted(reached_workers=has_reached))
                 if has_reached and isinstance(error, KeyboardInterrupt):
                     self.journal.interruption = "interrupted by Ctrl-C"
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
@@ -159,8 +166,8 @@ class Controller:
             self.state, actions = transition(self.state, event, self.policy)
             following = None
             for action in actions:
-                if isinstance(action, machine.RunCall):  # here, for short tracebacks of users
-                    following = self._supervision.run(action)
+                if isinstance(action, state_machine.RunCall):  # here, for short tracebacks of users
+                    following = self._supervision.make_attempt(action)
                 else:
                     following = self._execute(action)
                 if following is not None and following.progress is not None:
@@ -169,7 +176,7 @@ class Controller:
                 return event
             event = following
 
-    def _execute(self, action: machine.Action) -> GroupEvent | None:
+    def _execute(self, action: state_machine.Action) -> GroupEvent | None:
         context, forming = self._context, self.forming
         match action:
             case Do.SURVEY:
@@ -184,7 +191,7 @@ class Controller:
             case Do.RESCUE_STATE:
                 self._rescue_state()
             case Do.CHECK_SNAPSHOT:
-                return machine.SnapshotChecked(can_restart=self.can_restart())
+                return state_machine.SnapshotChecked(can_restart=self.can_restart())
             case Do.SAVE_STATE:
                 self._supervision.attempt = None  # of an earlier attempt
                 context.preemption.must_save = False
@@ -194,15 +201,15 @@ class Controller:
                 self.journal.progress = self._supervision.interrupt() or self.progress
             case Do.COLLECT_DEPARTING:
                 forming.collect_departing(self.members)
-            case machine.RemoveLost(lost):
+            case state_machine.RemoveLost(lost):
                 self._remove_lost(lost)
-            case machine.DiscardWorkers(why):
+            case state_machine.DiscardWorkers(why):
                 if why:
                     text = "All workers restart from the snapshot, or from setup() without one: %s."
                     logger.warning(text, why)
                 self._scale_up.discard()
                 context.discard_members()
-            case machine.Fail(why, lost):
+            case state_machine.Fail(why, lost):
                 if lost:
                     self._scale_up.advance_if_allowed()
                 if not self.members:  # a restart in this call may have begun before it
@@ -218,7 +225,7 @@ class Controller:
         """Run a call, or its next part, and return the outcomes."""
         self._check_open()
         min_workers = 1 if call.allows_any_size else self.min_workers
-        budget = machine.CallBudget(
+        budget = state_machine.CallBudget(
             in_call=True,
             min_workers=min_workers,
             max_losses=call.max_losses,
@@ -233,10 +240,10 @@ class Controller:
                 with self._aborting_on_error():
                     if len(self.members) < min_workers:
                         self._scale_up.reset_failures()  # once per call, to limit the attempts
-                    end = self._react(machine.CallRequested(budget=budget))
-                    if isinstance(end, machine.CallFailed | machine.FormingFailed) and end.error:
+                    end = self._react(state_machine.CallRequested(budget=budget))
+                    if isinstance(end, CallFailed | FormingFailed) and end.error:
                         raise end.error
-                    assert isinstance(end, machine.CallReturned)
+                    assert isinstance(end, state_machine.CallReturned)
                     self._lacks_state = False
                     return list(end.outcomes)
             finally:
@@ -259,7 +266,7 @@ class Controller:
     def _survey(self) -> GroupEvent:
         self._context.advance({})
         joining, leaving = self._context.due_changes()
-        return machine.Surveyed(
+        return state_machine.Surveyed(
             num_workers=len(self.members),
             num_joining=len(joining),
             num_leaving=len(leaving),
@@ -283,12 +290,12 @@ class Controller:
         The next call forms a generation.
         """
         if not self.is_shut_down:
-            self._react(machine.StopRequested())
+            self._react(state_machine.StopRequested())
             self._context.commands.interrupt_and_send(request)
 
     # ---- losses
 
-    def _remove_lost(self, lost: machine.Losses) -> None:
+    def _remove_lost(self, lost: state_machine.Losses) -> None:
         call = self._context.call
         for member, error in lost.items():
             rank, cause = self.journal.ranks.get(member, -1), cause_of(member, error)
@@ -316,12 +323,12 @@ class Controller:
                 return False  # no worker could be started
             if num_leaving := len(self._group.leaving()):
                 num_staying = len(self.members) - num_leaving
-                num_vacant = sum(slot.is_ready for slot in self._group.vacant_slots())
+                num_vacant = sum(slot.is_ready for slot in self._group.find_vacant_slots())
                 if num_staying + num_vacant < self.min_workers:
                     return False
-            elif not self._scale_up.has_room():
+            elif not self._scale_up.request_room():
                 return False
-            self._react(machine.StartRequested(min_workers=self.min_workers))
+            self._react(state_machine.StartRequested(min_workers=self.min_workers))
         return True
 
     # ---- what trainers read

@@ -16,7 +16,7 @@ from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
-from raysgd.elastic.shares import Shares
+from raysgd.elastic.share_balancer import ShareBalancer
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.speed_monitor import SpeedMonitor
 
@@ -41,7 +41,7 @@ class DriverContext:
         self.snapshots = SnapshotKeeper(group)
         self.preemption = PreemptionWatch(group, journal, policy.supports_live_join)
         self.scale_up = ScaleUp(group, elastic, journal, policy, create_arguments, timeout_s)
-        self.shares = Shares(group, elastic, journal)
+        self.share_balancer = ShareBalancer(group, elastic, journal)
         self.speed = SpeedMonitor(group)
         self.call = Call()
         """The running call. Only `Supervision.begin` sets it."""
@@ -54,7 +54,7 @@ class DriverContext:
         self.snapshots.fetch_newer(progress)
         self.preemption.observe(progress)
         self.scale_up.advance_if_allowed()
-        self.shares.observe(progress)
+        self.share_balancer.observe(progress)
         self.speed.observe(progress)
 
     def due_changes(self) -> tuple[list[WorkerHandle], list[WorkerHandle]]:

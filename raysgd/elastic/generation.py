@@ -12,7 +12,7 @@ from raysgd.cluster.large_values import offering
 from raysgd.cluster.serialization import pack_as
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic import machine
+from raysgd.elastic import state_machine
 from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import ExportShardsRequest, ImportShardsRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S
@@ -52,7 +52,7 @@ class GroupForming:
 
     # ---- rejoins
 
-    def rejoin(self) -> machine.GroupEvent:
+    def rejoin(self) -> state_machine.GroupEvent:
         """Form the next generation of the members, and of replacement workers that are ready."""
         began, policy, commands = self._clock.monotonic(), self._context.policy, self._commands
         # A worker that holds the GIL receives its interruption late.
@@ -62,9 +62,9 @@ class GroupForming:
             return self._discard_lost(lost)
         joining, leaving = self._context.due_changes()
         answers, lost = commands.probe_or_kill([*self._group.members, *joining])
-        if isinstance(event := self._discard_lost(lost), machine.WorkersLost):
+        if isinstance(event := self._discard_lost(lost), state_machine.WorkersLost):
             return event
-        self._context.shares.observe(answers)
+        self._context.share_balancer.observe(answers)
         by_member = {member: answers[member] for member in self._group.members}
         progress = leaders_progress(list(by_member.values()))
         leader, staying = choose_members(by_member, leaving)
@@ -73,7 +73,7 @@ class GroupForming:
         can_restart = can_restart and not self._context.call.replaces_state
         if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
-            return machine.StateLost(why=why, progress=progress)
+            return state_machine.StateLost(why=why, progress=progress)
         joining = [member for member in joining if member in answers]
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
@@ -87,7 +87,7 @@ class GroupForming:
         joining: Sequence[WorkerHandle],
         progress: Progress,
         began: float,
-    ) -> machine.GroupEvent:
+    ) -> state_machine.GroupEvent:
         departing = [member for member in self._group.members if member not in staying]
         if not progress.holdings.complete:  # a worker that leaves may have a shard's only copy
             for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
@@ -97,7 +97,7 @@ class GroupForming:
         attempt = self._join(entering, entering.index(leader))
         holdings = [outcome.progress.holdings for outcome in attempt.outcomes.values()]
         if any(each.condition == "lost" for each in holdings):
-            return machine.StateLost(why="all copies of some shards of the state are lost")
+            return state_machine.StateLost(why="all copies of some shards of the state are lost")
         if attempt.has_failed:
             # If no worker is lost, discard all replacements, because one may be the cause.
             if lost := attempt.lost or dict.fromkeys(joining, attempt.make_error()):
@@ -105,7 +105,7 @@ class GroupForming:
             error = attempt.make_error()
             if isinstance(error, CollectiveError):
                 logger.warning("The workers could not form a process group: %s", error)
-            return machine.FormingFailed(error=error)
+            return state_machine.FormingFailed(error=error)
         self._group.members[:] = entering
         self._journal.assign_ranks(entering)
         self._scale_up.forget_joined(joining)
@@ -118,7 +118,7 @@ class GroupForming:
         self._journal.record(kind, joining or entering, cause=cause, step=step, seconds=seconds)
         for warning in {outcome.progress.warning for outcome in attempt.outcomes.values()} - {""}:
             logger.warning("%s", warning)
-        return machine.GroupFormed()
+        return state_machine.GroupFormed()
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
@@ -131,7 +131,7 @@ class GroupForming:
 
     # ---- starts
 
-    def restart(self, min_workers: int) -> machine.GroupEvent:
+    def restart(self, min_workers: int) -> state_machine.GroupEvent:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self._clock.monotonic(), self._scale_up.is_first
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
@@ -144,7 +144,7 @@ class GroupForming:
         members, step = self._group.members, progress.global_step
         if is_first:
             self._journal.record("started", members, step=step)
-            return machine.GroupFormed(progress=progress)
+            return state_machine.GroupFormed(progress=progress)
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
         if why and len(members) >= num_before:
@@ -152,13 +152,13 @@ class GroupForming:
         joining, seconds = members[num_before:], self._clock.monotonic() - began
         concerned = joining if has_grown else members
         self._journal.record(kind, concerned, cause=why, step=step, seconds=seconds)
-        return machine.GroupFormed(progress=progress)
+        return state_machine.GroupFormed(progress=progress)
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         config, call = self._context.elastic, self._context.call
         num_members, starting = len(self._group.members), not self._group.members
-        missing = machine.too_few(num_members, min_workers)
+        missing = state_machine.too_few(num_members, min_workers)
         deadline, num_waits = 0.0, 0
         while True:
             self._context.check_open()
@@ -242,10 +242,10 @@ class GroupForming:
 
     # ---- both
 
-    def _discard_lost(self, lost: machine.Losses) -> machine.GroupEvent:
+    def _discard_lost(self, lost: state_machine.Losses) -> state_machine.GroupEvent:
         """Discard lost replacement workers, and return the event of the lost members."""
         members = {m: e for m, e in lost.items() if not self._scale_up.discard_failed(m, e)}
-        return machine.WorkersLost(lost=members) if members else machine.FormingFailed()
+        return state_machine.WorkersLost(lost=members) if members else state_machine.FormingFailed()
 
     def _join(self, entering: Sequence[WorkerHandle], leader: int | None) -> Attempt:
         """Move workers into the next generation, with the state of rank `leader`.
@@ -259,7 +259,7 @@ class GroupForming:
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._context.shares.from_config(entering)
+        shares = self._context.share_balancer.from_config(entering)
         entries = {m: replace(c, shares=shares) for m, c in zip(entering, contexts, strict=True)}
         if leader is None:
             self._scale_up.record_set_up(entries)

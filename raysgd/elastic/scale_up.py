@@ -163,12 +163,12 @@ class ScaleUp:
         """Reset the failures of replacement workers, because their cause may be gone."""
         self._failures, self._retry_at, self.error = 0, {}, None
 
-    def has_room(self) -> bool:
-        """Return whether the group may grow and has room. Request resources if it may."""
+    def request_room(self) -> bool:
+        """Request resources if the group may grow. Return whether some are free."""
         is_full = len(self.group.members) >= self.group.options.num_workers
         if not self.config.grow or is_full or not self._has_cooled_down():
             return False
-        return any(slot.is_ready for slot in self.group.vacant_slots())
+        return any(slot.is_ready for slot in self.group.find_vacant_slots())
 
     def start_cooldown(self) -> None:
         """Start the cooldown after a change of the group size."""
@@ -218,7 +218,7 @@ class ScaleUp:
 
     def _start_missing(self, starting: bool) -> list[Replacement]:
         taken = [replacement.slot for replacement in self._replacements]
-        vacant = [s for s in self.group.vacant_slots(request=not starting) if s not in taken]
+        vacant = [s for s in self.group.find_vacant_slots(request=not starting) if s not in taken]
         now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
         num_staying = num_workers - self._num_vacant_ranks()
         size = min(num_staying + len(taken) + len(vacant), num_workers)

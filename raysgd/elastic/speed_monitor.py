@@ -121,7 +121,7 @@ class SpeedMonitor:
             return ""  # noise, or a few slow steps
         return cause.text
 
-    def next_lap(
+    def end_lap(
         self, kind: str, timing: Mapping[WorkerHandle, Totals] | None = None
     ) -> dict[str, list[float]]:
         """Return the mean seconds per step by phase and rank since the last lap of a kind.

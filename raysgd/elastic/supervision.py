@@ -17,9 +17,9 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.attempt import BUSY_TICK_S, Attempt
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.driver_context import DriverContext
-from raysgd.elastic.health import HealthMonitor
-from raysgd.elastic.machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
+from raysgd.elastic.health_monitor import HealthMonitor
 from raysgd.elastic.policies import leaders_progress, pause_step
+from raysgd.elastic.state_machine import CallFailed, CallReturned, GroupEvent, RunCall, WorkersLost
 from raysgd.errors import CollectiveError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Supervision:
             self._replay = call.replay(before)
         return self._replay is not None
 
-    def run(self, action: RunCall) -> GroupEvent:
+    def make_attempt(self, action: RunCall) -> GroupEvent:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         self.attempt = None
         if self._commands.is_pausing:  # the last attempt has not reached its pause
@@ -110,7 +110,8 @@ class Supervision:
         call.points.begin(self._journal.progress.global_step, members)
         request, inbox, inline = call.request, None, self._group.options.inline
         if call.rank is None:
-            request = request.for_attempt(self._context.shares.choose_for(members), self._split)
+            shares = self._context.share_balancer.choose_for(members)
+            request = request.for_attempt(shares, self._split)
         self._split = 0
         packed: Any = request
         if not inline:
@@ -215,7 +216,7 @@ class Supervision:
             self._context.advance(progress)
             if call.can_pause and not self._commands.is_pausing:
                 moves = any(self._context.due_changes()) or self._context.preemption.must_save
-                if moves or self._context.shares.wants_change:
+                if moves or self._context.share_balancer.wants_change:
                     self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
         return newest
 

@@ -21,7 +21,7 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig, as_elastic_config
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
-from raysgd.elastic.machine import Ready
+from raysgd.elastic.state_machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import ApplyRequest
 from raysgd.train.arguments import pickle_function

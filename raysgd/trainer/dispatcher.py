@@ -189,7 +189,7 @@ class Dispatcher:
         merged = self._merge(results)
         num_samples = controller.progress.epoch_samples
         last_call = LastCall(
-            "train", ended, call.seconds, controller.speed.next_lap("train"), num_samples
+            "train", ended, call.seconds, controller.speed.end_lap("train"), num_samples
         )
         return CallResult(results, merged, completed, last_call)
 
@@ -200,7 +200,7 @@ class Dispatcher:
             return
         newest, journal, timing = points[-1][1], self.controller.journal, dict(points)
         members = [member for member in self.controller.members if member in timing]
-        speed = self.controller.speed.next_lap("step", {m: timing[m].timing for m in members})
+        speed = self.controller.speed.end_lap("step", {m: timing[m].timing for m in members})
         call = LastCall("step", time.time(), max(point.seconds for _, point in points), speed)
         # Until `on_log` returns, the trainer has the epoch and the step of the point.
         committed, step = journal.progress, newest.global_step

@@ -163,9 +163,9 @@ def test_workers_that_reserve_no_gpu_see_none(start, num_gpus):
 
 def test_missing_room_is_requested_once(start):
     group = start(num_workers=4, room=2)
-    vacant = group.vacant_slots()
+    vacant = group.find_vacant_slots()
     assert [slot.strategy for slot in vacant] == [2, 3]
-    assert group.vacant_slots() == vacant
+    assert group.find_vacant_slots() == vacant
     assert len(group.reservation_of_test.slots) == 4
 
 
@@ -175,15 +175,15 @@ def test_start_requests_lost_room_again(start):
     for member in list(group.members):
         group.discard(member)
     lost = list(reservation.slots)
-    assert group.vacant_slots(request=False) == lost
+    assert group.find_vacant_slots(request=False) == lost
     reservation.drop_lost = lambda taken: reservation.slots.clear()
-    vacant = group.vacant_slots(request=False)
+    vacant = group.find_vacant_slots(request=False)
     assert len(vacant) == 3
     assert not set(vacant) & set(lost)
 
 
 def test_no_room_is_requested_in_a_reservation_of_the_caller(start):
-    assert start(num_workers=4, room=2, owned=False).vacant_slots() == []
+    assert start(num_workers=4, room=2, owned=False).find_vacant_slots() == []
 
 
 def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
@@ -194,14 +194,14 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert member.killed == 1
     assert member not in group.members
     assert group.slot_of(member) is None
-    assert group.vacant_slots() == [slot]
+    assert group.find_vacant_slots() == [slot]
     assert slot.last_node_id == member.node_id
     successor = group.start_worker(slot)
-    assert group.vacant_slots() == []
+    assert group.find_vacant_slots() == []
     assert group.slot_of(successor) is slot
     assert successor not in group.members  # it has not joined yet
     group.discard(successor)
-    assert group.vacant_slots() == [slot]
+    assert group.find_vacant_slots() == [slot]
 
 
 def test_room_on_a_draining_node_is_replaced(start):
@@ -209,10 +209,10 @@ def test_room_on_a_draining_node_is_replaced(start):
     member = group.members[1]
     slot = group.slot_of(member)
     group.notices.announce(member.node_id, None)
-    assert [slot.strategy for slot in group.vacant_slots()] == [2]  # before the worker leaves
+    assert [slot.strategy for slot in group.find_vacant_slots()] == [2]  # before the worker leaves
     group.discard(member)
-    assert slot not in group.vacant_slots()
-    assert len(group.vacant_slots()) == 1
+    assert slot not in group.find_vacant_slots()
+    assert len(group.find_vacant_slots()) == 1
 
 
 def test_the_worker_in_the_drivers_process_needs_no_reservation():
@@ -220,7 +220,7 @@ def test_the_worker_in_the_drivers_process_needs_no_reservation():
     group._reserve = lambda *wanted: asked.append(wanted) or FakeReservation(1)
     group.reserve()
     assert asked == [(2, 1)]
-    assert len(group.vacant_slots()) == 3  # the local one, one reserved, and one requested
+    assert len(group.find_vacant_slots()) == 3  # the local one, one reserved, and one requested
 
 
 def test_further_workers_take_the_room_of_those_that_were_removed(start):
@@ -288,10 +288,10 @@ def test_a_worker_whose_exit_handlers_hang_is_killed(start, answer):
 def test_shutdown_ends_replacements_and_releases_room(start, force):
     group = start(num_workers=3, room=2)
     members = list(group.members)
-    replacement = group.start_worker(group.vacant_slots()[0])
+    replacement = group.start_worker(group.find_vacant_slots()[0])
     group.shutdown(force)
     assert [m.killed for m in [*members, replacement]] == [1, 1, 1]
     assert [m.torn_down for m in members] == [0 if force else 1] * 2
     assert group.members == []
-    assert group.vacant_slots() == []
+    assert group.find_vacant_slots() == []
     assert group.reservation_of_test.released

@@ -9,7 +9,7 @@ import pytest
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.worker import Worker
-from raysgd.elastic.machine import Broken
+from raysgd.elastic.state_machine import Broken
 from raysgd.elastic.supervision import Supervision
 from raysgd.errors import CheckpointError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError

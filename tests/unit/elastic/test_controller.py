@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from raysgd.cluster.worker import Worker
-from raysgd.elastic.machine import Broken, Ready
+from raysgd.elastic.state_machine import Broken, Ready
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import World

@@ -201,9 +201,9 @@ def test_a_new_group_is_measured_from_its_start():
 def test_a_lap_has_the_times_since_the_last_lap_of_its_kind():
     group = Group()
     group.train(FAST, FAST)
-    assert group.monitor.next_lap("train")["forward_s"] == [pytest.approx(0.004)] * 2
+    assert group.monitor.end_lap("train")["forward_s"] == [pytest.approx(0.004)] * 2
     group.train(WAITS, SLOW)
-    lap = group.monitor.next_lap("train")
+    lap = group.monitor.end_lap("train")
     assert lap["forward_s"] == pytest.approx([0.004, 0.014])
     assert lap["samples_per_s"] == pytest.approx([32 / 0.052] * 2)
-    assert group.monitor.next_lap("train") == {}, "no step since then"
+    assert group.monitor.end_lap("train") == {}, "no step since then"

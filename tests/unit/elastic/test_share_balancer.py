@@ -5,7 +5,7 @@ import pytest
 from raysgd._internal.context import Progress
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.shares import Shares
+from raysgd.elastic.share_balancer import ShareBalancer
 from tests.unit.cluster.clock import ManualClock
 
 
@@ -36,7 +36,7 @@ class FakeJournal:
 
 def make(num_workers=2, **config):
     group, journal = FakeGroup(num_workers), FakeJournal()
-    shares = Shares(group, ElasticConfig(**config), journal)
+    shares = ShareBalancer(group, ElasticConfig(**config), journal)
     shares.choose_for(group.members)
     return group, journal, shares
 

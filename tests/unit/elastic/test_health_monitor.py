@@ -7,7 +7,7 @@ import pytest
 from raysgd._internal.context import Progress
 from raysgd.cluster.worker import Outcome, Worker
 from raysgd.elastic.attempt import Attempt
-from raysgd.elastic.health import HealthMonitor
+from raysgd.elastic.health_monitor import HealthMonitor
 from tests.unit.cluster.clock import ManualClock
 
 WAITING = 'File "distributed.py", in all_reduce'

@@ -48,26 +48,26 @@ class CallBudget:
 
 
 @dataclass(frozen=True)
-class State:
+class GroupState:
     """A state of the group."""
 
     budget: CallBudget = field(default_factory=CallBudget)
 
 
-class Starting(State):
+class Starting(GroupState):
     """The started workers will become the group."""
 
 
-class Ready(State):
+class Ready(GroupState):
     """The next call can begin immediately."""
 
 
-class Running(State):
+class Running(GroupState):
     """A call is running."""
 
 
 @dataclass(frozen=True)
-class Broken(State):
+class Broken(GroupState):
     """Workers or their process group are missing. The next call repairs the group."""
 
     num_failed_rejoins: int = 0
@@ -224,14 +224,14 @@ class Fail:
 
 
 Action = Do | RemoveLost | RunCall | DiscardWorkers | Fail
-Next = tuple[State, tuple[Action, ...]]
+Next = tuple[GroupState, tuple[Action, ...]]
 
 
 def too_few(num_workers: int, min_workers: int) -> str:
     return f"{num_workers} worker{'s' * (num_workers != 1)} left, but min_workers={min_workers}"
 
 
-def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
+def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Next:
     """Return the next state and the actions that follow from an event.
 
     Raises:
@@ -278,7 +278,7 @@ def transition(state: State, event: GroupEvent, policy: Policy) -> Next:
     raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")
 
 
-def _broken(state: State) -> Broken:
+def _broken(state: GroupState) -> Broken:
     return state if isinstance(state, Broken) else Broken(state.budget)
 
 
@@ -286,7 +286,7 @@ def _restart(budget: CallBudget) -> Next:
     return Starting(budget), (Do.RESTART,)
 
 
-def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
+def _after_survey(state: GroupState, event: Surveyed, policy: Policy) -> Next:
     budget = state.budget
     if not event.num_workers:
         return _broken(state), (Do.CHECK_SNAPSHOT,)

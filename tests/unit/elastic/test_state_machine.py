@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.elastic import machine
-from raysgd.elastic.machine import Broken, CallBudget, Do, Ready, Running, Starting
+from raysgd.elastic import state_machine
 from raysgd.elastic.policies import Policy
+from raysgd.elastic.state_machine import Broken, CallBudget, Do, Ready, Running, Starting
 from raysgd.errors import CollectiveError
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
@@ -31,30 +31,30 @@ LOST = {"worker": OSError("lost")}
 BROKEN_LINK = CollectiveError("closed by peer")
 booleans = st.booleans()
 surveyed = st.builds(
-    machine.Surveyed,
+    state_machine.Surveyed,
     num_workers=st.integers(0, 3),
     num_joining=st.integers(0, 2),
     num_leaving=st.integers(0, 1),
     must_save=booleans,
     must_replay=booleans,
 )
-lost, formed = st.just(machine.WorkersLost(lost=LOST)), st.just(machine.GroupFormed())
-state_lost = st.just(machine.StateLost(why="no shares"))
+lost, formed = st.just(state_machine.WorkersLost(lost=LOST)), st.just(state_machine.GroupFormed())
+state_lost = st.just(state_machine.StateLost(why="no shares"))
 errors = st.sampled_from([None, BROKEN_LINK, ValueError("a mistake of the user")])
-failed = st.builds(machine.FormingFailed, error=errors)
-returned = st.builds(machine.CallReturned, is_complete=booleans, interrupted=booleans)
-stopped = st.builds(machine.CallFailed, error=errors)
-calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
-starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
-aborted = st.builds(machine.Aborted, reached_workers=booleans)
-checked = st.builds(machine.SnapshotChecked, can_restart=booleans)
-stops = st.just(machine.StopRequested())
+failed = st.builds(state_machine.FormingFailed, error=errors)
+returned = st.builds(state_machine.CallReturned, is_complete=booleans, interrupted=booleans)
+stopped = st.builds(state_machine.CallFailed, error=errors)
+calls = st.builds(state_machine.CallRequested, budget=st.sampled_from(BUDGETS))
+starts = st.builds(state_machine.StartRequested, min_workers=st.integers(1, 3))
+aborted = st.builds(state_machine.Aborted, reached_workers=booleans)
+checked = st.builds(state_machine.SnapshotChecked, can_restart=booleans)
+stops = st.just(state_machine.StopRequested())
 RESULTS = {
     Do.SURVEY: surveyed,
     Do.REJOIN: formed | failed | lost | state_lost,
     Do.RESTART: formed,
     Do.CHECK_SNAPSHOT: checked,
-    machine.RunCall: lost | returned | stopped,
+    state_machine.RunCall: lost | returned | stopped,
 }
 """Strategies for the next event, by last action."""
 
@@ -69,20 +69,20 @@ STATES = [
 ]
 SAMPLES = [
     *(
-        machine.StartRequested(min_workers=1),
-        machine.CallRequested(budget=BUDGETS[0]),
-        machine.StopRequested(),
-        machine.Surveyed(num_workers=0),
+        state_machine.StartRequested(min_workers=1),
+        state_machine.CallRequested(budget=BUDGETS[0]),
+        state_machine.StopRequested(),
+        state_machine.Surveyed(num_workers=0),
     ),
-    *(machine.SnapshotChecked(can_restart=each) for each in (True, False)),
-    *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
-    *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
-    *(machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
-    *(machine.GroupFormed(), machine.WorkersLost(lost=LOST)),
-    machine.StateLost(why="no shares"),
-    *(machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
-    *(machine.CallFailed(error=each) for each in (None, BROKEN_LINK)),
-    *(machine.Aborted(reached_workers=each) for each in (True, False)),
+    *(state_machine.SnapshotChecked(can_restart=each) for each in (True, False)),
+    *(state_machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
+    *(state_machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
+    *(state_machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
+    *(state_machine.GroupFormed(), state_machine.WorkersLost(lost=LOST)),
+    state_machine.StateLost(why="no shares"),
+    *(state_machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
+    *(state_machine.CallFailed(error=each) for each in (None, BROKEN_LINK)),
+    *(state_machine.Aborted(reached_workers=each) for each in (True, False)),
 ]
 
 
@@ -91,7 +91,7 @@ def edges():
     found = set()
     for state, event, policy in product(STATES, SAMPLES, POLICIES):
         with contextlib.suppress(ValueError):  # the event cannot happen in the state
-            after, _ = machine.transition(state, event, policy)
+            after, _ = state_machine.transition(state, event, policy)
             found.add(tuple(type(each).__name__ for each in (state, event, after)))
     return found
 
@@ -106,7 +106,7 @@ def test_the_table_of_the_architecture_page_has_the_transitions():
         for event, after in product(re.findall(names, events), re.findall(names, afters))
     }
     assert drawn == edges()
-    assert {type(sample) for sample in SAMPLES} == set(machine.GroupEvent.__subclasses__())
+    assert {type(sample) for sample in SAMPLES} == set(state_machine.GroupEvent.__subclasses__())
 
 
 @st.composite
@@ -115,7 +115,7 @@ def lives(draw):
     policy, state, event = draw(st.sampled_from(POLICIES)), Broken(), draw(starts)
     steps = []
     for _ in range(draw(st.integers(1, 60))):
-        after, actions = machine.transition(state, event, policy)
+        after, actions = state_machine.transition(state, event, policy)
         steps.append((state, event, after, actions))
         state = after
         last = key(actions[-1]) if actions else None
@@ -138,7 +138,7 @@ def test_the_table_has_each_transition_of_random_sequences(steps):
 @given(lives())
 def test_a_call_costs_no_more_than_its_budget(steps):
     for _, _, after, actions in steps:
-        budget, is_over = after.budget, any(key(action) is machine.Fail for action in actions)
+        budget, is_over = after.budget, any(key(action) is state_machine.Fail for action in actions)
         assert is_over or budget.num_losses <= budget.max_losses
         assert is_over or budget.num_early_losses <= MAX_ATTEMPTS
 
@@ -146,7 +146,7 @@ def test_a_call_costs_no_more_than_its_budget(steps):
 @given(lives())
 def test_a_call_runs_only_on_a_group_that_is_ready(steps):
     for state, event, after, actions in steps:
-        runs = any(key(action) is machine.RunCall for action in actions)
+        runs = any(key(action) is state_machine.RunCall for action in actions)
         if runs:
             assert isinstance(state, Ready)
             assert event.num_workers >= state.budget.min_workers
@@ -157,20 +157,20 @@ def test_a_call_runs_only_on_a_group_that_is_ready(steps):
 def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
     has_begun = False
     for _, event, after, actions in steps:
-        if isinstance(event, machine.CallRequested | machine.StartRequested):
+        if isinstance(event, state_machine.CallRequested | state_machine.StartRequested):
             has_begun = False
         for action in actions:
             if action is Do.SAVE_STATE:
                 has_begun = False
-            elif key(action) is machine.RunCall and not action.is_replay:
+            elif key(action) is state_machine.RunCall and not action.is_replay:
                 assert action.begins != has_begun
                 has_begun = True
         assert after.budget.has_begun == has_begun
 
 
 def test_the_third_failure_to_form_a_live_group_is_an_error():
-    state, event = Broken(), machine.FormingFailed(error=BROKEN_LINK)
+    state, event = Broken(), state_machine.FormingFailed(error=BROKEN_LINK)
     for _ in range(2):
-        state, actions = machine.transition(state, event, POLICIES[0])
+        state, actions = state_machine.transition(state, event, POLICIES[0])
         assert actions == (Do.SURVEY,)
-    assert machine.transition(state, event, POLICIES[0])[1] == ()
+    assert state_machine.transition(state, event, POLICIES[0])[1] == ()

@@ -20,7 +20,7 @@ _LASTS_S = 3.0
 """Seconds that a share must be wrong before it changes, so that shares do not follow noise."""
 
 
-class Shares:
+class ShareBalancer:
     """Chooses the share of each member: equal, set by node, or proportional to measured speed."""
 
     def __init__(self, group: ActorGroup, config: ElasticConfig, journal: Journal) -> None:
