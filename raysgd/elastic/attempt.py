@@ -45,13 +45,12 @@ class Attempt:
 
     @property
     def is_running(self) -> bool:
-        return bool(self.pending) and not (self.has_failed or self.needs_new_group)
+        return bool(self.pending) and not self.has_failed
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.lost or self.lost_answer) or any(
-            o.kind not in ("ok", "paused") for o in self.outcomes.values()
-        )
+        kinds = {outcome.kind for outcome in self.outcomes.values()}
+        return bool(self.lost) or self.needs_new_group or not kinds <= {"ok", "paused"}
 
     @property
     def is_explained(self) -> bool:

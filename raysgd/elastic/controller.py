@@ -232,35 +232,26 @@ class Controller:
             num_losses=call.num_losses,
             replaces_state=call.replaces_state,
         )
-        with self.exclusive():
-            before = self.progress
-            self._supervision.begin(call)
-            end: GroupEvent | None = None
-            try:
-                with self._aborting_on_error():
-                    if len(self.members) < min_workers:
-                        self._scale_up.reset_failures()  # once per call, to limit the attempts
-                    end = self._react(state_machine.CallRequested(budget=budget))
-                    if isinstance(end, CallFailed | FormingFailed) and end.error:
-                        raise end.error
-                    assert isinstance(end, state_machine.CallReturned)
-                    self._lacks_state = False
-                    return list(end.outcomes)
-            finally:
-                end = None  # an error refers to this frame, which would be a cycle
-                self._supervision.begin(Call())
-                if self._lacks_state:  # a load failed: the next call restarts the workers
-                    self._lacks_state, self.journal.progress = False, before
-                    self._context.discard_members()
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Refuse calls of other threads within the context."""
         if not self._call_lock.acquire(blocking=False):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
+        before, end = self.progress, None
         try:
-            yield
+            self._supervision.begin(call)
+            with self._aborting_on_error():
+                if len(self.members) < min_workers:
+                    self._scale_up.reset_failures()  # once per call, to limit the attempts
+                end = self._react(state_machine.CallRequested(budget=budget))
+                if isinstance(end, CallFailed | FormingFailed) and end.error:
+                    raise end.error
+                assert isinstance(end, state_machine.CallReturned)
+                self._lacks_state = False
+                return list(end.outcomes)
         finally:
+            end = None  # an error refers to this frame, which would be a cycle
+            self._supervision.begin(Call())
+            if self._lacks_state:  # a load failed: the next call restarts the workers
+                self._lacks_state, self.journal.progress = False, before
+                self._context.discard_members()
             self._call_lock.release()
 
     def _survey(self) -> GroupEvent:

@@ -150,8 +150,6 @@ class CallReturned(GroupEvent):
     outcomes: Sequence[Outcome] = ()
     is_complete: bool
     """False if the call paused, or repeated earlier steps."""
-    interrupted: bool = False
-    """Whether the driver interrupted workers before they returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,10 +267,8 @@ def transition(state: GroupState, event: GroupEvent, policy: Policy) -> Next:
             return _after_state_loss(state, why, policy)
         case Broken() | Running(), WorkersLost(lost=lost):
             return _after_loss(_broken(state), lost, policy)
-        case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
-            # Only a new generation revokes an interruption.
-            after = Broken(budget) if interrupted else Ready(budget)
-            return after, () if is_complete else (Do.SURVEY,)
+        case Running(), CallReturned(is_complete=is_complete):
+            return Ready(budget), () if is_complete else (Do.SURVEY,)
         case Running(), CallFailed(error=error):
             return Broken(budget), (Do.SURVEY,) if error is None else ()
     raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")

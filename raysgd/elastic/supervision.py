@@ -86,7 +86,7 @@ class Supervision:
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 attempt.add(member, member.work(Worker.call, packed, inbox and inbox.address()))
             polled = self._watch(call, attempt)
-            if attempt.has_failed or attempt.needs_new_group:
+            if attempt.has_failed:
                 self._commands.stop(attempt)
         if inbox is not None:
             for outcome in attempt.outcomes.values():
@@ -146,7 +146,6 @@ class Supervision:
         return CallReturned(
             outcomes=[attempt.outcomes[member] for member in attempt.members],
             is_complete=is_complete,
-            interrupted=attempt.needs_new_group,
             progress=newest,
         )
 

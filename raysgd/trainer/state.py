@@ -94,9 +94,8 @@ class StateTransfer:
 
     def _collect_from_workers(self, method: str, frozen: bool) -> dict[str, Any]:
         controller, snapshot = self.dispatcher.controller, None
-        with controller.exclusive():  # no other thread restarts the workers now
-            if not controller.members and controller.can_restart():
-                snapshot = controller.snapshots.load()
+        if not controller.members and controller.can_restart():
+            snapshot = controller.snapshots.load()
         reached, kept_step = controller.progress.global_step, (snapshot or {}).get("global_step", 0)
         lacks = frozen and "frozen" in (snapshot or ())  # which the workers can complete
         if not snapshot or kept_step < reached or lacks:

@@ -42,7 +42,7 @@ lost, formed = st.just(state_machine.WorkersLost(lost=LOST)), st.just(state_mach
 state_lost = st.just(state_machine.StateLost(why="no shares"))
 errors = st.sampled_from([None, BROKEN_LINK, ValueError("a mistake of the user")])
 failed = st.builds(state_machine.FormingFailed, error=errors)
-returned = st.builds(state_machine.CallReturned, is_complete=booleans, interrupted=booleans)
+returned = st.builds(state_machine.CallReturned, is_complete=booleans)
 stopped = st.builds(state_machine.CallFailed, error=errors)
 calls = st.builds(state_machine.CallRequested, budget=st.sampled_from(BUDGETS))
 starts = st.builds(state_machine.StartRequested, min_workers=st.integers(1, 3))
@@ -80,7 +80,7 @@ SAMPLES = [
     *(state_machine.FormingFailed(error=each) for each in (None, BROKEN_LINK)),
     *(state_machine.GroupFormed(), state_machine.WorkersLost(lost=LOST)),
     state_machine.StateLost(why="no shares"),
-    *(state_machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
+    state_machine.CallReturned(is_complete=True),
     *(state_machine.CallFailed(error=each) for each in (None, BROKEN_LINK)),
     *(state_machine.Aborted(reached_workers=each) for each in (True, False)),
 ]
