@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.context import Holdings
-from raysgd.loop.loss_weights import Factors
-from raysgd.loop.update import Update
+from raysgd.loop.update import Factors, Update
 
 UPDATE_HOOKS = (
     "begin_update",
@@ -24,13 +23,13 @@ UPDATE_HOOKS = (
 class StepFeature:
     """The base class of training features. By default, each hook does nothing.
 
-    A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of an update.
+    A `TrainState` calls its features in order. `raysgd.loop.update` shows the hooks of an update.
     Only PyTorch calls `filter_loss`, `before_optimizer_step`, `receive`, `user_settings`, and the
     methods of states. Besides its own hooks and attributes, a feature may use:
 
     - The update. It may set `bad_step` before an update that must not be applied,
       `optimizer_steps.running` while an optimizer steps, and `is_damaged` if it cannot restore
-      what has changed. An exchange that counts items also sets `losses.is_empty`.
+      what has changed. An exchange that counts items also sets `losses.divisor` to 0.
     - The buffers. It may write their copies back if an update is not applied, and take
       new copies after it has changed buffers.
     - The meters. It may discard or exchange the metrics that are held until the commit.

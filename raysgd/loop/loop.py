@@ -1,32 +1,6 @@
 """Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
-The life of an update. The hooks of features get ``update``, a `raysgd.loop.update.Update`::
-
-    for batch in segment:                  # OPEN, with its first batch
-        feature.begin_update(update)
-        feature.begin_micro_batch(update)
-        operator.train_batch(batch)
-            # In each backward(loss):
-            update.losses.add(count)       # returns factors of the loss and of earlier gradients
-            feature.filter_loss(update, loss, factors)
-            # In each optimizer_step():
-            feature.before_optimizer_step(update, optimizer)
-            optimizer.step()
-        # The loop asks for the next batch, or returns:
-        if update.should_commit():
-            feature.before_commit(update)  # COMMITTING
-            update.commit()                # COMMITTED: the steps count
-            feature.commit(update)
-            update.reset()                 # CLOSED
-
-    if train_epoch raises:
-        if update.should_commit(raised=True):
-            ...                            # as above
-        feature.roll_back(update)          # restores what changed since the last commit
-        update.reset()                     # CLOSED: the next attempt repeats its batches
-        raise
-
-How a segment ends:
+`raysgd.loop.update` shows the life of an update. A segment ends as follows:
 
 =======================  ==========================================================================
 ``train_epoch`` returns  The next segment begins, until the call reaches its goal.

@@ -112,12 +112,11 @@ class StepIterator:
     def __next__(self) -> Any:
         self.was_read = True
         self._train_state.timing.begin(OTHER)
-        if self._update.is_open:
-            self._commit_if_done()
+        self._commit_if_done()
         self._control.raise_stop()
         if self._micro_batches:
             return self._next_micro_batch()
-        if not self._ahead and (self._update.is_open or not self._decide_end()):
+        if not self._ahead and (self._update.drawn or not self._decide_end()):
             self._read_ahead()
         if not self._ahead:
             self._has_ended = True
@@ -229,7 +228,7 @@ class StepIterator:
         try:
             self._train_state.commit(num_steps, offset)
         finally:
-            if not self._update.is_open:
+            if not self._update.drawn:
                 self.batch = None
                 self.num_steps += num_steps
 

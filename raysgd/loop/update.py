@@ -1,18 +1,36 @@
-"""One update of the optimizers: its micro-batches, its losses, and its end.
+"""One update of the optimizers: its micro-batches, the weights of its losses, and its end.
 
 A step is one batch of the loader on each worker; `global_step` counts steps. An update has one
 step, or several with gradient accumulation. A step has several micro-batches if its batch is split,
-or with equal bits.
+or with equal bits. The life of an update, with the hooks of features::
+
+    for batch in segment:                  # OPEN, with its first batch
+        feature.begin_update(update)
+        feature.begin_micro_batch(update)
+        operator.train_batch(batch)        # each backward() and optimizer_step(): see `Update`
+        # The loop asks for the next batch, or returns:
+        if update.should_commit():
+            feature.before_commit(update)  # COMMITTING
+            update.commit()                # COMMITTED: the steps count
+            feature.commit(update)
+            update.reset()                 # CLOSED
+
+    if train_epoch raises:
+        if update.should_commit(raised=True):
+            ...                            # as above
+        feature.roll_back(update)          # restores what changed since the last commit
+        update.reset()                     # CLOSED: the next attempt repeats its batches
+        raise
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
-from raysgd.loop.loss_weights import LossWeights
 
 
 class WarmedUp(BaseException):
@@ -25,9 +43,32 @@ _NO_PLAN, _NO_BATCH = UpdatePlan(), MicroBatch()
 class Update:
     """The update in progress on this worker, up to its commit or roll-back.
 
-    The loop begins each micro-batch, and passes the update to the hooks of all features. The
-    docstring of `raysgd.loop.loop` shows the life of an update. Without a loop, each batch has its
-    own. Each worker has one object, and `reset` prepares it for the next update.
+    The loop begins each micro-batch, and passes the update to the hooks of all features. Without a
+    loop, each batch has its own, which never opens. Each worker has one object, and `reset`
+    prepares it for the next update. Its states:
+
+    ==========  =============================  ==================================================
+    state       fields                         what follows
+    ==========  =============================  ==================================================
+    CLOSED      ``index == -1``                OPEN, by `begin_micro_batch`
+    OPEN        ``index >= 0``                 OPEN, COMMITTING, or `reset` after a roll-back
+    COMMITTING  ``index >= 0, is_committing``  COMMITTED by `commit`, or `reset` after a roll-back
+    COMMITTED   ``index == -1``                CLOSED, by `reset`
+    ==========  =============================  ==================================================
+
+    What changes between a backward pass and the commit. Losses and steps of several optimizers may
+    alternate in the last micro-batch of an update that has only one:
+
+    ==================  =========================================================================
+    ``backward()``      `losses` returns the weight of the loss: ``has_loss``, ``divisor``
+    gradients           are averaged in a pass of the last micro-batch, else before the step
+    `optimizer_step()`  ``requested`` has the optimizer. Before the last micro-batch, it ends here
+    - averages          ``in_helper`` begins. ``divisor`` is 0 if no worker has items
+    - features          ``before_optimizer_step`` may set `bad_step`
+    - a step, unless    ``running`` is the optimizer. A direct ``optimizer.step()`` begins here
+    - the end           ``done`` counts the step, also without one, and ``in_helper`` ends
+    the next request    `should_commit`, and features may refuse in ``before_commit``
+    ==================  =========================================================================
     """
 
     def __init__(self, has_fixed_parts: bool = False) -> None:
@@ -42,27 +83,28 @@ class Update:
 
     def reset(self) -> None:
         """Forget the update, so that the next one can begin."""
-        self.is_open = False  # has batches, and was neither committed nor undone
-        self.is_committing = False  # features may refuse the update
+        self.is_committing = False  # features may refuse the update, or have refused it
         # Batches of the loader, to train them again. None: the source can read the batch again.
         self.drawn: list[Any] = []
         self.plan = _NO_PLAN
         self.split = 1  # after memory ran out, planned micro-batches are split too
         self.bad_step: dict[str, Any] | None = None  # why it counts, but nothing is applied
-        self.index = -1  # of the current micro-batch; -1 before the first
+        self.index = -1  # of the current micro-batch; -1 unless the update is open
         self.micro_batch, self.in_last_micro_batch = _NO_BATCH, True
         self.losses.reset()
         self.optimizer_steps.reset()
 
-    # ---- the life of an update
-
     def begin_micro_batch(self, micro_batch: MicroBatch, is_last: bool = True) -> None:
         """Begin a micro-batch, and open the update. If this `is_last`, the update ends with it."""
-        self.is_open, self.is_committing = True, False
-        self.index += 1
+        self.index, self.is_committing = self.index + 1, False
         self.micro_batch, self.in_last_micro_batch = micro_batch, is_last
         self.optimizer_steps.requested = set()
         self.losses.begin_micro_batch()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has batches, and was neither committed nor undone."""
+        return self.index >= 0
 
     @property
     def num_planned(self) -> int:
@@ -91,13 +133,15 @@ class Update:
         after a feature has refused it            -              -              it is undone
         ========================================  =============  =============  =============
         """
-        is_done = self.is_open and not self.is_committing and self.in_last_micro_batch
+        is_done = self.index >= 0 and not self.is_committing and self.in_last_micro_batch
         return is_done and (not raised or self.optimizer_steps.are_complete)
 
     def commit(self) -> None:
         """Make the steps of this update count. `reset` follows, after the hooks of features."""
-        self.optimizer_steps.commit()
-        self.is_open = False
+        self.index = -1
+        for key, count in self.optimizer_steps.done.items():
+            if count > self.optimizer_steps.max_steps.get(key, 0):
+                self.optimizer_steps.max_steps[key] = count
 
 
 class OptimizerSteps:
@@ -106,7 +150,8 @@ class OptimizerSteps:
     def __init__(self, update: Update) -> None:
         self._update = update
         self.optimizers: Sequence[Any] = ()
-        self._max_steps: dict[int, int] = {}  # of an update that counts, by ID of the optimizer
+        self.max_steps: dict[int, int] = {}
+        """Most steps of an update that counted, by the ID of the optimizer."""
         self.reset()
 
     def reset(self) -> None:
@@ -120,24 +165,18 @@ class OptimizerSteps:
 
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
-        update = self._update
-        self.running, is_empty = None, update.losses.is_empty
-        self.are_skipped = is_empty and (self.are_skipped or not self.done)
-        update.losses.end_optimizer_step()
-        if update.is_open:
+        losses, self.running = self._update.losses, None
+        self.are_skipped = not losses.divisor and (self.are_skipped or not self.done)
+        losses.end_optimizer_step()
+        if self._update.index >= 0:
             self.done[id(optimizer)] += 1
-
-    def commit(self) -> None:
-        for key, count in self.done.items():
-            if count > self._max_steps.get(key, 0):
-                self._max_steps[key] = count
 
     @property
     def are_several(self) -> bool:
         """Whether optimizers make several steps in all, so that a failure can come between."""
         if self._update.has_fixed_parts:
             return True  # a worker can be lost between its step and the commit
-        return len(self.optimizers) > 1 or max(self._max_steps.values(), default=0) > 1
+        return len(self.optimizers) > 1 or max(self.max_steps.values(), default=0) > 1
 
     @property
     def are_complete(self) -> bool:
@@ -147,10 +186,164 @@ class OptimizerSteps:
         """
         if self._update.has_fixed_parts or self.running is not None or not self.optimizers:
             return False
-        usual = {id(each): self._max_steps.get(id(each), 1) for each in self.optimizers}
+        usual = {id(each): self.max_steps.get(id(each), 1) for each in self.optimizers}
         return all(self.done.get(key, 0) >= count for key, count in usual.items())
 
+
+class LossCount(NamedTuple):
+    """What is known about a loss of a micro-batch. By default, it is a mean over its samples."""
+
+    items: float | None = None  # that the loss is a mean over, if user code or raysgd counts them
+    samples: float | None = None  # rows of the batch, if the ``train_batch`` of raysgd counts them
+    is_sum: bool = False  # a sum over samples, and not a mean
+
+    def with_samples(self) -> LossCount:
+        """Return the count to use if workers do not know the sizes of all batches."""
+        return self if self.is_sum or self.items is not None else self._replace(items=self.samples)
+
+
+_UNKNOWN = LossCount()
+
+
+class Factors(NamedTuple):
+    """Factors that make gradients parts of the mean over an update."""
+
+    earlier: float  # of the gradients of earlier micro-batches
+    loss: float
+
+
+class LossWeights:
+    """Gives each loss of an update its weight: add up sums, and divide once.
+
+    An update is ``sum of (items * gradient of their mean loss) / total``. `num_workers` workers
+    average their gradients, so a loss has the weight ``items * num_workers / total``. Until the
+    last micro-batch, a planned total replaces the total. The first loss of the last micro-batch
+    multiplies earlier gradients by ``planned / total``. The five cases are::
+
+        a loss that is           items              planned total      total
+        1 a mean, counted        its count          previous, rounded  sum over all workers
+        2 a mean over samples    samples            all samples        all samples
+        3 of unknown samples     part of a batch    steps * workers    steps * workers
+        4 of repeated samples    0                  as above           as above
+        5 a sum                  the weight is `num_workers`, or 0 for repeated samples
+
+    The total and the factor are equal on all workers. Only case 1 communicates: once per update or
+    optimizer, and once more in the first update of a generation if it has several micro-batches. A
+    micro-batch without a loss has no items. In cases 2 and 3, several workers then do not know the
+    total, so `StepChecks` rejects a loss after it. If workers do not know the sizes of all batches,
+    `LossCount.with_samples` makes cases 2 and 3 of the default ``train_batch`` case 1. With
+    fixed parts, the total is that of case 2 in all cases, and the exchange divides by counts.
+    """
+
+    def __init__(self, update: Update) -> None:
+        self._update = update
+        self.expected_total: float | None = None
+        """Planned total of counted items, equal on all workers. None: unknown."""
+        self.reset()
+
+    def reset(self) -> None:
+        self.has_loss = False  # the current micro-batch has a loss of ``operator.backward``
+        self.num_earlier = 0  # earlier micro-batches of the update that have one
+        self.divisor = 1.0
+        """Total or planned total of the newest losses. 0: there are no items on any worker, so
+        that the next optimizer step is skipped."""
+        self._awaits_count = True  # the next loss sets the count of the micro-batch
+        self._count, self._items, self._items_so_far = _UNKNOWN, 0.0, 0.0  # up to the newest loss
+
+    def begin_micro_batch(self) -> None:
+        self.num_earlier += self.has_loss
+        self.has_loss, self._awaits_count = False, True
+
+    def end_optimizer_step(self) -> None:
+        """Allow losses with another count after the update of an optimizer."""
+        self._awaits_count = self._awaits_count or not self.num_earlier
+
     @property
-    def have_ever_counted(self) -> bool:
-        """Whether some update that counts had a step of an optimizer."""
-        return bool(self._max_steps)
+    def uses_backward(self) -> bool:
+        """Whether user code has passed a loss of the update to `backward` of the operator."""
+        return self.has_loss or self.num_earlier > 0
+
+    @property
+    def counted_items(self) -> float | None:
+        """Items of the micro-batch, if user code has counted those of the newest loss."""
+        return None if self._count.items is None else self._items
+
+    def add(
+        self,
+        count: LossCount,
+        num_workers: int = 1,
+        add_up: Callable[[float], float] = lambda number: number,
+    ) -> Factors:
+        """Add a loss. `add_up` returns the sum of a number over the workers.
+
+        Raises:
+            ValueError: If another loss of the micro-batch has another count in an update of several
+                micro-batches, or if user code counts items only for some batches of an update.
+        """
+        update, earlier = self._update, 1.0
+        if update.index < 0:
+            self.reset()
+        self.has_loss, is_single = True, update.has_one_micro_batch
+        if count.is_sum:
+            self.divisor = self.divisor or 1.0
+            return Factors(1.0, 0.0 if update.micro_batch.is_repeated else float(num_workers))
+        # Whether workers communicate must not depend on the numbers.
+        if self._awaits_count or (count.items is not None and is_single):
+            before = 0.0 if self._awaits_count else self.divisor
+            self._add_items(count)
+            # An update of one micro-batch needs no plan.
+            total = planned = 0.0 if is_single else self._plan_total(num_workers, add_up)
+            if update.in_last_micro_batch and not update.has_fixed_parts:
+                total = self._exact_total(num_workers, add_up)
+            if self.num_earlier and total and not math.isclose(total, planned, rel_tol=1e-12):
+                earlier = planned / total
+            self.divisor = total or before
+        elif count.items not in (None, self._count.items):
+            raise ValueError(
+                f"backward(num_samples={count.items!r}) follows num_samples={self._count.items} "
+                "for another loss of the same batch. With accumulation or equal bits, pass the "
+                "same number."
+            )
+        return Factors(earlier, self._items * num_workers / self.divisor if self._items else 0.0)
+
+    def _add_items(self, count: LossCount) -> None:
+        if self.num_earlier and (self._count.items is None) != (count.items is None):
+            raise ValueError(
+                "backward(num_samples=...) was passed for some batches of an accumulation "
+                "group. Pass it for all of them or for none."
+            )
+        self._count, items, micro_batch = count, count.items, self._update.micro_batch
+        if items is None:
+            items = micro_batch.num_samples
+        if items is None:
+            items = micro_batch.weight
+        self._items = 0.0 if micro_batch.is_repeated else float(items)
+        self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
+        self._awaits_count = False
+
+    def _plan_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        plan = self._update.plan
+        if self._update.has_fixed_parts:
+            return float(plan.total_samples or 1)
+        if self._count.items is not None:
+            if self.expected_total is None:  # the first update of a generation
+                self.expected_total = _power_of_two(self._update.num_planned * add_up(self._items))
+            return self.expected_total
+        if plan.total_samples is None:
+            return float(plan.num_steps * num_workers)
+        return plan.total_samples if num_workers > 1 else plan.num_samples
+
+    def _exact_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+        plan = self._update.plan
+        if self._count.items is not None:
+            total = add_up(self._items_so_far)
+            self.expected_total = _power_of_two(total)
+            return total
+        if num_workers > 1 and plan.total_samples is not None:
+            return plan.total_samples
+        return self._items_so_far * num_workers  # the mean of each worker weighs the same
+
+
+def _power_of_two(number: float) -> float:
+    """Return a power of two near a number. To multiply by it does not round."""
+    return 2.0 ** round(math.log2(number)) if number else 1.0

@@ -12,8 +12,7 @@ import tensorflow as tf
 from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, cpu_model, format_values, hash_of, minority_of
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.update import Update
+from raysgd.loop.update import LossCount, Update
 from raysgd.tf.communication import communication_of
 from raysgd.tf.engine import Engine
 from raysgd.tf.train_state import KerasSavedState, KerasTrainState
@@ -102,7 +101,7 @@ class KerasOptimization(StepFeature):
         self._before: dict[int, tuple[Any, Any]] = {}
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.losses.has_gap:
+        if update.losses.num_earlier < update.index:
             self._train_state.micro_batching.refuse("train_batch does not call self.minimize()")
 
     def step(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import CrossEntropyLoss, NLLLoss, functional
 
-from raysgd.loop.loss_weights import LossCount
+from raysgd.loop.update import LossCount
 from raysgd.torch.input.batches import IGNORED
 from raysgd.torch.strategies.ddp import plain
 from raysgd.torch.train_state import TorchTrainState

@@ -26,8 +26,7 @@ import torch
 
 from raysgd._internal.step_timing import OPTIMIZER, OTHER
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.update import Update, WarmedUp
+from raysgd.loop.update import LossCount, Update, WarmedUp
 from raysgd.torch.features.step_checks import StepChecks
 from raysgd.torch.losses import as_count
 from raysgd.torch.tensors import inner_optimizers, multiply_all, parameters_of
@@ -76,7 +75,7 @@ class Optimization(StepFeature):
     # ---- a micro-batch
 
     def begin_micro_batch(self, update: Update) -> None:
-        if update.losses.has_earlier_losses:
+        if update.losses.num_earlier:
             for optimizer in self._train_state.optimizers:
                 self._accumulated.set_aside(parameters_of(optimizer))
 
@@ -126,7 +125,7 @@ class Optimization(StepFeature):
         steps.in_helper, before = True, steps.done.get(id(optimizer))
         try:
             self._train_state.exchange.average(optimizer)
-            if not update.losses.is_empty:
+            if update.losses.divisor:
                 for feature in self._train_state.features_with["before_optimizer_step"]:
                     feature.before_optimizer_step(update, optimizer)
                 if update.bad_step is None:
@@ -136,7 +135,7 @@ class Optimization(StepFeature):
         if steps.done.get(id(optimizer)) == before:  # no items, an overflow, or a bad step
             self._after_optimizer_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        if update.losses.has_earlier_losses:
+        if update.losses.num_earlier:
             self._accumulated.release(parameters_of(optimizer))
         return True
 
@@ -152,7 +151,7 @@ class Optimization(StepFeature):
             self.checks.check_direct_step(optimizer)
             if closure is None:
                 exchange.average(optimizer)
-                if update.losses.is_empty:
+                if not update.losses.divisor:
                     optimizer.zero_grad(set_to_none=True)  # optimizers then change nothing
         update.optimizer_steps.running = optimizer
         if closure is None:
@@ -179,7 +178,7 @@ class Optimization(StepFeature):
     def commit(self, update: Update) -> None:
         self._accumulated.clear()
         has_several = len(self._train_state.optimizers) > 1
-        if update.losses.uses_backward and has_several and update.optimizer_steps.done:
+        if has_several and update.losses.uses_backward and update.optimizer_steps.done:
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()

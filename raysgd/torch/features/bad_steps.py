@@ -12,8 +12,7 @@ import torch
 
 from raysgd.errors import BadStepsError, CheckpointError
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.loss_weights import Factors
-from raysgd.loop.update import Update
+from raysgd.loop.update import Factors, Update
 from raysgd.torch.options import BadSteps
 from raysgd.torch.train_state import TorchTrainState
 

@@ -9,8 +9,7 @@ import torch
 
 from raysgd._internal.forwarding import forward_to
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.update import Update
+from raysgd.loop.update import LossCount, Update
 from raysgd.torch import collectives
 from raysgd.torch.input.batches import Batch
 from raysgd.torch.register_checks import required_arguments
@@ -49,9 +48,8 @@ class StepChecks(StepFeature):
     # ---- hooks of a step
 
     def begin_micro_batch(self, update: Update) -> None:
-        optimizers = update.optimizer_steps.optimizers
-        has_losses = update.losses.has_earlier_losses
-        if update.index > 0 and not has_losses and any(map(_has_gradients, optimizers)):
+        has_gap = update.losses.num_earlier < update.index
+        if has_gap and any(map(_has_gradients, self._train_state.optimizers)):
             self._refuse_split(_NO_BACKWARD)
         self._watch_gradients(self._precision.scales)
 
@@ -60,7 +58,7 @@ class StepChecks(StepFeature):
 
     def check_complete(self) -> None:
         update = self._update
-        if update.losses.has_earlier_losses and not update.optimizer_steps.done:
+        if update.losses.num_earlier and not update.optimizer_steps.done:
             self._reject("train_batch makes no update in the last batch of a group")
 
     def commit(self, update: Update) -> None:
@@ -68,11 +66,11 @@ class StepChecks(StepFeature):
         steps, losses, why = update.optimizer_steps, update.losses, ""
         has_stepped = bool(steps.done)
         self._keeps_gradients = not has_stepped and any(map(_has_gradients, steps.optimizers))
-        if not losses.uses_backward:
-            if self._collective or self._train_state.settings.options.elastic.shares != "even":
+        if self._collective or self._train_state.settings.options.elastic.shares != "even":
+            if not losses.uses_backward:
                 why = "does not call self.backward(loss)"
-        elif self._collective and losses.counted_items is None:
-            why = f"calls {self._collective}, and self.backward(loss) without num_samples"
+            elif self._collective and losses.counted_items is None:
+                why = f"calls {self._collective}, and self.backward(loss) without num_samples"
         num_even = self._train_state.context.world_size * update.plan.num_samples if why else 0
         if has_stepped and why and update.plan.total_samples not in (None, num_even):
             self._train_state.settings.warn_once(
@@ -85,7 +83,7 @@ class StepChecks(StepFeature):
             )
 
     def end_call(self) -> None:
-        if self._train_state.global_step and not self._update.optimizer_steps.have_ever_counted:
+        if self._train_state.global_step and not self._update.optimizer_steps.max_steps:
             self._train_state.settings.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."
@@ -140,7 +138,8 @@ class StepChecks(StepFeature):
         if has_one_batch and update.losses.has_loss and count.items is not None:
             self._refuse_split("train_batch passes num_samples for several losses of a batch")
         counts_samples = count.items is None and not count.is_sum
-        if update.losses.has_gap and counts_samples and train_state.exchange.num_workers > 1:
+        has_gap = update.losses.num_earlier < update.index
+        if has_gap and counts_samples and train_state.exchange.num_workers > 1:
             self._reject(_NO_BACKWARD)
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
@@ -179,7 +178,7 @@ class StepChecks(StepFeature):
                 "optimizer.register_step_pre_hook(fn) in setup, before register."
             )
         losses = update.losses
-        if not losses.has_loss and (losses.has_earlier_losses or _has_gradients(optimizer)):
+        if not losses.has_loss and (losses.num_earlier or _has_gradients(optimizer)):
             self._reject(_NO_BACKWARD)
 
     def check_direct_step(self, optimizer: torch.optim.Optimizer) -> None:

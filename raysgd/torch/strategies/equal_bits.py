@@ -223,7 +223,7 @@ class EqualBitsGradients(GroupGradients):
         if update.losses.counted_items is not None:
             *total, count = total
             num_items = count.item()
-            update.losses.is_empty = not num_items
+            update.losses.divisor = (update.losses.divisor or 1.0) if num_items else 0.0
             if num_items:
                 multiply_all(total, (update.plan.total_samples or 1) / num_items)
         for parameter, gradient, has in zip(parameters, total, flags, strict=False):

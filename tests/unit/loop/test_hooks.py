@@ -159,7 +159,7 @@ def test_step_that_a_feature_refuses_after_an_error_does_not_count(spied, operat
     trainer, called = spied(operator_cls, {"num_samples": 24})
     operator, refused = trainer.get_local_operator(), []
     state = operator._train_state
-    max_steps = state.update.optimizer_steps._max_steps
+    max_steps = state.update.optimizer_steps.max_steps
     max_steps[id(operator.optimizer)] = 2  # so that the step is undone
 
     def refuse(update):

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
-from raysgd.loop.loss_weights import LossCount
-from raysgd.loop.update import Update
+from raysgd.loop.update import LossCount, Update
 from raysgd.torch.losses import as_count
 
 
