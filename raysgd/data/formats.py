@@ -38,6 +38,7 @@ T = TypeVar("T")
 _BLOCK_BYTES = 4 * 2**20
 _NUM_BLOCKS = 32  # of a remote file in memory
 _NUM_TRIES = 4
+_NUM_TEXT = 8000  # bytes in which no text file has a zero, as Git assumes
 _NUM_OPEN = 16
 _BAD_CONTENT = EOFError, ValueError, tarfile.TarError
 _PERMANENT = (
@@ -94,6 +95,7 @@ class Records(ABC):
         self._cache = Path(cache).expanduser()
         self.paths: list[str] = []
         self._stamps: list[str] = []
+        found: dict[str, str] = {}  # the path or pattern of each file
         for each in path_list:
             if not isinstance(each, str | os.PathLike) or not (path := os.fspath(each)):
                 raise TypeError(
@@ -107,6 +109,12 @@ class Records(ABC):
             if not names:
                 raise FileNotFoundError(f"No file matches {path!r}.")
             for name in names:
+                if (other := found.setdefault(name, path)) != path:  # equal paths are meant
+                    raise ValueError(
+                        f"{type(self).__name__}({paths!r}): {other!r} and {path!r} both match "
+                        f"{without_secrets(name)}, which would be read twice. Use patterns without "
+                        "common files, or repeat a path to read its files more than once."
+                    )
                 if os.path.isdir(name) and not is_remote(fs):
                     raise IsADirectoryError(
                         f"{type(self).__name__}({path!r}): {name} is a folder. Pass its files, or "
@@ -357,6 +365,11 @@ class text(Spans):  # noqa: N801  users call the formats like functions
     def _build_index(self, file: int) -> np.ndarray[Any, Any]:
         starts, offset, rest = [], 0, b""
         while data := self._read_at(file, offset + len(rest), _BLOCK_BYTES):
+            if not offset and b"\0" in data[:_NUM_TEXT]:
+                raise RecordError(
+                    f"{self.paths[file]}: has zero bytes, so it is not UTF-8 text. Read tar "
+                    "archives with tar(), Parquet files with parquet(), and convert other files."
+                )
             data = rest + data
             size = data.rfind(b"\n") + 1
             starts.append(self._starts(data[:size]) + offset)

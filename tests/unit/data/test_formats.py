@@ -54,11 +54,13 @@ def test_lines_and_blank_lines(tmp_path, monkeypatch, open_records, content, exp
 def test_sample_of_an_archive_has_the_files_with_its_stem(tmp_path):
     files = {"a.0/x.cls": b"1", "a.0/x.seg.png": b"2", "a.0/y.cls": b"3", "b/y.cls": b""}
     write_tar(tmp_path / "data.tar", files)
-    assert list(Stream(tar(tmp_path / "data.tar", cache_dir=tmp_path))) == [
-        {"__key__": "a.0/x", "cls": b"1", "seg.png": b"2"},
-        {"__key__": "a.0/y", "cls": b"3"},
-        {"__key__": "b/y", "cls": b""},
-    ]
+    (tmp_path / "data.tgz").write_bytes(gzip.compress((tmp_path / "data.tar").read_bytes()))
+    for name in ("data.tar", "data.tgz"):
+        assert list(Stream(tar(tmp_path / name, cache_dir=tmp_path))) == [
+            {"__key__": "a.0/x", "cls": b"1", "seg.png": b"2"},
+            {"__key__": "a.0/y", "cls": b"3"},
+            {"__key__": "b/y", "cls": b""},
+        ]
 
 
 def test_files_that_web_dataset_ignores_are_in_no_sample(tmp_path):
@@ -99,11 +101,16 @@ def test_stamp_of_a_file_depends_on_its_name_size_and_time_but_not_on_its_folder
     assert first not in others
 
 
-def test_files_match_a_pattern_in_the_order_of_their_names(tmp_path):
+def test_files_match_a_pattern_in_the_order_of_their_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats.time, "sleep", lambda seconds: pytest.fail("it waits"))
     for name in ("b2", "a", "b1", "c"):
         (tmp_path / name).write_text(name)
-    paths = [tmp_path / "c", str(tmp_path / "b?")]
-    assert list(Stream(text(paths, cache_dir=tmp_path / "cache"))) == ["c", "b1", "b2"]
+    paths = [tmp_path / "c", str(tmp_path / "b?"), tmp_path / "c"]
+    assert list(Stream(text(paths, cache_dir=tmp_path / "cache"))) == ["c", "b1", "b2", "c"]
+    with pytest.raises(ValueError, match=r"b\?' and '.*\*1' both match .*b1, which .* twice"):
+        text([*paths, tmp_path / "*1"])
+    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
+        text(tmp_path / "none.txt")
 
 
 def test_path_that_exists_is_no_pattern_and_hidden_files_match_none(tmp_path):
@@ -203,12 +210,6 @@ def test_file_that_is_cut_while_it_is_open_is_an_error(tmp_path):
         records.read([4999])
 
 
-def test_missing_file_is_not_looked_for_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    with pytest.raises(FileNotFoundError, match=r"none\.txt"):
-        text(tmp_path / "none.txt")
-
-
 def cut(data):
     return data[: len(data) * 2 // 3]
 
@@ -262,6 +263,7 @@ def test_all_parts_of_a_compressed_file_are_read_or_an_error_names_it(
         ("data.tar", ARCHIVE + ARCHIVE, "more data follows the end at 1536"),
         ("data.tar", archive_of(["a.cls", "a.cls"]), "a sample has two files 'a.cls'"),
         ("data.tar", archive_of(["a.cls"], tarfile.LNKTYPE), "'a.cls' is only a link"),
+        ("data.txt", ARCHIVE, "has zero bytes, so it is not UTF-8 text"),
         ("data.zip", b"", "cannot read .zip files"),
         ("data.parquet", b"no archive" * 100, "Parquet magic bytes not found"),
         ("data.jsonl.zst", b"", "to read .zst files, install zstandard"),
@@ -278,13 +280,6 @@ def test_file_that_cannot_be_read_is_named_and_leaves_nothing_in_the_cache(
     with pytest.raises(RecordError, match=f"{name}: {message}"):
         open_records(tmp_path / name, cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
-
-
-def test_compressed_archive_is_read(tmp_path):
-    write_tar(tmp_path / "data.tar", {"a.cls": b"1", "b.cls": b"2"})
-    (tmp_path / "data.tgz").write_bytes(gzip.compress((tmp_path / "data.tar").read_bytes()))
-    records = tar(tmp_path / "data.tgz", cache_dir=tmp_path / "cache")
-    assert [record["cls"] for record in records.read([0, 1])] == [b"1", b"2"]
 
 
 # ---- open files
