@@ -116,7 +116,8 @@ class StepIterator:
         self._control.raise_stop()
         if self._micro_batches:
             return self._next_micro_batch()
-        if not self._ahead and (self._update.drawn or not self._decide_end()):
+        can_read = not (self._ahead or self.has_loader_failed)
+        if can_read and (self._update.drawn or not self._decide_end()):
             self._read_ahead()
         if not self._ahead:
             self._has_ended = True
@@ -149,6 +150,11 @@ class StepIterator:
     def finish(self) -> None:
         """End the segment after the loop has returned."""
         self._commit_if_done()
+        if self.has_loader_failed:
+            raise RuntimeError(
+                "train_epoch caught an error of its loader, which cannot continue. Raise the error "
+                "again, or skip broken samples in the data set."
+            )
         if self._update.is_open:
             raise RuntimeError(
                 "train_epoch ended within an accumulation group, before the update. Draw whole "

@@ -241,6 +241,18 @@ def optimize(train_state, loss, count):
     optimization.step(train_state.optimizers[0])
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_loop_that_catches_an_error_of_its_loader_is_an_error(at):
+    failing = (1 // (index - at) for index in range(5))
+    train_state, steps = make_steps(failing, steps_left=None, size=2)
+    for _ in range(3):
+        with contextlib.suppress(ZeroDivisionError):
+            list(steps)
+    with pytest.raises(RuntimeError, match="train_epoch caught an error of its loader"):
+        steps.finish()
+    assert train_state.global_step == at // 2 * 2
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises(size):
     train_state, steps = make_steps("abcde", size=size)
