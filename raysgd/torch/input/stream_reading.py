@@ -221,6 +221,7 @@ def clone(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
     for name, value in settings.items():
         object.__setattr__(cloned, name, value)  # bypass the guards of DataLoader
     cloned._iterator = None
+    cloned.in_order = True  # a position needs the order
     return cloned
 
 
