@@ -14,7 +14,6 @@ from typing import Any, Self
 import torch
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -40,6 +39,7 @@ from raysgd.torch.input.orders import (
     Order,
     SeededSamples,
     makes_own_batches,
+    parts_of,
     pick_keys,
     sampler_of,
     seed_all,
@@ -271,7 +271,9 @@ class PartitionedLoader(PartitionedSource):
 
     @functools.cached_property
     def ignores_targets(self) -> bool:
-        return _has_ignored(self.loader.dataset)
+        """Whether data in memory has targets that losses of PyTorch ignore by default."""
+        parts = (part for part in parts_of(self.loader.dataset) if isinstance(part, TensorDataset))
+        return any(bool((part.tensors[-1] == IGNORED).any()) for part in parts)
 
     def fingerprint(self) -> str:
         partition = self.partition
@@ -283,15 +285,6 @@ class PartitionedLoader(PartitionedSource):
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
         return f"{sizes}, {_content_of(self.loader.dataset)}"
-
-
-def _has_ignored(data: Any) -> bool:
-    """Return whether a data set in memory has targets that losses of PyTorch ignore by default."""
-    if isinstance(data, Subset):
-        return _has_ignored(data.dataset)
-    if isinstance(data, ConcatDataset):
-        return any(map(_has_ignored, data.datasets))
-    return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
 
 
 def _check_equal_bits(name: str, source: BatchSource) -> None:

@@ -141,6 +141,15 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     return batches is not None and is_own
 
 
+def parts_of(data: Any) -> Iterator[Any]:
+    """Yield a data set, and all data sets that it refers to."""
+    yield data
+    inner = getattr(data, "datasets", ())
+    for part in (getattr(data, "dataset", None), *(inner if isinstance(inner, list) else ())):
+        if part is not None:
+            yield from parts_of(part)
+
+
 class EpochOrder:
     """The order of the loader's samples, for the newest epoch that was read.
 
@@ -167,9 +176,11 @@ class EpochOrder:
         sampler = self.sampler
         if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
             return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
-        data = self._loader.dataset
+        memo: dict[int, Any] = {}  # what the copy does not copy
+        for part in parts_of(self._loader.dataset):
+            memo |= {id(each): each for each in (part, *getattr(part, "__dict__", {}).values())}
         with contextlib.suppress(Exception):  # the user's object may count its epochs
-            sampler = copy.deepcopy(sampler, {id(data): data})
+            sampler = copy.deepcopy(sampler, memo)
         return len({repr(draw_order(sampler, seed)) for seed in range(3)}) > 1
 
     def draw(self, epoch: int) -> Order:

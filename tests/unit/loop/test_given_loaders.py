@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
@@ -71,8 +73,12 @@ class Counted(Sampler):
 
 
 def test_nested_predictions_are_joined_entry_by_entry(make_trainer):
+    base = numbers(0, 40).dataset
+    base.__deepcopy__ = lambda memo: pytest.fail("large data is copied")
     sampler = Counted()
-    found = make_trainer(Echo).predict(numbers(0, 40, batch_size=7, sampler=sampler))
+    sampler.data = [base]
+    loader = DataLoader(Subset(ConcatDataset([base]), range(40)), batch_size=7, sampler=sampler)
+    found = make_trainer(Echo).predict(loader)
     assert sampler.passes == 1
     assert found["sample"].flatten().tolist() == list(range(40))
     assert found["name"] == [str(n) for n in range(40)]
