@@ -140,8 +140,8 @@ class BackendExecutor:
         self._elastic = replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None
-        self.checkpoints = self._earlier = RunCheckpoints()
-        """The checkpoints of the newest run."""
+        self.checkpoints = self._saved = RunCheckpoints()
+        """The checkpoints of the newest run. `_saved` are those of the newest run with one."""
         self._run: _Run | None = None
         self._finalizer: Any = None
 
@@ -260,7 +260,7 @@ class BackendExecutor:
             self._find_override("decode_data"),
         )
         if resume and (manifest := checkpoints.restore()) is not None:
-            iteration = manifest.global_step
+            iteration, self._saved = manifest.global_step, checkpoints
         else:
             checkpoints.blob = pack_checkpoint(checkpoint)
         keeps_batch = self._elastic.global_batch == "keep"
@@ -277,7 +277,7 @@ class BackendExecutor:
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.
-        self._earlier, self.checkpoints = self._saved, checkpoints
+        self.checkpoints = checkpoints
         call = Call(method="run", max_losses=self._max_losses)
         self._run = run = _Run(controller, plan, datasets, call)
         with self.abort_on_error():
@@ -384,11 +384,6 @@ class BackendExecutor:
 
     # ---- helpers
 
-    @property
-    def _saved(self) -> RunCheckpoints:
-        """The checkpoints of the newest run that has saved one."""
-        return self.checkpoints if self.checkpoints.has_saved else self._earlier
-
     def _save_checkpoint(self, run: _Run, turns: list[Turn]) -> None:
         rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
         if rank is None:
@@ -407,6 +402,7 @@ class BackendExecutor:
                 "checkpoint of worker 0: report a checkpoint there."
             )
         self.checkpoints.save(turn, turn.checkpoint, len(turns))
+        self._saved = self.checkpoints
         run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration)
         run.controller.grow()
 

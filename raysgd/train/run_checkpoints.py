@@ -50,8 +50,6 @@ class RunCheckpoints(CheckpointFolder):
         self.number = number
         self.blob: bytes | None = None
         """The newest checkpoint, pickled."""
-        self.has_saved = False
-        """Whether this run, or the one that it resumes, has saved a checkpoint."""
 
     def restore(self) -> Manifest | None:
         """Continue with the checkpoints of an earlier run in the folder.
@@ -76,7 +74,7 @@ class RunCheckpoints(CheckpointFolder):
 
         newest, self.blob, manifest = self._load_first(names, read)
         self._read_manifests(names)
-        (self.number,), self.has_saved = name_numbers(newest), True
+        (self.number,) = name_numbers(newest)
         return manifest
 
     def save(self, turn: Turn, blob: bytes, world_size: int) -> None:
@@ -96,7 +94,7 @@ class RunCheckpoints(CheckpointFolder):
             self._manifests[name] = manifest
             self._tidy(name)
         self.number += 1
-        self.blob, self.has_saved = blob, True
+        self.blob = blob
         score = self._monitor
         if self._keep != 0 and score is not None and score not in turn.numbers:
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data.partition import StepLayout
-from raysgd.data.source import once, own_ranks
+from raysgd.data.source import BatchSource, own_ranks
 from raysgd.data.stream import Stream
 from raysgd.torch.input.batches import move_to_device
 from raysgd.torch.input.loading import why_not_partitioned, wrap_loader
@@ -75,13 +74,14 @@ class PreparedLoader(DataLoader[Any]):
         self.__dict__.update(loader.__dict__)
         self._loader = loader
         if not is_split:
+            self._source: Any = BatchSource(loader)
             sampler: Any = loader.sampler
             if not hasattr(sampler, "set_epoch") and hasattr(sampler, "__dict__"):
                 sampler.set_epoch = functools.partial(_set_epoch, sampler, seed)
             return
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
-        source: Any = wrap_loader(
+        self._source = source = wrap_loader(
             loader,
             partitions=True,
             training=True,
@@ -99,15 +99,13 @@ class PreparedLoader(DataLoader[Any]):
         object.__setattr__(self, name, value)  # bypass the guards of DataLoader
 
     def __len__(self) -> int:
-        return len(self._loader if self._worker_sampler is None else self._worker_sampler.source)
+        return len(self._source)
 
     def __iter__(self) -> Any:
         sampler, (epoch, offset) = self._worker_sampler, self._next_position()
         self._pass = None
-        if sampler is None:
-            batches: Iterator[Any] = itertools.islice(once(self._loader), offset, None)
-        else:
-            batches = sampler.source.batches(epoch, offset)
+        # The user sets the epoch of a loader that is not split.
+        batches = self._source.batches(None if sampler is None else epoch, offset)
         if (device := self._device) is not None and self._ahead:
             batches = _prefetch(batches, device)
         elif device is not None:
@@ -118,16 +116,14 @@ class PreparedLoader(DataLoader[Any]):
 
     def _track_position(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
         """Yield the batches of a pass. Set its position, and the weight of each batch."""
-        offset, sampler = start, self._worker_sampler
+        offset, sampler, source = start, self._worker_sampler, self._source
         begun = None if sampler is None else sampler.num_collectives()
         try:
             for batch in batches:
-                if sampler is None:
-                    offset += 1
-                else:
-                    plan, size = sampler.source.plan(offset, 1), self._world_size
-                    self._weigh(plan.num_samples * size / (plan.total_samples or 1))
-                    offset = sampler.source.offset_after(offset, 1)
+                if sampler is not None:
+                    plan = source.plan(offset, 1)
+                    self._weigh(plan.num_samples * self._world_size / (plan.total_samples or 1))
+                offset = source.offset_after(offset, 1)
                 self._pass = epoch, offset, begun
                 yield batch
                 if sampler is None or sampler.has_trained_since(begun):
@@ -157,7 +153,7 @@ class PreparedLoader(DataLoader[Any]):
             epoch, offset, _ = self._pass
         if sampler is None:
             return {"epoch": epoch, "offset": offset, "num_workers": self._world_size}
-        data = dict(sampler.source.position(epoch, offset))
+        data = dict(self._source.position(epoch, offset))
         return {"epoch": epoch, "offset": offset, "seed": sampler.seed, "data": data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,10 +178,10 @@ class PreparedLoader(DataLoader[Any]):
                     f"an epoch, and there are {self._world_size}. {_ADVICE}"
                 )
         else:
-            sampler.source.check_position(state["data"])
+            self._source.check_position(state["data"])
             sampler.seed = state["seed"]
-            sampler.source.reseed(state["seed"], state["seed"])
-            sampler.source.move_to(state["data"])
+            self._source.reseed(state["seed"], state["seed"])
+            self._source.move_to(state["data"])
             sampler.set_epoch(epoch)
         self._start, self._pass = (epoch, offset), None
 
