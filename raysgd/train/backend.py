@@ -158,7 +158,7 @@ class BackendExecutor:
         controller = Controller(
             group,
             FunctionRunner(self._backend.share_cuda_visible_devices),
-            self._backend_config.transport(use_gpu=self.options.num_gpus > 0),
+            self._backend_config.collective_backend(use_gpu=self.options.num_gpus > 0),
             initialization_hook,
             self._backend_config.timeout_s,
             self._elastic,

@@ -68,10 +68,10 @@ class BackendConfig:
         """The class of the backend."""
         return Backend
 
-    def transport(self, use_gpu: bool = False) -> CollectiveBackend | None:
+    def collective_backend(self, use_gpu: bool = False) -> CollectiveBackend | None:
         """Return the `CollectiveBackend` of `raysgd.backends` that connects the workers, or None.
 
-        Runs on the driver. With a transport, raysgd wakes workers that wait for a failed worker.
+        Runs on the driver. With one, raysgd wakes workers that wait for a failed worker.
         Return None if `on_start` sets up everything.
         """
         return None

@@ -52,7 +52,7 @@ class HorovodConfig(BackendConfig):
             )
         check_timeout(type(self).__name__, self.timeout_s)
 
-    def transport(self, use_gpu: bool = False) -> CollectiveBackend:
+    def collective_backend(self, use_gpu: bool = False) -> CollectiveBackend:
         level = _LOG_LEVELS[max(0, min(int(self.verbose), len(_LOG_LEVELS) - 1))]
         variables = {"HOROVOD_LOG_LEVEL": level}
         if self.nics:

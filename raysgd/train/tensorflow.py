@@ -29,7 +29,7 @@ class TensorflowConfig(BackendConfig):
         check_tensorflow('backend="tensorflow"')
         check_timeout(type(self).__name__, self.timeout_s)
 
-    def transport(self, use_gpu: bool = False) -> CollectiveBackend:
+    def collective_backend(self, use_gpu: bool = False) -> CollectiveBackend:
         return TensorflowBackend("tensorflow", self.timeout_s)
 
 

@@ -43,7 +43,7 @@ class TorchConfig(BackendConfig):
         check_choice("TorchConfig", "init_method", self.init_method, ("env", "tcp"))
         check_timeout(type(self).__name__, self.timeout_s)
 
-    def transport(self, use_gpu: bool = False) -> CollectiveBackend:
+    def collective_backend(self, use_gpu: bool = False) -> CollectiveBackend:
         name = self.backend or ("nccl" if use_gpu else "gloo")
         prepare = functools.partial(prepare_process, self.init_method == "env")
         return TorchProcessGroup(name, self.timeout_s, prepare)

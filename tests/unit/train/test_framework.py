@@ -80,7 +80,9 @@ def test_wrong_settings_of_a_backend_are_refused(installed, kind, arguments):
 
 @needs_horovod
 def test_a_horovod_config_takes_the_arguments_of_old_scripts(installed):
-    transport = HorovodConfig(nics={"eth1", "eth0"}, placement_group_timeout_s=30).transport()
+    transport = HorovodConfig(
+        nics={"eth1", "eth0"}, placement_group_timeout_s=30
+    ).collective_backend()
     assert transport._variables["HOROVOD_GLOO_IFACE"] == "eth0"
     assert transport._variables["NCCL_SOCKET_IFNAME"] == "eth0,eth1"
 

@@ -35,7 +35,7 @@ def test_a_process_group_forms_and_only_env_sets_variables(monkeypatch, init_met
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     config = TorchConfig(backend="gloo", init_method=init_method, timeout_s=30)
-    transport = config.transport()
+    transport = config.collective_backend()
     try:
         rendezvous = transport.prepare(["127.0.0.1"])
         transport.setup(WorkerContext(distributed=True), rendezvous)
@@ -52,7 +52,7 @@ def test_a_process_group_forms_and_only_env_sets_variables(monkeypatch, init_met
 
 @pytest.mark.parametrize(("function", "warns"), [(int, True), (dist.barrier, False)])
 def test_workers_that_never_communicate_cause_a_warning(caplog, function, warns):
-    transport = TorchConfig(backend="gloo", init_method="tcp").transport()
+    transport = TorchConfig(backend="gloo", init_method="tcp").collective_backend()
     runner = FunctionRunner(False)
     try:
         # a group of one counts the collectives of a worker of two
