@@ -18,7 +18,7 @@ from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.register_checks import check_same_parameters
 from raysgd.torch.strategies import ddp
-from raysgd.torch.strategies.ddp_model import ReplicatedModel, gradient_of
+from raysgd.torch.strategies.ddp import ReplicatedModel, gradient_of
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.tensors import backward_pass, parameters_of
 from raysgd.torch.train_state import TorchTrainState
@@ -214,11 +214,11 @@ class ReplicatedGradients(UserWrappedGradients):
         model counts as skipped if it had a backward pass in the previous update. Without a pass and
         without steps of optimizers, the first one counts. Every rank must call this.
         """
-        replicas = sorted(self._replicas, key=lambda replica: replica._passes.first_pass)
-        trained = [replica for replica in replicas if replica._passes.trained_this_update]
-        skipped = [r for r in replicas if r._passes.trained_last_update and r not in trained]
-        if not (update.optimizer_steps.done or trained):
-            skipped = replicas[:1]
+        untrained = [each for each in self._replicas if each._passes.first_pass is None]
+        skipped = [each for each in untrained if each._passes.first_pass_before is not None]
+        skipped.sort(key=lambda each: each._passes.first_pass_before or 0)
+        if not update.optimizer_steps.done and len(untrained) == len(self._replicas):
+            skipped = (skipped or untrained)[:1]
         parameters = [parameter for model in skipped for parameter in model.parameters()]
         if any(parameter.grad is not None for parameter in parameters):
             return  # user code accumulates gradients

@@ -14,7 +14,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.strategies import ddp
 from raysgd.torch.strategies.data_parallel import UserWrappedGradients
-from raysgd.torch.strategies.ddp_model import ReplicatedModel
+from raysgd.torch.strategies.ddp import ReplicatedModel
 from raysgd.torch.train_state import TorchTrainState
 
 
