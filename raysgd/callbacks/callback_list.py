@@ -54,7 +54,7 @@ class CallbackList:
         self.running_hooks: list[str] = []
         """The hooks that are running, outermost first."""
         self._depth = 0
-        self.saving: Callable[..., Any] = contextlib.nullcontext
+        self.around_saving: Callable[..., Any] = contextlib.nullcontext
         """Surrounds the hooks of callbacks that save."""
         self._loaded: dict[str, Any] = {}
         """States that wait for their callbacks."""
@@ -89,7 +89,7 @@ class CallbackList:
                 ending.callback(self._detach, added)
                 ending.callback(self.end, trainer, before)
                 self._load(added)
-                with self.enter_call(trainer):
+                with self.within_call(trainer):
                     yield
         except BaseException:
             self._failure = None
@@ -107,7 +107,7 @@ class CallbackList:
         # Callbacks that save come first, because they may load a state.
         new = [entry for entry in self._entries if not entry.is_started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
-            entry.is_started = self._call_one(entry, "on_train_start", trainer)
+            entry.is_started = self._call_hook_of(entry, "on_train_start", trainer)
         self.notify_events(trainer)
 
     def end(self, trainer: Trainer, kept: Sequence[_Entry] = ()) -> None:
@@ -116,10 +116,10 @@ class CallbackList:
             for entry in reversed(self._entries):
                 if entry.is_started and entry not in kept:
                     entry.is_started = False
-                    ending.callback(self._call_one, entry, "on_train_end", trainer)
+                    ending.callback(self._call_hook_of, entry, "on_train_end", trainer)
 
     @contextlib.contextmanager
-    def enter_call(self, trainer: Trainer) -> Iterator[None]:
+    def within_call(self, trainer: Trainer) -> Iterator[None]:
         """Surround a call of the trainer: start callbacks, and report and raise errors.
 
         An inner call, such as ``train()`` in ``fit()``, leaves ``on_exception`` to the outer one.
@@ -144,7 +144,7 @@ class CallbackList:
                     self.raise_failure()
             except BaseException as error:
                 if self._depth == 1:
-                    self.call("on_exception", trainer, error)
+                    self.call_hook("on_exception", trainer, error)
                     self._failure = None
                 raise
             finally:
@@ -152,16 +152,16 @@ class CallbackList:
 
     # ---- hooks
 
-    def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
+    def call_hook(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Call a hook of all started callbacks."""
         for entry in list(self._entries):
             if entry.is_started:
-                self._call_one(entry, hook, trainer, *arguments)
+                self._call_hook_of(entry, hook, trainer, *arguments)
 
-    def _call_one(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
+    def _call_hook_of(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""
         self.running_hooks.append(hook)
-        around = self.saving if entry.callback.saves_state else contextlib.nullcontext
+        around = self.around_saving if entry.callback.saves_state else contextlib.nullcontext
         try:
             with around():
                 getattr(entry.callback, hook)(*arguments)
@@ -178,10 +178,12 @@ class CallbackList:
         for entry in list(self._entries):
             while entry.is_started and entry.num_seen < len(events):
                 entry.num_seen += 1
-                self._call_one(entry, "on_event", trainer, events[entry.num_seen - 1])
+                self._call_hook_of(entry, "on_event", trainer, events[entry.num_seen - 1])
 
-    def watcher(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Progress]], None] | None:
-        """Return a function that passes progress to callbacks; None if no callback uses it."""
+    def start_progress(
+        self, trainer: Trainer, kind: str
+    ) -> Callable[[Sequence[Progress]], None] | None:
+        """Pass an empty progress to callbacks. Return a function for more; None if no one uses it."""
         unused = Callback.on_progress
         listeners = [
             entry
@@ -193,14 +195,14 @@ class CallbackList:
 
         def notify(progress: Sequence[Progress]) -> None:
             for entry in list(listeners):
-                if not self._call_one(entry, "on_progress", trainer, kind, progress):
+                if not self._call_hook_of(entry, "on_progress", trainer, kind, progress):
                     listeners.remove(entry)  # report one failure per call
 
         notify([])
         return notify
 
-    def next_pause(self, global_step: int, immediately: bool = False) -> int | None:
-        """Return the next step at which a callback wants training to pause.
+    def schedule_pause(self, global_step: int, immediately: bool = False) -> int | None:
+        """Ask the callbacks for their next pauses, and return the first step.
 
         With `immediately`, callbacks that save pause at the next step.
         """
@@ -225,7 +227,7 @@ class CallbackList:
             step = entry.pause_step
             if entry.is_started and step is not None and step <= trainer.global_step:
                 entry.pause_step = None
-                self._call_one(entry, "on_pause", trainer)
+                self._call_hook_of(entry, "on_pause", trainer)
 
     # ---- errors
 

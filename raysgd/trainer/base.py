@@ -79,7 +79,7 @@ class OperatorTrainer(TrainerInfo):
             options.elastic,
         )
         self._callback_list = CallbackList(attached)
-        self._callback_list.saving = controller.speed.saving
+        self._callback_list.around_saving = controller.speed.saving
         self._dispatcher = dispatcher = Dispatcher(controller, self._callback_list, options.trainer)
         self._fit_loop = fit_loop = FitLoop(options, dispatcher)
         self._transfer = self._transfer_cls(options, dispatcher, fit_loop)
@@ -137,7 +137,7 @@ class OperatorTrainer(TrainerInfo):
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
-        with self._callback_list.enter_call(self):
+        with self._callback_list.within_call(self):
             request = self._fit_loop.train_request(info=info, profile=profile, dataset=dataset)
             result = self._dispatcher.train(self, request, num_steps, max_retries)
             epoch = self.epoch

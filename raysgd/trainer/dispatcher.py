@@ -48,8 +48,8 @@ class TrainCall(Call):
     request: TrainRequest
     num_steps: int | None
     """Number of steps to train. None means the rest of the epoch."""
-    next_pause: Callable[[int, bool], int | None]
-    """Returns the next pause step. Arguments: the committed steps, and whether to save soon."""
+    schedule_pause: Callable[[int, bool], int | None]
+    """Returns the first pause step. Arguments: the committed steps, and whether to save soon."""
     has_batches: bool = True
     can_pause: bool = True
     progress_before: Progress | None = None
@@ -69,7 +69,9 @@ class TrainCall(Call):
             else:
                 goals = (step + self.num_steps, request.until_step or sys.maxsize)
                 request = replace(request, until_step=min(goals))
-        self.request = replace(request, callback_pause=self.next_pause(step, self.must_save_soon))
+        self.request = replace(
+            request, callback_pause=self.schedule_pause(step, self.must_save_soon)
+        )
         self.must_save_soon = False
 
 
@@ -126,7 +128,7 @@ class Dispatcher:
         self.last_call = call
         before, self._being_reported = self._being_reported, metrics
         try:
-            self.callback_list.call(hook, trainer, metrics)
+            self.callback_list.call_hook(hook, trainer, metrics)
         finally:
             self._being_reported = before
             self.latest.update(metrics)
@@ -163,7 +165,7 @@ class Dispatcher:
         call = TrainCall(
             request=replace(request, until_nan=self._ends_at_nan),
             num_steps=num_steps,
-            next_pause=self.callback_list.next_pause,
+            schedule_pause=self.callback_list.schedule_pause,
             max_losses=max_retries,
             points=LogPoints(request.call_number),
         )
@@ -173,7 +175,7 @@ class Dispatcher:
         try:
             while is_paused:
                 call.request = replace(call.request, info=dict(request.info))
-                call.on_wait = self.callback_list.watcher(trainer, "train")
+                call.on_wait = self.callback_list.start_progress(trainer, "train")
                 call.points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.value() for outcome in controller.run(call)]
@@ -209,7 +211,7 @@ class Dispatcher:
             measured = [each.value() if isinstance(each, Parcel) else each for each in packed]
             merged = self._merge(measured)
             metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
-            self.callback_list.call("on_log", trainer, call, metrics)
+            self.callback_list.call_hook("on_log", trainer, call, metrics)
         finally:
             journal.progress = committed
 
@@ -255,10 +257,10 @@ class Dispatcher:
         if self._unfinished_validation is not None and not request.from_start:
             request = replace(request, call_number=self._unfinished_validation)
         self._unfinished_validation = request.call_number
-        watcher = self.callback_list.watcher(trainer, "validate")
+        on_wait = self.callback_list.start_progress(trainer, "validate")
         start = 0 if request.from_start else self.controller.progress.validation_offset
         started = time.perf_counter()
-        results = self.run(request, method="validate", has_batches=True, on_wait=watcher)
+        results = self.run(request, method="validate", has_batches=True, on_wait=on_wait)
         seconds = time.perf_counter() - started
         self._unfinished_validation = None
         merged = self._merge(results)

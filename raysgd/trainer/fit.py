@@ -185,7 +185,7 @@ class FitLoop:
     ) -> CallResult:
         """Run a validation, and pass its metrics to the callbacks."""
         self.dispatcher.check_open(changes_state=True)
-        with self.dispatcher.callback_list.enter_call(trainer):
+        with self.dispatcher.callback_list.within_call(trainer):
             request = ValidateRequest(
                 call_number=next(self.dispatcher.call_numbers),
                 num_steps=num_steps,
@@ -219,7 +219,7 @@ class FitLoop:
             names = self.validation_names - {NUM_SAMPLES, BATCH_COUNT}
             merged = {name: value for name, value in merged.items() if name not in names}
         whole = call._replace(seconds=seconds)
-        self.dispatcher.callback_list.call("on_result", trainer, whole, merged)
+        self.dispatcher.callback_list.call_hook("on_result", trainer, whole, merged)
 
     # ---- missing validations
 

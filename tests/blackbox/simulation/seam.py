@@ -124,7 +124,7 @@ class Driver:
         call = TrainCall(
             request=TrainRequest(call_number=0),
             num_steps=num_steps,
-            next_pause=lambda step, immediately: None,
+            schedule_pause=lambda step, immediately: None,
         )
         outcomes = self.controller.run(call)
         return [outcome.progress.global_step for outcome in outcomes]
