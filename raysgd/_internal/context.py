@@ -76,11 +76,13 @@ class Progress:
     epoch_samples: int = 0  # samples of an epoch of training, or 0 if unknown
     step_s: float = 0.0  # mean seconds per step, or 0 if unknown
     samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
-    snapshot: int | None = None  # committed steps in the newest snapshot of this worker
+    snapshot_step: int | None = None  # committed steps in the newest snapshot of this worker
     num_changes: int = 0  # changes between steps that outdated the snapshots of this worker
     split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
-    latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
+    latest_metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # newest values of the first metrics
+    log_points: Sequence[LogPoint] = ()  # that the driver has not acknowledged
     bad_steps: Sequence[dict[str, Any]] = ()  # steps of the call that were not applied
     holdings: Holdings = Holdings()  # what the worker has of the state
     blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
@@ -153,7 +155,7 @@ class Runner(Protocol):
         Return the current number of committed steps.
         """
 
-    def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
+    def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart after the loss of all workers.
 
         Return None if there is none, if it was sent, or if `Progress.num_changes` is not

@@ -257,14 +257,14 @@ class Worker:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
-    def snapshot(
+    def send_snapshot(
         self, step: int | None, num_changes: int, inbox: Address | None = None
     ) -> Parcel | Address | None:
-        """Return the newest snapshot and release it. A large one is sent to `inbox`.
+        """Return the newest snapshot, and release it. Send a large one to `inbox`.
 
         Return None if it was sent before, or is of another step or number of changes.
         """
-        state = None if self.runner is None else self.runner.snapshot(num_changes)
+        state = None if self.runner is None else self.runner.acquire_snapshot(num_changes)
         if state is None or (step is not None and state["global_step"] != step):
             return None
         began = time.monotonic()

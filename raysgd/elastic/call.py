@@ -43,7 +43,7 @@ class LogPoints:
     def add(self, progress: Mapping[Any, Progress], members: Sequence[Any]) -> None:
         """Store the points in the progress of workers. Show those that all `members` have."""
         for worker, of_worker in progress.items():
-            for point in of_worker.points:
+            for point in of_worker.log_points:
                 if point.call_number == self.call_number:
                     self._newest_steps[worker] = point.global_step
                     if point.global_step > self.acknowledged_step:
@@ -85,7 +85,7 @@ class Call:
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
-    points: LogPoints = field(default_factory=lambda: LogPoints(acknowledged_step=sys.maxsize))
+    log_points: LogPoints = field(default_factory=lambda: LogPoints(acknowledged_step=sys.maxsize))
     """Collects what the workers measure while the call runs. By default, they release it."""
     replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""

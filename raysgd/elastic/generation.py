@@ -127,7 +127,7 @@ class GroupForming:
             return
         outcomes = self._commands.send_to_idle(members, call.departure_request, ANSWER_S)
         call.departed_results += [e for e in outcomes.values() if e.value() is not None]
-        call.points.add({member: each.progress for member, each in outcomes.items()}, ())
+        call.log_points.add({member: each.progress for member, each in outcomes.items()}, ())
 
     # ---- starts
 

@@ -80,7 +80,7 @@ class SnapshotKeeper:
         if len(progress) < max(len(self._group.members), 1):
             return  # the worker with the snapshot may not have answered
         newest = next(iter(progress.values()))
-        step = newest.snapshot
+        step = newest.snapshot_step
         if newest.num_changes != self._num_changes:
             self._step = -1  # fetch it even if it has the same step
             self._forget()
@@ -89,7 +89,7 @@ class SnapshotKeeper:
             self._step = -1
         elif self._requested is None and step > self._step:
             asked = {each: progress[each] for each in members_to_ask(progress)[0]}
-            are_equal = all(each.snapshot == step for each in asked.values())
+            are_equal = all(each.snapshot_step == step for each in asked.values())
             if are_equal and any(each.remote for each in asked):
                 self._fetch(asked, step)
 
@@ -103,7 +103,7 @@ class SnapshotKeeper:
             return
         self._requested = _Request(step, inbox, [])
         for member, each in progress.items():
-            answer = member.control(Worker.snapshot, only, each.num_changes, inbox.address())
+            answer = member.control(Worker.send_snapshot, only, each.num_changes, inbox.address())
             self._requested.answers.append(answer)
 
     def _forget(self) -> None:

@@ -107,7 +107,7 @@ class Supervision:
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack
     ) -> tuple[Any, Inbox | None]:
         """Return the packed request, and the inbox of large answers. `stack` closes both."""
-        call.points.begin(self._journal.progress.global_step, members)
+        call.log_points.begin(self._journal.progress.global_step, members)
         request, inbox, inline = call.request, None, self._group.options.inline
         if call.rank is None:
             shares = self._context.share_balancer.choose_for(members)
@@ -122,7 +122,7 @@ class Supervision:
             inbox = stack.enter_context(call.open_inbox(hosts))
         elif isinstance(call.request, LoadRequest) and not inline:
             packed = stack.enter_context(offering(packed, hosts))
-        if inline and (call.on_wait is not None or call.points.show is not None):
+        if inline and (call.on_wait is not None or call.log_points.show is not None):
             stack.enter_context(self._showing_progress(call))
         return packed, inbox
 
@@ -134,7 +134,7 @@ class Supervision:
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         newest = leaders_progress(list(progress.values())) if progress else polled
-        call.points.add(progress, self._group.members)
+        call.log_points.add(progress, self._group.members)
         if progress:
             self._context.advance(progress)
         if attempt.has_failed:
@@ -168,10 +168,10 @@ class Supervision:
 
     def _ask_progress(self, call: Call) -> Mapping[WorkerHandle, Progress]:
         """Return the progress of the members that answer, and show it."""
-        progress = self._commands.ask_progress(call.points.acknowledged_step)
+        progress = self._commands.ask_progress(call.log_points.acknowledged_step)
         if call.on_wait is not None:
             call.on_wait(list(progress.values()))
-        call.points.add(progress, self._group.members)
+        call.log_points.add(progress, self._group.members)
         return progress
 
     def _failure(self, call: Call, attempt: Attempt, progress: Progress | None) -> GroupEvent:

@@ -46,7 +46,7 @@ class OperatorRunner(Runner, ABC):
         self._loop: Loop | None = None
         self.control = LoopControl()
         self.generators = RandomGenerators()
-        self._latest = MetricReader()
+        self._metric_reader = MetricReader()
 
     # ---- lifecycle
 
@@ -169,12 +169,12 @@ class OperatorRunner(Runner, ABC):
             epoch_samples=0 if source is None else source.epoch_samples,
             step_s=0.0 if segment is None else segment.step_s or self._loop.step_s,
             samples_per_s=max(each.samples_per_s for each in features),
-            snapshot=self._loop.snapshots.step,
+            snapshot_step=self._loop.snapshots.step,
             num_changes=self._loop.snapshots.num_changes,
             split=train_state.micro_batching.split,
             blocked_on_driver=True,  # if this worker has returned
-            latest={} if meters is None else self._latest.read(meters),
-            points=self._loop.call_progress.release_points(acknowledged_step),
+            latest_metrics={} if meters is None else self._metric_reader.read(meters),
+            log_points=self._loop.call_progress.release_points(acknowledged_step),
             bad_steps=[s for each in features for s in each.bad_steps if s["step"] > began_at],
             holdings=train_state.holdings,
             timing=train_state.timing.totals,
@@ -189,7 +189,7 @@ class OperatorRunner(Runner, ABC):
         self.control.driver_pause = step
         return 0 if self._loop is None else self._train_state.global_step
 
-    def snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
+    def acquire_snapshot(self, num_changes: int | None = None) -> dict[str, Any] | None:
         return None if self._loop is None else self._loop.snapshots.begin_sending(num_changes)
 
     def release_snapshot(self, snapshot: dict[str, Any], seconds: float) -> None:

@@ -85,7 +85,7 @@ class Dispatcher:
     controller: Controller
     callback_list: CallbackList
     trainer_name: str
-    latest: dict[str, Any] = field(default_factory=dict)
+    latest_metrics: dict[str, Any] = field(default_factory=dict)
     """The newest metrics of train and validate."""
     last_call: LastCall | None = None
     bad_steps: list[dict[str, Any]] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Dispatcher:
     @property
     def metrics(self) -> dict[str, Any]:
         """The newest metrics, including metrics that callbacks are handling now."""
-        return {**self.latest, **self._being_reported}
+        return {**self.latest_metrics, **self._being_reported}
 
     def report(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
         """Pass the metrics of a call to the callbacks, which may add metrics."""
@@ -131,7 +131,7 @@ class Dispatcher:
             self.callback_list.call_hook(hook, trainer, metrics)
         finally:
             self._being_reported = before
-            self.latest.update(metrics)
+            self.latest_metrics.update(metrics)
 
     def run(self, request: Request, changes_state: bool = False, **options: Any) -> list[Any]:
         """Run a call with these options of `Call`, and return the answers by rank."""
@@ -167,7 +167,7 @@ class Dispatcher:
             num_steps=num_steps,
             schedule_pause=self.callback_list.schedule_pause,
             max_losses=max_retries,
-            points=LogPoints(request.call_number),
+            log_points=LogPoints(request.call_number),
         )
         controller = self.controller
         self._newest_training = call
@@ -176,14 +176,14 @@ class Dispatcher:
             while is_paused:
                 call.request = replace(call.request, info=dict(request.info))
                 call.on_wait = self.callback_list.start_progress(trainer, "train")
-                call.points.show = partial(self._log, trainer) if request.log_every else None
+                call.log_points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.value() for outcome in controller.run(call)]
                 call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
                 is_paused = results[0] is None
                 self.callback_list.pause(trainer)
         finally:
-            call.on_wait = call.points.show = None  # they keep the trainer alive
+            call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
         assert call.progress_before is not None
         completed = controller.progress.epoch > call.progress_before.epoch

@@ -212,7 +212,7 @@ class StateTransfer:
         else:  # packing needs Ray
             snapshots.keep(lambda: worker_entries)
         self.dispatcher.bad_steps = [*state.get("bad_steps", {}).get("records", ())]
-        self.dispatcher.latest.update(driver_entries["validation_due"])
+        self.dispatcher.latest_metrics.update(driver_entries["validation_due"])
         self.fit_loop.restore_due_validation(state.get("validation_due"))
         self._warn_of_changes(driver_entries["config"])
 

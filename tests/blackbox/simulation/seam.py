@@ -365,7 +365,7 @@ class SimMember(WorkerHandle):
             num_batches=self.step,
             step_s=self._world.step_s,
             samples_per_s=self.speed,
-            snapshot=self.snapshot_step,
+            snapshot_step=self.snapshot_step,
             terminated_s=None
             if self.terminated_at is None
             else self._world.now - self.terminated_at,

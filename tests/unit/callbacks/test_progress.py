@@ -51,7 +51,7 @@ def progress(num_batches, *, loss=None, total=5, step=None, num_samples=32):
         total_batches=total,
         num_samples=num_samples,
         global_step=100 + num_batches if step is None else step,
-        latest={} if loss is None else {"train_loss": loss},
+        latest_metrics={} if loss is None else {"train_loss": loss},
     )
 
 
@@ -258,7 +258,9 @@ def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
     bar, trainer = ProgressBar(), FakeTrainer()
     trainer.num_epochs = 8
     bar.on_progress(trainer, "train", [])
-    told = Progress(epoch=1, num_batches=2, total_batches=5, latest={"loss_g": 0.5, "loss_d": 1.5})
+    told = Progress(
+        epoch=1, num_batches=2, total_batches=5, latest_metrics={"loss_g": 0.5, "loss_d": 1.5}
+    )
     bar.on_progress(trainer, "train", [told])
     text = terminal.getvalue()
     assert "epoch 2/8" in text

@@ -51,7 +51,7 @@ class FakeRunner:
         self.calls.append(("pause", step))
         return self.step
 
-    def snapshot(self, num_changes=None):
+    def acquire_snapshot(self, num_changes=None):
         return {"step": self.step} if self.step else None
 
     def release_snapshot(self, snapshot, seconds):
@@ -372,11 +372,11 @@ def test_a_pause_ends_with_its_generation(worker):
 
 
 def test_a_snapshot_is_pickled_if_there_is_one(worker):
-    assert worker.snapshot(None, 0) is None
+    assert worker.send_snapshot(None, 0) is None
     worker.runner.step = 4
-    assert worker.snapshot(None, 0).value() == {"step": 4}
+    assert worker.send_snapshot(None, 0).value() == {"step": 4}
     assert worker.runner.calls[-1] == ("sent", {"step": 4})
-    assert Worker().snapshot(None, 0) is None
+    assert Worker().send_snapshot(None, 0) is None
 
 
 # ---- life cycle

@@ -40,7 +40,7 @@ def run():
     points.begin(0, [a, b])
 
     def take(*workers, members=(a, b)):
-        points.add({each: Progress(points=each.points) for each in workers}, members)
+        points.add({each: Progress(log_points=each.points) for each in workers}, members)
 
     return SimpleNamespace(points=points, a=a, b=b, shown=shown, take=take)
 

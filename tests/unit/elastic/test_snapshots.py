@@ -32,7 +32,7 @@ class FakeMember:
         self.asked = []
 
     def control(self, method, step, num_changes, inbox):
-        assert method is Worker.snapshot
+        assert method is Worker.send_snapshot
         self.asked.append(Future())
         return self.asked[-1]
 
@@ -41,7 +41,7 @@ class FakeMember:
 
 
 def at(step):
-    return Progress(global_step=100, snapshot=step)
+    return Progress(global_step=100, snapshot_step=step)
 
 
 def make_keeper(num_members):
@@ -67,7 +67,7 @@ def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
 
 
 def divided(step):
-    return Progress(global_step=100, snapshot=step, holdings=Holdings(complete=False))
+    return Progress(global_step=100, snapshot_step=step, holdings=Holdings(complete=False))
 
 
 def test_shards_of_one_step_are_fetched_together():
@@ -130,7 +130,7 @@ class LargeMember(FakeMember):
         super().__init__()
         self.worker, self.sent = Worker(), []
         self.worker.runner = SimpleNamespace(
-            snapshot=lambda num_changes=None: state,
+            acquire_snapshot=lambda num_changes=None: state,
             release_snapshot=lambda state, seconds: self.sent.append(seconds),
         )
         self.thread = ThreadPoolExecutor(1)
@@ -248,7 +248,7 @@ class RunnerMember(FakeMember):
         """Answer late requests first."""
         late, self.late = self.late, []
         for future, *given in [*late, (Future(), *arguments)]:
-            future.set_result(self.worker.snapshot(*given))
+            future.set_result(self.worker.send_snapshot(*given))
         return future
 
     def answer_late(self, method, *arguments):

@@ -188,13 +188,13 @@ def test_a_validation_begins_with_a_snapshot_and_the_next_epoch_too():
     runner.operator._train_state.settings.context = WorkerContext()
     runner.handle(TrainRequest(call_number=0, until_epoch=1))
     seen, before = [], runner.progress().num_changes
-    runner.operator.fail = lambda info, when: seen.append(runner.progress().snapshot)
+    runner.operator.fail = lambda info, when: seen.append(runner.progress().snapshot_step)
     runner.handle(ValidateRequest(call_number=1))
-    assert (seen[0], runner.progress().snapshot) == (5, None)
+    assert (seen[0], runner.progress().snapshot_step) == (5, None)
     assert runner.progress().num_changes > before
     runner.operator.fail = lambda info, when: None
     runner.handle(TrainRequest(call_number=2, until_step=6))
-    assert runner.progress().snapshot == 5
+    assert runner.progress().snapshot_step == 5
 
 
 # ---- random numbers

@@ -27,11 +27,11 @@ def taken(runner, until_step):
 
     def look(batch_info, when):
         if when == "before":
-            steps.append(runner.progress().snapshot)
+            steps.append(runner.progress().snapshot_step)
 
     runner.operator.fail = look
     runner.handle(TrainRequest(call_number=runner.progress().global_step, until_step=until_step))
-    return [*steps, runner.progress().snapshot]
+    return [*steps, runner.progress().snapshot_step]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
     expected = saved.state_dict()
     del expected["data"]["loaders"]  # only files describe the data
     # a snapshot may also describe the current call
-    held = {name: runner.snapshot()[name] for name in expected}
+    held = {name: runner.acquire_snapshot()[name] for name in expected}
     torch.testing.assert_close(held, expected, rtol=0, atol=0)
 
 
@@ -85,7 +85,7 @@ def test_a_snapshot_has_a_copy_of_the_operators_own_state():
 
     runner = runner_with_snapshots(3, operator_cls=Counting)
     runner.handle(TrainRequest(call_number=0, until_step=5))
-    own = runner.snapshot()["operator"]
+    own = runner.acquire_snapshot()["operator"]
     assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
 
 
@@ -95,7 +95,7 @@ def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
     first = runner_with_snapshots(3)
     first.handle(TrainRequest(call_number=0, until_step=start_step))
     second = runner_with_snapshots(3)
-    second.load_state_dict(first.snapshot())
+    second.load_state_dict(first.acquire_snapshot())
     metrics = second.handle(TrainRequest(call_number=1, until_epoch=2, start_step=start_step))
     assert second.operator.trained == (EPOCH * 2)[24:]
     assert (metrics["num_samples"], metrics["batch_count"]) == (8 * num_batches, num_batches)
@@ -105,9 +105,9 @@ def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice()
     """A snapshot may be taken after the last step, but before the epoch is counted."""
     first = runner_with_snapshots(5)
     first.handle(TrainRequest(call_number=0, until_step=5))
-    assert first.snapshot()["global_step"] == 5
+    assert first.acquire_snapshot()["global_step"] == 5
     second = runner_with_snapshots(5)
-    second.load_state_dict(first.snapshot())
+    second.load_state_dict(first.acquire_snapshot())
     # the interrupted call asked for one epoch
     second.handle(TrainRequest(call_number=0, until_epoch=1))
     assert second.operator.trained == []
@@ -136,7 +136,7 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
     if until_step is not None:
         # the driver fetches this snapshot, even if its step is the same
         assert runner.progress().num_changes == 1
-    state = runner.snapshot()
+    state = runner.acquire_snapshot()
     if change is begin_averages:
         assert "averages" in state
     elif change is freeze:
@@ -156,7 +156,7 @@ def test_a_snapshot_has_batch_sizes_that_were_changed_between_calls():
     runner.handle(ApplyOperatorRequest(function=halve))
     assert runner.progress().num_changes == 1
     restarted = runner_with_snapshots("epoch")
-    restarted.load_state_dict(runner.snapshot())
+    restarted.load_state_dict(runner.acquire_snapshot())
     taken(restarted, 7)
     assert restarted.operator.trained == list(range(8, 12))
 
@@ -167,7 +167,7 @@ def test_a_snapshot_stays_if_a_function_changes_nothing():
     runner.handle(
         ApplyOperatorRequest(function=lambda operator: operator.optimizer.param_groups[0]["lr"])
     )
-    assert runner.progress().snapshot == 5
+    assert runner.progress().snapshot_step == 5
     assert runner.progress().num_changes == 0
 
 
@@ -203,7 +203,7 @@ def timed(monkeypatch):
 
     def step(batch_info, when):
         clock.now += when == "before"
-        if (snapshot := runner.snapshot()) is not None:
+        if (snapshot := runner.acquire_snapshot()) is not None:
             runner.release_snapshot(snapshot, 3.0)
 
     runner.operator._train_state.copy_leaf, runner.operator.fail = copy, step
@@ -271,24 +271,24 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
 def test_a_worker_that_ends_with_the_driver_takes_no_snapshot():
     runner = make_runner(elastic=ElasticConfig(snapshot_every="auto"))
     assert taken(runner, 11) == [None] * 12
-    assert runner.snapshot() is None
+    assert runner.acquire_snapshot() is None
 
 
 def test_a_snapshot_that_was_sent_is_released():
     runner = runner_with_snapshots("epoch")
     taken(runner, 2)
-    released = weakref.ref(runner.snapshot()["models"][0]["0.weight"])
-    runner.release_snapshot(runner.snapshot(), 0.0)
-    assert runner.snapshot() is None
+    released = weakref.ref(runner.acquire_snapshot()["models"][0]["0.weight"])
+    runner.release_snapshot(runner.acquire_snapshot(), 0.0)
+    assert runner.acquire_snapshot() is None
     assert released() is None
-    assert runner.progress().snapshot == 0  # the driver does not ask for it again
+    assert runner.progress().snapshot_step == 0  # the driver does not ask for it again
 
 
 def test_no_snapshot_is_taken_while_the_driver_fetches_one():
     """Otherwise the worker would hold two copies."""
     runner = runner_with_snapshots(1)
     taken(runner, 2)
-    fetched = runner.snapshot()
+    fetched = runner.acquire_snapshot()
     assert taken(runner, 4)[-1] == 2
     runner.release_snapshot(fetched, 0.0)
     assert taken(runner, 6)[-1] == 6

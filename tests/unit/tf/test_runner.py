@@ -45,7 +45,7 @@ def test_training_continues_equally_from_a_snapshot():
     runner.handle(TrainRequest(call_number=0, until_step=45))
     then = runner.state_dict()
     runner.handle(TrainRequest(call_number=1, until_step=50))
-    held, now = runner.snapshot(), runner.state_dict()
+    held, now = runner.acquire_snapshot(), runner.state_dict()
     assert (held["epoch"], held["global_step"]) == (1, 45)
     assert_same(held, then)
     with pytest.raises(AssertionError):

@@ -396,7 +396,7 @@ class Player:
 
     def result(self, given, members):
         """Check snapshots, loading, and validation. Return the complete state."""
-        held = self.joined(self.runner.snapshot())
+        held = self.joined(self.runner.acquire_snapshot())
         assert self.step - held["global_step"] in range(4)
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))

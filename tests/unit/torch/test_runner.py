@@ -52,7 +52,7 @@ def test_runner_without_operator_has_no_progress():
     assert runner.progress() == Progress()
     runner.request_stop(True)
     assert runner.pause_at(3) == 0
-    assert runner.snapshot() is None
+    assert runner.acquire_snapshot() is None
     with pytest.raises(RuntimeError, match="no operator"):
         runner.handle(TrainRequest(call_number=0, until_epoch=1))
 
@@ -176,8 +176,8 @@ def test_progress_counts_the_batches_and_samples_of_a_call():
     assert [p.global_step for p in seen] == [0, 1, 2, 3]
     assert [p.in_epoch for p in seen] == [False, True, True, True]
     assert {p.total_batches for p in seen} == {4}
-    assert seen[0].latest == {}
-    assert isinstance(seen[-1].latest["train_loss"], float)
+    assert seen[0].latest_metrics == {}
+    assert isinstance(seen[-1].latest_metrics["train_loss"], float)
     done = runner.progress()
     assert (done.epoch, done.in_epoch, done.global_step) == (0, True, 4)
     runner.handle(TrainRequest(call_number=1, until_epoch=1))

@@ -40,8 +40,8 @@ def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer):
             return global_step + 1
 
         def on_pause(self, trainer):  # as if a second worker had left after step 1
-            points = trainer._dispatcher._newest_training.points
-            points.add({"worker": Progress(points=[part(points.call_number, 1, 4, False)])}, ())
+            points = trainer._dispatcher._newest_training.log_points
+            points.add({"worker": Progress(log_points=[part(points.call_number, 1, 4, False)])}, ())
 
         def on_log(self, trainer, call, metrics):
             points.append(metrics["num_samples"])

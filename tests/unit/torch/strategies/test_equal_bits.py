@@ -315,7 +315,7 @@ def test_a_snapshot_has_the_metrics_of_its_call():
         runner.setup(WorkerContext())
     with pytest.raises(ValueError, match="fails once"):
         fails.handle(request)
-    resumed.load_state_dict(fails.snapshot())
+    resumed.load_state_dict(fails.acquire_snapshot())
     assert merge_workers([resumed.handle(request)]) == merge_workers([expected.handle(request)])
 
 
