@@ -129,9 +129,9 @@ class RetrySplitError(Exception):
 class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
-    `progress`, `request_stop`, `pause_at`, `snapshot`, and `release_snapshot` run in *control*
-    threads while the worker is busy, so they must not wait. The other methods run one at a time in
-    the *work* thread.
+    `progress`, `request_stop`, `pause_at`, `acquire_snapshot`, and `release_snapshot` run in
+    *control* threads while the worker is busy, so they must not wait. The other methods run one at
+    a time in the *work* thread.
     """
 
     def prepare(self, context: WorkerContext) -> None:

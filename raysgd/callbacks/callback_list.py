@@ -183,7 +183,7 @@ class CallbackList:
     def start_progress(
         self, trainer: Trainer, kind: str
     ) -> Callable[[Sequence[Progress]], None] | None:
-        """Pass an empty progress to callbacks. Return a function for more; None if no one uses it."""
+        """Return a function that passes progress to callbacks, after a first call. None if unused."""
         unused = Callback.on_progress
         listeners = [
             entry
