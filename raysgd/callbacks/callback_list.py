@@ -183,7 +183,7 @@ class CallbackList:
     def start_progress(
         self, trainer: Trainer, kind: str
     ) -> Callable[[Sequence[Progress]], None] | None:
-        """Return a function that passes progress to callbacks, after a first call. None if unused."""
+        """Return a function that passes progress to callbacks; None if no callback uses it."""
         unused = Callback.on_progress
         listeners = [
             entry
