@@ -37,9 +37,9 @@ from raysgd.train.framework import (
     TrainingWorkerError,
     backend_class,
 )
-from raysgd.train.report_queue import Turn
+from raysgd.train.report_queue import TrainingResult
 from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
-from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
+from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
 from raysgd.train.worker_session import Plan, receive_shards
 
@@ -55,7 +55,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_ACTIONS = {  # of a worker, by the kind of its turn
+_VERBS = {  # of a worker, by the kind of its result
     "report": "reported",
     "checkpoint": "saved a checkpoint",
     "end": "returned from the function",
@@ -283,7 +283,7 @@ class BackendExecutor:
         with self.abort_on_error():
             # Each restart reads the plan of that time: see LoadRequest in `FunctionRunner.handle`.
             controller.snapshots.keep(lambda: {"plan": run.plan})
-            self._repair(controller)
+            self._await_idle_workers(controller)
             run.begin()
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
@@ -295,18 +295,18 @@ class BackendExecutor:
         run = self._require_run("fetch_next_result")
         with self.abort_on_error():
             while run.values is None:
-                turns: list[Turn] = run.send(NextRequest())
-                if len({turn.kind for turn in turns}) > 1:
-                    each = (f"worker {n} {_ACTIONS[turn.kind]}" for n, turn in enumerate(turns))
+                results: list[TrainingResult] = run.send(NextResultRequest())
+                if len({result.kind for result in results}) > 1:
+                    each = (f"worker {n} {_VERBS[r.kind]}" for n, r in enumerate(results))
                     raise RuntimeError(
                         f"The workers are out of step: {'; '.join(each)}. Every worker must call "
                         "report() and save_checkpoint() equally often and in the same order."
                     )
-                self._save_checkpoint(run, turns)
-                if turns[0].kind == "end":
-                    run.values = [turn.value for turn in turns]
-                elif turns[0].kind == "report" and not run.skips_reports:
-                    return [self._backend.decode_data(turn.metrics) for turn in turns]
+                self._save_checkpoint(run, results)
+                if results[0].kind == "end":
+                    run.values = [result.value for result in results]
+                elif results[0].kind == "report" and not run.skips_reports:
+                    return [self._backend.decode_data(result.metrics) for result in results]
         return None
 
     def pause_reporting(self) -> None:
@@ -356,7 +356,7 @@ class BackendExecutor:
         controller = self._require_workers("run")
         if self._run is not None:  # an error must not stop the other function
             return self.worker_group.execute(train_func)
-        self._repair(controller)
+        self._await_idle_workers(controller)
         call = Call(request=ApplyRequest(function=train_func), method="run")
         return [outcome.value() for outcome in controller.run(call)]
 
@@ -384,29 +384,29 @@ class BackendExecutor:
 
     # ---- helpers
 
-    def _save_checkpoint(self, run: _Run, turns: list[Turn]) -> None:
-        rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
+    def _save_checkpoint(self, run: _Run, results: list[TrainingResult]) -> None:
+        rank = next((rank for rank, result in enumerate(results) if result.has_checkpoint), None)
         if rank is None:
             return
-        turn = turns[0]
-        if turn.not_finite:
+        result = results[0]
+        if result.not_finite:
             logger.warning(
                 "A checkpoint is not kept, because its %s has NaN or infinity. The last finite "
                 "checkpoint stays.",
-                turn.not_finite,
+                result.not_finite,
             )
             return
-        if turn.checkpoint is None:
+        if result.checkpoint is None:
             raise RuntimeError(
                 f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
                 "checkpoint of worker 0: report a checkpoint there."
             )
-        self.checkpoints.save(turn, turn.checkpoint, len(turns))
+        self.checkpoints.save(result, result.checkpoint, len(results))
         self._saved = self.checkpoints
-        run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration)
+        run.plan = replace(run.plan, checkpoint=self.checkpoints.blob, iteration=result.iteration)
         run.controller.grow()
 
-    def _repair(self, controller: Controller) -> None:
+    def _await_idle_workers(self, controller: Controller) -> None:
         """Replace dead workers, and wait for workers that still run a failed function.
 
         These losses do not count against the retries of a run.

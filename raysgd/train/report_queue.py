@@ -1,7 +1,7 @@
-"""A queue of one turn between the thread of a training function and the driver.
+"""A queue of one result between the thread of a training function and the driver.
 
-`put` waits until the driver has taken the previous turn, so no worker gets more than one report
-ahead of the slowest. With a checkpoint, `put` also waits until the driver asks for the next turn.
+`put` waits until the driver has taken the previous result, so no worker gets more than one report
+ahead of the slowest. With a checkpoint, `put` also waits until the driver asks for the next result.
 Then the driver holds it, and a loss of workers cannot lose it.
 """
 
@@ -17,7 +17,7 @@ from raysgd.cluster.serialization import Parcel
 
 logger = logging.getLogger(__name__)
 
-TurnKind = Literal["report", "checkpoint", "end"]
+ResultKind = Literal["report", "checkpoint", "end"]
 
 
 class RunStoppedError(BaseException):
@@ -28,10 +28,10 @@ class RunStoppedError(BaseException):
 
 
 @dataclass(frozen=True)
-class Turn:
+class TrainingResult:
     """One result of a training function. All workers must produce the same sequence of kinds."""
 
-    kind: TurnKind
+    kind: ResultKind
     content: Parcel | None = None
     """The encoded report, or the return value of the function."""
     checkpoint: bytes | None = None
@@ -69,33 +69,33 @@ class Turn:
 
 
 class ReportQueue:
-    """Passes turns to the driver. Only one thread calls `put`."""
+    """Passes results to the driver. Only one thread calls `put`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._next: Turn | None = None  # that the driver has not taken yet
-        self._handled: Turn | None = None  # that the driver is handling
+        self._next: TrainingResult | None = None  # that the driver has not taken yet
+        self._handled: TrainingResult | None = None  # that the driver is handling
         self._is_stopped = False
         self.blocked_on_driver = False
         """Whether the function is waiting for the driver or has ended."""
 
     # ---- used by the function
 
-    def put(self, turn: Turn) -> None:
-        """Pass a turn to the driver. Wait until it has handled a checkpoint."""
+    def put(self, result: TrainingResult) -> None:
+        """Pass a result to the driver. Wait until it has handled a checkpoint."""
         with self._changed:
             self._wait_until(lambda: self._next is None)
-            self._next = turn
+            self._next = result
             self._changed.notify_all()
-            if turn.has_checkpoint:
-                self._wait_until(lambda: turn is not self._next and turn is not self._handled)
+            if result.has_checkpoint:
+                self._wait_until(lambda: result is not self._next and result is not self._handled)
 
-    def end(self, turn: Turn) -> None:
+    def end(self, result: TrainingResult) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""
         with self._changed:
             self.blocked_on_driver = True
             self._changed.wait_for(lambda: self._next is None or self._is_stopped)
-            self._next = turn
+            self._next = result
             self._changed.notify_all()
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
@@ -109,8 +109,8 @@ class ReportQueue:
 
     # ---- used by the driver
 
-    def get(self) -> Turn:
-        """Mark the previous turn as handled. Then wait for the next turn and return it.
+    def get(self) -> TrainingResult:
+        """Mark the previous result as handled. Then wait for the next result and return it.
 
         Raise the exception of the function if it has failed.
         """
@@ -118,16 +118,16 @@ class ReportQueue:
             self._handled = None
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._next is not None)
-            turn = self._next
-            assert turn is not None
-            if turn.kind != "end":  # the driver can take an end again
-                self._next, self._handled = None, turn
+            result = self._next
+            assert result is not None
+            if result.kind != "end":  # the driver can take an end again
+                self._next, self._handled = None, result
             self._changed.notify_all()
-        if isinstance(turn.error, RunStoppedError):
-            raise RuntimeError("The training function was stopped.") from turn.error
-        if turn.error is not None:
-            raise turn.error
-        return turn
+        if isinstance(result.error, RunStoppedError):
+            raise RuntimeError("The training function was stopped.") from result.error
+        if result.error is not None:
+            raise result.error
+        return result
 
     def stop(self) -> None:
         """Make the function raise when it next waits for the driver, or now if it is waiting."""

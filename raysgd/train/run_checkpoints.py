@@ -19,7 +19,7 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointFolder, name_numbers
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-from raysgd.train.report_queue import Turn
+from raysgd.train.report_queue import TrainingResult
 
 
 class RunCheckpoints(CheckpointFolder):
@@ -77,7 +77,7 @@ class RunCheckpoints(CheckpointFolder):
         (self.number,) = name_numbers(newest)
         return manifest
 
-    def save(self, turn: Turn, blob: bytes, world_size: int) -> None:
+    def save(self, result: TrainingResult, blob: bytes, world_size: int) -> None:
         """Store a checkpoint, on disk too if the strategy keeps it. Return when it is stored.
 
         Raise ValueError afterwards if it lacks the number that rates it.
@@ -88,7 +88,7 @@ class RunCheckpoints(CheckpointFolder):
         if self._keep != 0:
             self._folder.make_folder()
             manifest = Manifest(
-                world_size=world_size, global_step=turn.iteration, metrics=dict(turn.numbers)
+                world_size=world_size, global_step=result.iteration, metrics=dict(result.numbers)
             )
             write_pickle(blob, self._folder.child(name).name, manifest)
             self._manifests[name] = manifest
@@ -96,10 +96,10 @@ class RunCheckpoints(CheckpointFolder):
         self.number += 1
         self.blob = blob
         score = self._monitor
-        if self._keep != 0 and score is not None and score not in turn.numbers:
+        if self._keep != 0 and score is not None and score not in result.numbers:
             raise ValueError(
                 f"checkpoint_score_attribute={score!r}: {name} has no number of that name. Report "
-                f"it with the checkpoint. The numbers are: {', '.join(turn.numbers)}."
+                f"it with the checkpoint. The numbers are: {', '.join(result.numbers)}."
             )
 
     def finish(self) -> None:

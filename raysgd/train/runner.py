@@ -30,8 +30,8 @@ class BeginRequest(Request):
     plan: Plan
 
 
-class NextRequest(Request):
-    """Return the next turn of the function, because the driver has handled the previous one."""
+class NextResultRequest(Request):
+    """Return the next result of the function, because the driver has handled the previous one."""
 
 
 class EndRunRequest(Request):
@@ -41,7 +41,7 @@ class EndRunRequest(Request):
 class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
-    A `BeginRequest` starts the function. After a restart, a `NextRequest` starts it too.
+    A `BeginRequest` starts the function. After a restart, a `NextResultRequest` starts it too.
 
     `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
@@ -97,7 +97,7 @@ class FunctionRunner(Runner):
                 if self._plan is None or self._plan.run_id != plan.run_id:
                     self._plan, self._session = plan, None
                 self._ensure_started()
-            case NextRequest():
+            case NextResultRequest():
                 return self._ensure_started().report_queue.get()
             case EndRunRequest():
                 self.request_stop(True)

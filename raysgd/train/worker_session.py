@@ -25,7 +25,7 @@ from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.report_queue import ReportQueue, RunStoppedError, Turn, TurnKind
+from raysgd.train.report_queue import ReportQueue, ResultKind, RunStoppedError, TrainingResult
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ class Session:
                     "they train one model, wrap it with raysgd.train.torch.prepare_model().",
                     context.world_size,
                 )
-            end = Turn("end", content=_pack_result(value), iteration=self.iteration)
+            end = TrainingResult("end", content=_pack_result(value), iteration=self.iteration)
         except BaseException as error:
-            end = Turn("end", error=error)
+            end = TrainingResult("end", error=error)
         if not isinstance(end.error, RunStoppedError):
             end_wandb(failed=end.error is not None)
         if process_state.session is self:
@@ -130,12 +130,12 @@ class Session:
 
     def _send(
         self,
-        kind: TurnKind,
+        kind: ResultKind,
         content: Parcel | None,
         numbers: Mapping[str, float] | None = None,
         checkpoint: dict[str, Any] | None = None,
     ) -> None:
-        """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
+        """Pass a result to the driver. The driver keeps the checkpoint of worker 0 only."""
         arrays, blob = finiteness(checkpoint), None
         not_finite = self._find_not_finite(arrays)
         if checkpoint is not None and not not_finite:
@@ -148,7 +148,7 @@ class Session:
                 blob = _pickle(self.plan.encode(checkpoint))
             self._checkpoint, self._newest_arrays = own, arrays
         self.report_queue.put(
-            Turn(
+            TrainingResult(
                 kind,
                 content=content,
                 checkpoint=blob if worker_context().world_rank == 0 else None,

@@ -1,4 +1,4 @@
-"""The queue of one turn between a training function and the driver, tested with threads."""
+"""The queue of one result between a training function and the driver, tested with threads."""
 
 import asyncio
 import dataclasses
@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from raysgd.cluster.serialization import pack
-from raysgd.train.report_queue import ReportQueue, RunStoppedError, Turn
+from raysgd.train.report_queue import ReportQueue, RunStoppedError, TrainingResult
 from tests.conftest import wait_until
 
 
@@ -32,8 +32,8 @@ def in_thread(function):
     return thread, raised
 
 
-def turn(n):
-    return Turn("report", content=pack({"n": n}))
+def result(n):
+    return TrainingResult("report", content=pack({"n": n}))
 
 
 def test_a_function_is_at_most_one_report_ahead(report_queue):
@@ -41,7 +41,7 @@ def test_a_function_is_at_most_one_report_ahead(report_queue):
 
     def function():
         for n in range(4):
-            report_queue.put(turn(n))
+            report_queue.put(result(n))
             put.append(n)
 
     thread, _ = in_thread(function)
@@ -60,10 +60,10 @@ def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_
     saved = threading.Event()
 
     def function():
-        report_queue.put(Turn("checkpoint", checkpoint=b"x", has_checkpoint=True))
+        report_queue.put(TrainingResult("checkpoint", checkpoint=b"x", has_checkpoint=True))
         saved.set()
-        report_queue.put(turn(1))
-        report_queue.put(turn(2))
+        report_queue.put(result(1))
+        report_queue.put(result(2))
 
     in_thread(function)
     assert report_queue.get().checkpoint == b"x"
@@ -75,9 +75,9 @@ def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_
 
 @pytest.mark.parametrize("has_returned", [False, True])
 def test_a_stop_ends_the_wait_of_a_function(report_queue, has_returned):
-    report_queue.put(turn(0))
+    report_queue.put(result(0))
     waits = report_queue.end if has_returned else report_queue.put
-    thread, raised = in_thread(lambda: waits(turn(1)))
+    thread, raised = in_thread(lambda: waits(result(1)))
     wait_until(lambda: report_queue.blocked_on_driver)
     report_queue.stop()
     thread.join(5)
@@ -95,8 +95,8 @@ def test_a_stop_ends_the_wait_of_a_function(report_queue, has_returned):
     ],
 )
 def test_the_error_of_the_function_comes_after_its_reports(report_queue, raised, expected):
-    report_queue.put(turn(0))
-    in_thread(lambda: report_queue.end(Turn("end", error=raised)))
+    report_queue.put(result(0))
+    in_thread(lambda: report_queue.end(TrainingResult("end", error=raised)))
     assert report_queue.get().metrics == {"n": 0}
     with pytest.raises(expected):
         report_queue.get()
@@ -106,6 +106,6 @@ def test_unreadable_values_are_an_error_in_a_report_and_a_warning_at_the_end(cap
     packed = pack(Fraction(1, 2))
     unreadable = dataclasses.replace(packed, data=packed.data.replace(b"fractions", b"unknownnn"))
     with pytest.raises(TypeError, match="Report plain values, or make their classes importable"):
-        _ = Turn("report", content=unreadable).metrics
-    assert Turn("end", content=unreadable).value is None
+        _ = TrainingResult("report", content=unreadable).metrics
+    assert TrainingResult("end", content=unreadable).value is None
     assert "cannot unpickle the result" in caplog.text

@@ -11,14 +11,14 @@ from raysgd.checkpoint.file import write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy
-from raysgd.train.report_queue import Turn
+from raysgd.train.report_queue import TrainingResult
 from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
 
 
 def keep(checkpoints, *states):
     for state in states:
-        turn = Turn("checkpoint", numbers={"_timestamp": 1.0, **state})
-        checkpoints.save(turn, cloudpickle.dumps(state), world_size=2)
+        result = TrainingResult("checkpoint", numbers={"_timestamp": 1.0, **state})
+        checkpoints.save(result, cloudpickle.dumps(state), world_size=2)
 
 
 def numbers_in(folder):
@@ -124,7 +124,7 @@ def test_a_new_process_skips_checkpoints_whose_arrays_were_finite_before(tmp_pat
     for epoch, weight in enumerate((1.0, 1.0, np.nan, np.nan)):
         history = np.array([0.5] + epoch * [np.nan])  # may grow by NaN
         blob = cloudpickle.dumps({"w": np.array([weight]), "history": history})
-        saved.save(Turn("checkpoint", numbers={"_timestamp": 1}), blob, world_size=2)
+        saved.save(TrainingResult("checkpoint", numbers={"_timestamp": 1}), blob, world_size=2)
     found = RunCheckpoints(tmp_path)
     assert found.restore() is not None
     assert (found.number, found.latest_path.name) == (2, "checkpoint_000002")

@@ -1,4 +1,4 @@
-"""The runner of a training function in a worker: turns, stops, and restarts."""
+"""The runner of a training function in a worker: results, stops, and restarts."""
 
 import importlib
 import os
@@ -14,7 +14,13 @@ from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train import worker_session
-from raysgd.train.runner import BeginRequest, EndRunRequest, Finder, FunctionRunner, NextRequest
+from raysgd.train.runner import (
+    BeginRequest,
+    EndRunRequest,
+    Finder,
+    FunctionRunner,
+    NextResultRequest,
+)
 from raysgd.train.worker_session import Plan
 
 
@@ -29,7 +35,7 @@ class Worker:
         self.runner.handle(BeginRequest(plan=Plan(run, cloudpickle.dumps(function))))
 
     def next(self):
-        return self.runner.handle(NextRequest())
+        return self.runner.handle(NextResultRequest())
 
 
 @pytest.fixture
@@ -86,9 +92,9 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
 
     worker = make_worker()
     worker.begin(function)
-    turns = [worker.next() for _ in range(3)]
-    assert [turn.kind for turn in turns] == ["report", "checkpoint", "end"]
-    assert turns[2].value == 2
+    results = [worker.next() for _ in range(3)]
+    assert [result.kind for result in results] == ["report", "checkpoint", "end"]
+    assert results[2].value == 2
     assert worker.runner.progress().blocked_on_driver
     assert worker.runner.progress().global_step == 1
 

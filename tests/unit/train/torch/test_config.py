@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
-from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
+from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.torch import TorchConfig
 from raysgd.train.worker_session import Plan
 
@@ -59,7 +59,7 @@ def test_workers_that_never_communicate_cause_a_warning(caplog, function, warns)
         transport.setup(WorkerContext(distributed=True), transport.prepare(["127.0.0.1"]))
         runner.setup(WorkerContext(world_size=2))
         runner.handle(BeginRequest(plan=Plan("run", cloudpickle.dumps(function))))
-        assert runner.handle(NextRequest()).kind == "end"
+        assert runner.handle(NextResultRequest()).kind == "end"
         assert ("2 workers, and they never communicated" in caplog.text) == warns
     finally:
         runner.handle(EndRunRequest())
