@@ -91,7 +91,7 @@ class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
-WORK_METHODS = ("create", "join_group", "call", "execute", "teardown")
+WORK_METHODS = ("create", "join_group", "handle", "execute", "teardown")
 """Methods that run one at a time. The other methods run in parallel with them, as *control*."""
 
 
@@ -191,7 +191,7 @@ class Worker:
 
         return self._outcome_of(join)
 
-    def call(self, request: Request | Parcel | Address, inbox: Address | None = None) -> Outcome:
+    def handle(self, request: Request | Parcel | Address, inbox: Address | None = None) -> Outcome:
         """Handle a request, or the large request at an address.
 
         Send a large answer to `inbox`, if it is given.

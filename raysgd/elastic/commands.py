@@ -102,7 +102,7 @@ class Commands:
         idle = [member for member in self._group.members if member not in busy]
         self._call_control(idle, Worker.interrupt, self._journal.generation)
         packed = pack_as(request.name, request)
-        attempt = Attempt({m: m.work(Worker.call, packed) for m in idle}, self._clock)
+        attempt = Attempt({m: m.work(Worker.handle, packed) for m in idle}, self._clock)
         attempt.collect_until(ANSWER_S)
         self._unfinished |= attempt.pending  # the next call detects lost workers among them
 
@@ -123,7 +123,7 @@ class Commands:
     ) -> dict[WorkerHandle, Outcome]:
         """Send a request to idle members. Return the outcomes of those that succeed."""
         packed = pack(request)
-        asked = {m: m.work(Worker.call, packed, inbox and inbox.address()) for m in members}
+        asked = {m: m.work(Worker.handle, packed, inbox and inbox.address()) for m in members}
         self._clock.wait(asked.values(), timeout_s)
         return {m: outcome for m, outcome in results_of(asked).items() if outcome.kind == "ok"}
 

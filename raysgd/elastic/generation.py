@@ -222,7 +222,7 @@ class GroupForming:
             return
         packed = pack_as("the snapshot", LoadRequest(state=dict(state)))
         with offering(packed, [member.info.node_ip for member in members]) as offer:
-            calls = {member: member.work(Worker.call, offer) for member in members}
+            calls = {member: member.work(Worker.handle, offer) for member in members}
             attempt = self._await_phase(calls, "load")
         yield attempt
 

@@ -134,7 +134,7 @@ class Evaluation:
         if is_compared and train_state.collectives.all_reduce_min(int(batches.is_exhausted))[0]:
             check_samples(source, train_state.collectives)
 
-    def rehearse(self, request: ValidateRequest) -> Mapping[str, Any] | None:
+    def sanity_check(self, request: ValidateRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.
 
         Return None if reading a loader early would lose batches.
@@ -146,7 +146,7 @@ class Evaluation:
         with (
             preserving(self._progress),
             preserving(self),
-            train_state.rehearsing(self._operator),
+            train_state.restoring_state(self._operator),
         ):
             metrics = self.validate(request)
         source.close_workers()

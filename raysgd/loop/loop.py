@@ -303,7 +303,7 @@ class Loop:
         # Use the batch size of the full group, although this worker is still alone.
         source.repartition(settings.options.num_workers, 0, config_batch)
         positional, named = epoch_arguments(self.operator, {}, 1, train_state.epoch)
-        with train_state.rehearsing(self.operator), contextlib.suppress(WarmedUp):
+        with train_state.restoring_state(self.operator), contextlib.suppress(WarmedUp):
             train_state.update.is_warm_up = True
             read = partial(source.batches, epoch=0, offset=0, num_steps=1)
             segment = train_state.step_iterator = StepIterator(

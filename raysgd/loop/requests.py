@@ -48,7 +48,7 @@ class ValidateRequest(_EpochRequest):
     num_steps: int | None = None  # None for the rest of the loader
     from_start: bool = False  # start at the first batch instead of where the last call ended
     loader: Any = None  # replaces the registered loader; may be a function that returns a loader
-    rehearses: bool = False  # restore the state after the evaluation
+    is_sanity_check: bool = False  # restore the state after the evaluation
 
 
 @dataclass(frozen=True, kw_only=True)

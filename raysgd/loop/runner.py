@@ -206,9 +206,9 @@ class OperatorRunner(Runner, ABC):
                 case requests.TrainRequest():
                     with self._train_state.timing.running():
                         return self._hosted_loop.train(request)
-                case requests.ValidateRequest(rehearses=True):
+                case requests.ValidateRequest(is_sanity_check=True):
                     with self.generators.preserving():
-                        return self._hosted_loop.evaluation.rehearse(request)
+                        return self._hosted_loop.evaluation.sanity_check(request)
                 case requests.ValidateRequest():
                     with self._hosted_loop.snapshots.before_validation():
                         return self._hosted_loop.evaluation.validate(request)

@@ -206,7 +206,7 @@ class TrainState(ABC):
         self.modes = []
 
     @contextlib.contextmanager
-    def rehearsing(self, operator: Any) -> Iterator[None]:
+    def restoring_state(self, operator: Any) -> Iterator[None]:
         """Return a context that restores the operator, the models, and this state at its end."""
         update = self.update
         with (

@@ -264,7 +264,7 @@ class FitLoop:
             call_number=-1,
             num_steps=_SANITY_STEPS,
             from_start=True,
-            rehearses=True,
+            is_sanity_check=True,
             info=dict(self.running.info or {}),
         )
         try:

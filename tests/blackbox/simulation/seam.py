@@ -174,10 +174,10 @@ class Task:
     since: float = -1.0
     """Time when the task began; negative before."""
     request: Any = None
-    """The request to the runner, if the method is "call"."""
+    """The request to the runner, if the method is "handle"."""
 
     def __post_init__(self):
-        if self.method == "call":
+        if self.method == "handle":
             self.request = self.arguments[0].value()
 
 
@@ -431,7 +431,7 @@ class SimMember(WorkerHandle):
         task = self.task
         if self.dead or self.silent or task is None:
             return False
-        return (task.request.name if task.method == "call" else task.method) == method
+        return (task.request.name if task.method == "handle" else task.method) == method
 
     def go_on(self):
         """Do tasks that take no time, up to the first one that does."""

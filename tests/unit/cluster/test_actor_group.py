@@ -31,7 +31,7 @@ def test_control_methods_have_their_own_threads():
         if not name.startswith("_")
     }
     assert {name for name, group in groups.items() if group == "work"} == set(WORK_METHODS)
-    assert groups["call"] == groups["execute"] == "work"
+    assert groups["handle"] == groups["execute"] == "work"
 
 
 def test_ray_client_accepts_the_actor_class(monkeypatch):

@@ -31,7 +31,7 @@ def test_an_answer_passes_through_the_inbox_if_it_is_large(size):
     worker.runner = FakeRunner()
     worker.runner.handle = make
     with large_values.Inbox([LOOPBACK]) as inbox:
-        outcome = worker.call(size, inbox.address())
+        outcome = worker.handle(size, inbox.address())
     assert isinstance(outcome.payload, Address) == (size == LARGE)
     outcome.payload = inbox.resolve(outcome.payload)
     np.testing.assert_equal(outcome.value(), make(size))
@@ -53,7 +53,7 @@ def write_file(write, file):
     worker.runner = FakeRunner()
     worker.runner.handle = lambda request: large_values.Content(write, {"epoch": 3})
     with large_values.Inbox([LOOPBACK], file.restart) as inbox:
-        outcome = worker.call(None, inbox.address())
+        outcome = worker.handle(None, inbox.address())
     outcome.payload = inbox.resolve(outcome.payload)
     return outcome.value()
 

@@ -101,7 +101,7 @@ def worker():
 
 def call(worker, function, *, inline=False):
     request = request_of("run", function=function)
-    return worker.call(request if inline else pack(request))
+    return worker.handle(request if inline else pack(request))
 
 
 def fail_with(error):

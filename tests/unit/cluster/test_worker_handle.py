@@ -68,11 +68,11 @@ def test_a_thread_member_works_in_a_thread_of_its_own():
     member = InlineHandle(has_thread=True)
     member.work(Worker.create, None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
-    busy = member.work(Worker.call, request_of("run", function=lambda: gate.wait(20)))
+    busy = member.work(Worker.handle, request_of("run", function=lambda: gate.wait(20)))
     assert member.control(Worker.progress).result(20) == Progress()  # while the work thread is busy
     gate.set()
     assert busy.result(20).value() is True
-    asked = member.work(Worker.call, request_of("run", function=threading.get_ident))
+    asked = member.work(Worker.handle, request_of("run", function=threading.get_ident))
     assert asked.result(20).value() != threading.get_ident()
     member.kill()
 
@@ -81,13 +81,13 @@ def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
     answers = [Future() for _ in range(4)]
     monkeypatch.setattr(Method, "future", lambda method: answers[len(member.actor.calls) - 1])
     member.watch = object()
-    done = member.work(Worker.call)
+    done = member.work(Worker.handle)
     pending = [member.control(method) for method in (Worker.progress, Worker.stacks)]
     answers[0].set_result(7)
     member._lose(LostError("gone"))
     answers[1].set_result(8)  # too late
     assert done.result() == 7
-    for answer in (*pending, member.work(Worker.call)):
+    for answer in (*pending, member.work(Worker.handle)):
         with pytest.raises(LostError, match="gone"):
             answer.result(0)
 
@@ -96,8 +96,8 @@ def test_a_large_argument_travels_through_ray_s_object_store_once(member, monkey
     monkeypatch.setattr(ray, "put", lambda value: "its place in the store")
     large, small = pack(bytes(2**21)), pack(1)
     for _ in range(2):
-        member.work(Worker.call, large, small)
-    assert member.actor.calls == [("call", ("its place in the store", small), {})] * 2
+        member.work(Worker.handle, large, small)
+    assert member.actor.calls == [("handle", ("its place in the store", small), {})] * 2
 
 
 def test_without_ray_a_call_is_an_error_and_does_not_start_ray(member, monkeypatch):

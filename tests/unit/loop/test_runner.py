@@ -25,7 +25,7 @@ from tests.unit import recorder
 from tests.unit.recorder import Recorder, Streaming
 
 EPOCH = list(range(40))
-REHEARSAL = ValidateRequest(call_number=-1, num_steps=1, from_start=True, rehearses=True)
+REHEARSAL = ValidateRequest(call_number=-1, num_steps=1, from_start=True, is_sanity_check=True)
 
 
 def make_runner(operator_cls=Recorder, **options):

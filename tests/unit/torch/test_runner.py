@@ -328,7 +328,7 @@ def load_from_a_connection(runner, state, monkeypatch):
     worker = Worker()
     worker.runner = runner
     with large_values.offering(pack(LoadRequest(state=state)), [LOOPBACK]) as address:
-        return worker.call(address)
+        return worker.handle(address)
 
 
 @pytest.mark.parametrize("has_trained", [True, False])
