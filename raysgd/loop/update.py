@@ -152,6 +152,7 @@ class OptimizerSteps:
         self.optimizers: Sequence[Any] = ()
         self.max_steps: dict[int, int] = {}
         """Most steps of an update that counted, by the ID of the optimizer."""
+        self.have_begun = False  # some step of an optimizer, or of one that it wraps
         self.reset()
 
     def reset(self) -> None:
@@ -166,6 +167,7 @@ class OptimizerSteps:
     def end(self, optimizer: Any) -> None:
         """End a step of an optimizer, also one that was skipped."""
         losses, self.running = self._update.losses, None
+        self.have_begun = True
         self.are_skipped = not losses.divisor and (self.are_skipped or not self.done)
         losses.end_optimizer_step()
         if self._update.index >= 0:

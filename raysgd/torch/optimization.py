@@ -62,14 +62,14 @@ class Optimization(StepFeature):
         The hooks of user code and of Horovod come first, because they may reject a step. Those that
         shard the step come last. After a step, parameters are whole before other hooks see them.
         """
-        exchange, optimizers = self._train_state.exchange, self._train_state.optimizers
+        optimizers = self._train_state.optimizers
         self._update.optimizer_steps.optimizers = optimizers
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer_step)
             optimizer.register_step_post_hook(self._after_optimizer_step)
             for inner in inner_optimizers(optimizer):
-                if inner not in self._train_state.optimizers:
-                    inner.register_step_pre_hook(lambda inner, *_: exchange.average(inner))
+                if inner not in optimizers:
+                    inner.register_step_pre_hook(self._before_inner_step)
         self._train_state.replication.wrap_steps()
 
     # ---- a micro-batch
@@ -172,6 +172,10 @@ class Optimization(StepFeature):
             self._update.optimizer_steps.end(optimizer)
             if not self._update.optimizer_steps.in_helper:
                 self._train_state.timing.begin(OTHER)
+
+    def _before_inner_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._update.optimizer_steps.have_begun = True
+        self._train_state.exchange.average(optimizer)
 
     # ---- the end of an update
 

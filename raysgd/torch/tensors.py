@@ -141,12 +141,18 @@ def load_optimizer(
     if "param_groups" in state and (problem := _groups_problem(optimizer, state)):
         raise ValueError(problem)
     inner = inner_optimizers(optimizer)
-    sharing = [each for each in inner if each.param_groups is optimizer.param_groups]
+    shared: list[tuple[Any, Any, Any]]
+    shared = [(each, each.param_groups, each.state) for each in (optimizer, *inner)]
     optimizer.load_state_dict({key: state[key] for key in state if key != _INNER})
     for number, of_inner in state.get(_INNER, {}).items():
         load_optimizer(inner[number], of_inner, is_exact)
-    for each in sharing:
-        each.param_groups = optimizer.param_groups
+    for each, groups, entries in shared:  # keep the objects, which a wrapper may share
+        for own, loaded in (*zip(groups, each.param_groups, strict=False), (entries, each.state)):
+            if own is not loaded:
+                own.clear()
+                own.update(loaded)
+        if "param_groups" in vars(each):  # otherwise, they are properties
+            each.param_groups, each.state = groups, entries
     entries = state.get("state", {})  # a wrapper may have another format
     for own, saved in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
         for parameter, key in zip(own["params"], saved["params"], strict=True):

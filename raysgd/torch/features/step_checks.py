@@ -83,7 +83,7 @@ class StepChecks(StepFeature):
             )
 
     def end_call(self) -> None:
-        if self._train_state.global_step and not self._update.optimizer_steps.max_steps:
+        if self._train_state.global_step and not self._update.optimizer_steps.have_begun:
             self._train_state.settings.warn_once(
                 "no step",
                 "No registered optimizer has made a step, so nothing is trained. Call self."

@@ -17,7 +17,6 @@ from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.options import OperatorSettings, TorchOptions
-from raysgd.torch.register_checks import check_step_freq
 from raysgd.torch.runner import build_operator
 from raysgd.torch.saved_state import TorchSavedState
 from raysgd.torch.train_state import TorchTrainState
@@ -29,7 +28,7 @@ def linear():
     return torch.nn.Linear(2, 2)
 
 
-CPU = torch.device("cpu")
+CPU, Lr = torch.device("cpu"), torch.optim.lr_scheduler
 
 
 def sgd(*models):
@@ -101,17 +100,12 @@ def test_groups_that_share_a_learning_rate_follow_their_schedulers():
     model = linear()
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.5))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1.0, lambda n: 1 / (1 + n)])
+    schedule = Lr.LambdaLR(optimizer, [lambda n: 1.0, lambda n: 1 / (1 + n)])
     state = make_registration(scheduler_step_freq="manual")
     register(state, model, optimizer, schedulers=schedule)
     optimizer.step()
     schedule.step()
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.25]
-
-
-def test_class_as_criterion_is_an_error():
-    with pytest.raises(TypeError, match="must be a function, or an object such as"):
-        register(make_registration(), criterion=torch.nn.CrossEntropyLoss)
 
 
 # ---- batch shares
@@ -285,32 +279,15 @@ def test_loader_that_cannot_be_divided_into_shards_is_an_error_without_other_adv
     assert not caplog.text
 
 
-def test_warning_about_a_stream_without_shuffle_names_the_argument_of_the_stream(tmp_path, caplog):
+def test_warnings_about_a_stream_name_its_arguments(tmp_path, caplog):
     (tmp_path / "data.txt").write_text("1\n2\n")
-    data = Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), transform=float)
-    make_registration(num_workers=2).data.register(DataLoader(data), None)
+    lines = text(tmp_path / "data.txt", cache_dir=tmp_path)
+    for stream in (Stream(lines, transform=float), Stream(lines, group=2)):
+        data = DataLoader(stream)
+        make_registration(num_workers=2).data.register(data, data)
     assert "Write Stream(..., shuffle=10_000)" in caplog.text
-
-
-def test_one_warning_says_why_every_worker_reads_a_grouped_stream(tmp_path, caplog):
-    (tmp_path / "data.txt").write_text("1\n2\n")
-    data = DataLoader(Stream(text(tmp_path / "data.txt", cache_dir=tmp_path), group=2))
-    make_registration(num_workers=2).data.register(data, data)
     assert caplog.text.count("use the Stream without group and skip_broken") == 1
     assert "every worker reads all samples" in caplog.text
-
-
-# ---- checks of what is registered
-
-
-def test_reduce_lr_on_plateau_needs_a_metric():
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    check_step_freq([constant, plateau], "manual")
-    check_step_freq([constant], "epoch")
-    with pytest.raises(ValueError, match=r"needs metrics.*update_scheduler\(value"):
-        check_step_freq([constant, plateau], "epoch")
 
 
 # ---- objects that setup does not register
@@ -450,7 +427,10 @@ def register_all(**given):
 
 
 UNFIT = {
-    "script": (lambda: {"models": torch.jit.script(linear())}, ["RecursiveScriptModule"]),
+    "class": (
+        lambda: {"criterion": torch.nn.MSELoss},
+        ["must be a function, or an object such as"],
+    ),
     "trace": (
         lambda: {"models": [torch.jit.trace(linear(), torch.ones(1, 2))]},
         ["TopLevelTracedModule", "torch.compile(module)"],
@@ -470,6 +450,10 @@ UNFIT = {
     "timm": (
         lambda: {"schedulers": Timm()},
         ["Timm.step() needs epoch", 'scheduler_step_freq="manual"', "update_scheduler"],
+    ),
+    "plateau": (
+        lambda: {"schedulers": [Lr.ConstantLR(sgd(linear())), Lr.ReduceLROnPlateau(sgd(linear()))]},
+        ["ReduceLROnPlateau.step() needs metrics", "update_scheduler(value)"],
     ),
     "keyword": (lambda: {"schedulers": OfLoss()}, ["OfLoss.step() needs loss"]),
 }

@@ -250,7 +250,16 @@ class Idle(OwnStep):
         return {"train_loss": self.criterion(self.model(batch[0]), batch[1])}
 
 
-@pytest.mark.parametrize(("operator", "warns"), [(Idle, True), (OwnStep, False)])
+class Inner(Plain):
+    make_optimizer = staticmethod(lambda model: Wrapping(model))
+
+    def train_batch(self, batch, batch_info):
+        torch.nn.functional.mse_loss(self.model(batch[0]), batch[1]).backward()
+        self.optimizer.base.step()
+        return {}
+
+
+@pytest.mark.parametrize(("operator", "warns"), [(Idle, True), (OwnStep, False), (Inner, False)])
 def test_step_without_an_optimizer_step_warns(caplog, operator, warns):
     train(operator, {})
     assert warns == ("No registered optimizer has made a step" in caplog.text)
@@ -305,6 +314,7 @@ class Wrapping(torch.optim.Optimizer):
     def step(self, closure=None):
         self.count += 1
         self.base.step(closure)
+        self.param_groups[0]["lr"] *= 0.9  # the wrapped optimizer has the same groups
 
     def state_dict(self):
         return {"count": self.count, "inner": self.base.state_dict()}
@@ -321,7 +331,17 @@ class Bare(Wrapping):
     load_state_dict = torch.optim.Optimizer.load_state_dict
 
 
-@pytest.mark.parametrize(("kind", "key"), [(Wrapping, "count"), (Bare, "state")])
+class Sharing(Bare):
+    """Has the state and the groups of the wrapped optimizer, in a list of its own."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.param_groups, self.state = [*self.base.param_groups], self.base.state
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(Wrapping, "count"), (Bare, "state"), (Sharing, "state")]
+)
 def test_wrapper_loads_its_state(kind, key):
     class Wrapped(Plain):
         make_optimizer = staticmethod(kind)
@@ -330,7 +350,7 @@ def test_wrapper_loads_its_state(kind, key):
     with local(Wrapped) as trainer:
         trainer.load_state_dict(state)
         trainer.train()
-        check_equal(trainer.get_model(), plain(2)[0])
+        check_equal(trainer.get_model(), plain(2, kind)[0])
         state["optimizers"][0].pop(key)
         with pytest.raises(CheckpointError, match=r"lacks count|not the state of an optimizer"):
             trainer.load_state_dict(state)
