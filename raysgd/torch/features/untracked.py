@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.arguments import is_number
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.register_checks import attributes_of, is_metric
 from raysgd.torch.strategies.ddp import plain
@@ -20,8 +21,8 @@ def _key(value: Any) -> int:
 class Untracked(StepFeature):
     """Warns if training changes tensors of an operator that are not registered.
 
-    Attributes of an optimizer count too, unless its class defines ``state_dict``, and objects in
-    place of registered ones.
+    Tensors and numbers of an optimizer count too, unless its class defines ``state_dict``, and
+    objects in place of registered ones.
     """
 
     def __init__(self, train_state: TorchTrainState) -> None:
@@ -72,21 +73,28 @@ class Untracked(StepFeature):
                 "train_batch changed %s. Checkpoints and workers that start later, such as "
                 "replacements, do not have this change. Register modules, also frozen ones, as "
                 "models; keep state of an optimizer in optimizer.state; or return the values from "
-                "state_dict() of the operator, and set them in load_state_dict().",
+                "state_dict() of the operator, and set them in load_state_dict(). Ignore this for "
+                "values that each step computes from scratch.",
                 ", ".join(changed[:5]) + ", …" * (len(changed) > 5),
             )
 
     def _versions(self) -> dict[str, Any]:
         """Return what identifies the content of each unregistered tensor, by its name."""
-        tensors: dict[str, torch.Tensor] = {}
+        numbers, tensors = dict[str, Any](), dict[str, torch.Tensor]()
         named_values = [*attributes_of(self._operator)]
         for optimizer in self._train_state.optimizers:
-            if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-                for name, value in vars(optimizer).items():
-                    parts = enumerate(value if isinstance(value, list) else [value])
-                    named_values += [
-                        (f"{type(optimizer).__name__}.{name}[{n}]", v) for n, v in parts
-                    ]
+            kind = type(optimizer)
+            is_own = kind.state_dict is not torch.optim.Optimizer.state_dict
+            if is_own or kind.__module__.startswith("torch.optim."):
+                continue
+            for key, value in vars(optimizer).items():
+                name = f"{kind.__name__}.{key}"
+                if is_number(value):
+                    numbers[name] = value
+                elif key not in ("state", "param_groups", "defaults"):
+                    parts = value.values() if isinstance(value, dict) else value
+                    parts = parts if isinstance(value, dict | list) else [value]
+                    named_values += [(f"{name}[{n}]", each) for n, each in enumerate(parts)]
         for name, value in named_values:
             if isinstance(value, torch.Tensor):
                 tensors[name] = value
@@ -98,7 +106,7 @@ class Untracked(StepFeature):
             for model in self._train_state.models
             for tensor in (*model.parameters(), *model.buffers())
         }
-        return {
+        return numbers | {
             name: (id(tensor), version_of(tensor), tensor)  # another may reuse the ID of a lost one
             for name, tensor in tensors.items()
             if id(tensor) not in registered and not tensor.is_inference()

@@ -34,8 +34,11 @@ class Shadow:
 
 
 class Momentum(torch.optim.SGD):
+    count = 0
+
     def step(self, closure=None):
-        self.velocities = [group["params"][0].grad.clone() for group in self.param_groups]
+        self.count += 1
+        self.velocities = {p: p.grad.clone() for p in self.param_groups[0]["params"][:1]}
         return super().step(closure)
 
 
@@ -73,7 +76,7 @@ def test_tensors_that_train_batch_changes_and_no_state_has_are_a_warning(keeps, 
     warnings = [r.message for r in caplog.records if "train_batch changed" in r.message]
     expected = (
         "changed self.teacher.0.weight, self.average['bias'], self.shadow.copy.0.bias, "
-        "Momentum.velocities[0]. Checkpoints"
+        "Momentum.count, Momentum.velocities[0]. Checkpoints"
     )
     assert len(warnings) == (not keeps)
     assert keeps or expected in warnings[0]
