@@ -1,8 +1,7 @@
 """Runs calls on all workers of a group, through failures.
 
 `state_machine.py` decides what follows from an event. The controller executes the actions, and
-their result is the next event. It records the progress and the running call, except
-while a group forms.
+their result is the next event.
 """
 
 from __future__ import annotations
@@ -170,8 +169,6 @@ class Controller:
                     following = self._supervision.make_attempt(action)
                 else:
                     following = self._execute(action)
-                if following is not None and following.progress is not None:
-                    self.journal.progress = following.progress
             if following is None:
                 return event
             event = following

@@ -23,7 +23,6 @@ from raysgd.elastic.policies import (
     assign_contexts,
     backoff_s,
     choose_members,
-    leaders_progress,
 )
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
@@ -65,31 +64,29 @@ class GroupForming:
         if isinstance(event := self._discard_lost(lost), state_machine.WorkersLost):
             return event
         self._context.share_balancer.observe(answers)
-        by_member = {member: answers[member] for member in self._group.members}
-        progress = leaders_progress(list(by_member.values()))
-        leader, staying = choose_members(by_member, leaving)
+        leader, staying = choose_members({m: answers[m] for m in self._group.members}, leaving)
+        self._journal.progress = progress = answers[leader]
         # Without a snapshot, remote workers start again from `setup`.
         can_restart = self._context.snapshots.has_snapshot or not self._group.options.inline
         can_restart = can_restart and not self._context.call.replaces_state
         if progress.holdings.condition == "damaged" and policy.keeps_snapshots and can_restart:
             why = "a failed step has changed the parameters of all workers"
-            return state_machine.StateLost(why=why, progress=progress)
+            return state_machine.StateLost(why=why)
         joining = [member for member in joining if member in answers]
         if not set(leaving).isdisjoint(staying):
             joining = []  # the leaving workers keep their ranks
-        self._journal.progress = progress  # also if forming the group raises an error
-        return replace(self._form(leader, staying, joining, progress, began), progress=progress)
+        return self._form(leader, staying, joining, began)
 
     def _form(
         self,
         leader: WorkerHandle,
         staying: Sequence[WorkerHandle],
         joining: Sequence[WorkerHandle],
-        progress: Progress,
         began: float,
     ) -> state_machine.GroupEvent:
         departing = [member for member in self._group.members if member not in staying]
-        if not progress.holdings.complete:  # a worker that leaves may have a shard's only copy
+        # A worker that leaves may have the only copy of a shard.
+        if not self._journal.progress.holdings.complete:
             for outcome in self._commands.send_to_idle(departing, ExportShardsRequest()).values():
                 if (shards := outcome.value()) is not None:
                     self._commands.send_to_idle([staying[0]], ImportShardsRequest(shards=shards))
@@ -109,13 +106,13 @@ class GroupForming:
         self._group.members[:] = entering
         self._journal.assign_ranks(entering)
         self._scale_up.forget_joined(joining)
-        seconds, step = self._clock.monotonic() - began, progress.global_step
+        seconds = self._clock.monotonic() - began
         self.collect_departing(departing)
         for member in departing:
             self._group.discard(member)
         cause = "; ".join(f"a worker has left {member.name}" for member in departing)
         kind: EventKind = ("moved" if cause else "grown") if joining else "resumed"
-        self._journal.record(kind, joining or entering, cause=cause, step=step, seconds=seconds)
+        self._journal.record(kind, joining or entering, cause=cause, seconds=seconds)
         for warning in {outcome.progress.warning for outcome in attempt.outcomes.values()} - {""}:
             logger.warning("%s", warning)
         return state_machine.GroupFormed()
@@ -135,24 +132,23 @@ class GroupForming:
         """Stop the members, and form a group of new workers, with the state of the snapshot."""
         began, is_first = self._clock.monotonic(), self._scale_up.is_first
         why = "; ".join(f"a worker has left {member.name}" for member in self._group.leaving())
-        num_before, progress = len(self._group.members), None
+        num_before = len(self._group.members)
         self._context.discard_members()
         self._scale_up.begin_start()
-        while progress is None:
-            self.await_workers(min_workers)
-            progress = self._start_group()
-        members, step = self._group.members, progress.global_step
+        while not self._start_group(min_workers):
+            pass  # the next attempt replaces the lost workers
+        members = self._group.members
         if is_first:
-            self._journal.record("started", members, step=step)
-            return state_machine.GroupFormed(progress=progress)
+            self._journal.record("started", members)
+            return state_machine.GroupFormed()
         has_grown = 0 < num_before < len(members)
         kind: EventKind = "grown" if has_grown else "restarted"
         if why and len(members) >= num_before:
             kind = "moved"
         joining, seconds = members[num_before:], self._clock.monotonic() - began
         concerned = joining if has_grown else members
-        self._journal.record(kind, concerned, cause=why, step=step, seconds=seconds)
-        return state_machine.GroupFormed(progress=progress)
+        self._journal.record(kind, concerned, cause=why, seconds=seconds)
+        return state_machine.GroupFormed()
 
     def await_workers(self, min_workers: int) -> None:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
@@ -182,29 +178,30 @@ class GroupForming:
                 deadline, num_waits = now + wait_s, num_waits + 1
             self._clock.sleep(_START_TICK_S if starting else BUSY_TICK_S)
 
-    def _start_group(self) -> Progress | None:
-        """Form a group of the ready workers, and return its progress. None if a worker was lost."""
+    def _start_group(self, min_workers: int) -> bool:
+        """Wait for workers, and form a group of them. Return whether none was lost."""
+        self.await_workers(min_workers)
         joining = self._scale_up.ready_workers()
         _, lost = self._commands.probe_or_kill(joining)
         if lost:
             self._discard_lost(lost)
-            return None
+            return False
         members = self._group.sort_by_node(sorted(joining, key=lambda member: member.remote))
         self._journal.assign_ranks(members)
         progress = Progress()
         for attempt in self._phases(members):
             if attempt.has_failed:
                 self._handle_failed_start(attempt, members)
-                return None
+                return False
             progress = attempt.outcomes[members[0]].progress
         # All workers repeat the steps after the snapshot, also those of departed workers.
-        results, step = self._context.call.departed_results, progress.global_step
-        results[:] = [each for each in results if each.progress.global_step <= step]
+        self._journal.progress, results = progress, self._context.call.departed_results
+        results[:] = [e for e in results if e.progress.global_step <= progress.global_step]
         self._scale_up.forget_joined(members)
         if not (self._context.policy.survivors_stay and self._context.elastic.grow):
             self._scale_up.discard()  # late workers could never join
         self._scale_up.set_up_alone()
-        return progress
+        return True
 
     def _phases(self, members: Sequence[WorkerHandle]) -> Iterator[Attempt]:
         """Start a group, and yield the attempt of each phase."""

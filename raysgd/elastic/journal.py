@@ -68,7 +68,6 @@ class Journal:
         members: Sequence[WorkerHandle],
         *,
         cause: str = "",
-        step: int | None = None,
         **values: Any,
     ) -> None:
         """Record an event with further `values` of `Event`, and log it."""
@@ -83,7 +82,7 @@ class Journal:
             generation=self.generation,
             ranks=tuple(self.ranks.get(member, -1) for member in members),
             nodes=tuple(member.node_id for member in members),
-            step=self.progress.global_step if step is None else step,
+            step=self.progress.global_step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
             num_workers=num_workers,
             **values,

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from raysgd._internal.context import Progress
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.policies import Policy
@@ -77,12 +76,8 @@ class Broken(GroupState):
 # ---- events
 
 
-@dataclass(frozen=True, kw_only=True)
 class GroupEvent:
     """What happened to the group."""
-
-    progress: Progress | None = None
-    """The progress of the group from now on. None if it stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,21 +133,19 @@ class Supervision:
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
-        newest = leaders_progress(list(progress.values())) if progress else polled
         call.log_points.add(progress, self._group.members)
+        self._journal.progress = polled or self._journal.progress
         if progress:
+            self._journal.progress = leaders_progress(list(progress.values()))
             self._context.advance(progress)
         if attempt.has_failed:
-            return self._failure(call, attempt, newest)
+            return self._failure(call, attempt)
         paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
         is_complete = not paused and not action.is_replay
         if is_complete:
             self._context.snapshots.await_changes()
-        return CallReturned(
-            outcomes=[attempt.outcomes[member] for member in attempt.members],
-            is_complete=is_complete,
-            progress=newest,
-        )
+        outcomes = [attempt.outcomes[member] for member in attempt.members]
+        return CallReturned(outcomes=outcomes, is_complete=is_complete)
 
     @contextlib.contextmanager
     def _showing_progress(self, call: Call) -> Iterator[None]:
@@ -174,24 +172,23 @@ class Supervision:
         call.log_points.add(progress, self._group.members)
         return progress
 
-    def _failure(self, call: Call, attempt: Attempt, progress: Progress | None) -> GroupEvent:
+    def _failure(self, call: Call, attempt: Attempt) -> GroupEvent:
         """Return the event of a failed attempt, and decide whether to repeat the call."""
         member, outcome = attempt.first_error or (None, None)
         self._split = 0 if outcome is None else outcome.split
-        step = None if progress is None else progress.global_step
         if member and outcome and outcome.split:  # memory ran out
             cause = repr(outcome.value())
-            self._journal.record("split", [member], cause=cause, step=step, factor=outcome.split)
+            self._journal.record("split", [member], cause=cause, factor=outcome.split)
         if attempt.lost:
-            return WorkersLost(lost=attempt.lost, progress=progress)
+            return WorkersLost(lost=attempt.lost)
         is_stopped = attempt.needs_new_group and outcome is None
         can_repeat = call.has_batches or call.max_losses > 0
         if self._split or (is_stopped and can_repeat):
-            return CallFailed(progress=progress)
+            return CallFailed()
         error = attempt.make_error()
         if member is not None:
-            self._journal.record("user_error", [member], cause=repr(error), step=step)
-        return CallFailed(error=error, progress=progress)
+            self._journal.record("user_error", [member], cause=repr(error))
+        return CallFailed(error=error)
 
     def _watch(self, call: Call, attempt: Attempt) -> Progress | None:
         """Wait for the end of an attempt. Return the newest polled progress."""
