@@ -74,7 +74,7 @@ class Inbox(contextlib.AbstractContextManager["Inbox"]):
         self._error: StorageError | None = None
         self._listener = Listener(driver_address(hosts), "raysgd-inbox")
 
-    def address(self) -> Address:
+    def expect(self) -> Address:
         """Return an address for one value."""
 
         async def handle(connection: socket.socket) -> None:

@@ -123,7 +123,7 @@ class Commands:
     ) -> dict[WorkerHandle, Outcome]:
         """Send a request to idle members. Return the outcomes of those that succeed."""
         packed = pack(request)
-        asked = {m: m.work(Worker.handle, packed, inbox and inbox.address()) for m in members}
+        asked = {m: m.work(Worker.handle, packed, inbox and inbox.expect()) for m in members}
         self._clock.wait(asked.values(), timeout_s)
         return {m: outcome for m, outcome in results_of(asked).items() if outcome.kind == "ok"}
 

@@ -103,7 +103,7 @@ class SnapshotKeeper:
             return
         self._requested = _Request(step, inbox, [])
         for member, each in progress.items():
-            answer = member.control(Worker.send_snapshot, only, each.num_changes, inbox.address())
+            answer = member.control(Worker.send_snapshot, only, each.num_changes, inbox.expect())
             self._requested.answers.append(answer)
 
     def _forget(self) -> None:

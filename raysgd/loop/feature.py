@@ -145,7 +145,7 @@ class Replication:
     is_in_sync = True
     """Whether all shards belong to the last committed step."""
 
-    def is_unsharded(self, each: Any) -> bool:
+    def is_unsharded(self, owner: Any) -> bool:
         """Return whether every worker has all of a model, or of the state of an optimizer."""
         return True
 

@@ -274,9 +274,9 @@ class LossWeights:
         self,
         count: LossCount,
         num_workers: int = 1,
-        add_up: Callable[[float], float] = lambda number: number,
+        all_reduce: Callable[[float], float] = lambda number: number,
     ) -> Factors:
-        """Add a loss. `add_up` returns the sum of a number over the workers.
+        """Add a loss. `all_reduce` returns the sum of a number over the workers.
 
         Raises:
             ValueError: If another loss of the micro-batch has another count in an update of several
@@ -294,9 +294,9 @@ class LossWeights:
             before = 0.0 if self._awaits_count else self.divisor
             self._add_items(count)
             # An update of one micro-batch needs no plan.
-            total = planned = 0.0 if is_single else self._plan_total(num_workers, add_up)
+            total = planned = 0.0 if is_single else self._plan_total(num_workers, all_reduce)
             if update.in_last_micro_batch and not update.has_fixed_parts:
-                total = self._exact_total(num_workers, add_up)
+                total = self._add_up_total(num_workers, all_reduce)
             if self.num_earlier and total and not math.isclose(total, planned, rel_tol=1e-12):
                 earlier = planned / total
             self.divisor = total or before
@@ -323,22 +323,24 @@ class LossWeights:
         self._items_so_far = self._items + (self._items_so_far if self.num_earlier else 0.0)
         self._awaits_count = False
 
-    def _plan_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+    def _plan_total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
         plan = self._update.plan
         if self._update.has_fixed_parts:
             return float(plan.total_samples or 1)
         if self._count.items is not None:
             if self.expected_total is None:  # the first update of a generation
-                self.expected_total = _power_of_two(self._update.num_planned * add_up(self._items))
+                self.expected_total = _power_of_two(
+                    self._update.num_planned * all_reduce(self._items)
+                )
             return self.expected_total
         if plan.total_samples is None:
             return float(plan.num_steps * num_workers)
         return plan.total_samples if num_workers > 1 else plan.num_samples
 
-    def _exact_total(self, num_workers: int, add_up: Callable[[float], float]) -> float:
+    def _add_up_total(self, num_workers: int, all_reduce: Callable[[float], float]) -> float:
         plan = self._update.plan
         if self._count.items is not None:
-            total = add_up(self._items_so_far)
+            total = all_reduce(self._items_so_far)
             self.expected_total = _power_of_two(total)
             return total
         if num_workers > 1 and plan.total_samples is not None:

@@ -41,7 +41,7 @@ class Rollback(StepFeature):
         has_bad_steps: bool = False,
     ) -> None:
         wrapped = itertools.chain.from_iterable(map(inner_optimizers, optimizers))
-        self._images = [_BeforeImage(optimizer) for optimizer in (*optimizers, *wrapped)]
+        self._backups = [_OptimizerBackup(optimizer) for optimizer in (*optimizers, *wrapped)]
         renormalized = renormalized_weights(models)
         model_parameters = (parameter for model in models for parameter in model.parameters())
         stepped = itertools.chain.from_iterable(map(parameters_of, optimizers))
@@ -57,8 +57,8 @@ class Rollback(StepFeature):
     def begin_update(self, update: Update) -> None:
         self._has_copies = update.optimizer_steps.are_several or self._moves_parameters is not False
         if self._has_copies:
-            for image in self._images:
-                image.take()
+            for backup in self._backups:
+                backup.take()
         self._versions = Versions(lambda: self._parameters)
 
     def before_optimizer_step(self, update: Update, optimizer: Any) -> None:
@@ -76,7 +76,7 @@ class Rollback(StepFeature):
             needs_copies = self._moves_parameters or update.optimizer_steps.are_several
             if self._has_copies and not needs_copies:
                 self._has_copies = False  # of the first update; release their memory
-                self._images = [_BeforeImage(image.optimizer) for image in self._images]
+                self._backups = [_OptimizerBackup(backup.optimizer) for backup in self._backups]
 
     def commit(self, update: Update) -> None:
         self._versions = None
@@ -90,15 +90,15 @@ class Rollback(StepFeature):
         assert self._versions is not None
         changed = self._versions.find_changed()
         if self._has_copies:
-            for image in reversed(self._images):
-                image.restore()
-                changed.difference_update(map(id, image.parameters))
+            for backup in reversed(self._backups):
+                backup.restore()
+                changed.difference_update(map(id, backup.parameters))
         elif update.optimizer_steps.running is not None:
             update.is_damaged = True  # an optimizer may change its state before parameters
         update.is_damaged = update.is_damaged or bool(changed)
 
 
-class _BeforeImage:
+class _OptimizerBackup:
     """A copy of one optimizer's parameters and state. The next copy reuses the memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -69,7 +69,7 @@ class FullyShardedModel(ShardedOptimizer):
         parameters = list(self.models.parameters)
         super().__init__(optimizer, arguments.get("copies"), train_state, parameters)
 
-    def is_unsharded(self, each: Any) -> bool:
+    def is_unsharded(self, owner: Any) -> bool:
         return False
 
     # ---- training step

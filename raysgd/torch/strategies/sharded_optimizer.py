@@ -85,19 +85,19 @@ class ShardedOptimizer(Replication, StepFeature):
         """Maps the index of each updated parameter to its number in the optimizer."""
         self._layout = ShardLayout(parameters, self._numbers, copies, by_rows)
         self._pieces: list[Piece] = []
-        self._stepped: list[Piece] = []
+        self._step_pieces: list[Piece] = []
         """Pieces that the optimizer has within a step."""
-        self._params: list[list[torch.Tensor]] | None = None  # of each group, within a step
+        self._full_params: list[list[torch.Tensor]] | None = None  # of each group, within a step
         self._buffers: dict[int, UpdateBuffers] = {}
         # Number of updates of the parameters, now and at the last commit.
-        self._version = self._committed = 0
+        self._version = self._committed_version = 0
         # Identifies the run and the number of loaded states. Shards fit together if it is equal.
         self._token: tuple[bytes, int] = os.urandom(16), 0
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
 
-    def is_unsharded(self, each: Any) -> bool:
-        return each is not self.optimizer
+    def is_unsharded(self, owner: Any) -> bool:
+        return owner is not self.optimizer
 
     def wrap_steps(self) -> None:
         self.shard_state()
@@ -118,27 +118,27 @@ class ShardedOptimizer(Replication, StepFeature):
         group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         params: list[list[torch.Tensor]] = [[] for _ in groups]
         state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        placed, stepped = [], []
+        contents, stepped = [], []
         for shard, of_shard in self._buffers.items():
             for piece in layout.pieces_of(shard, self._pieces):
-                if (part := of_shard.views.get(piece.param_index)) is None:
+                if (updated := of_shard.views.get(piece.param_index)) is None:
                     continue
                 first, _ = layout.shards[shard][piece.param_index]
-                view = part[piece.start - first : piece.stop - first]
+                view = updated[piece.start - first : piece.stop - first]
                 if piece.version > self._version:  # it has its update
                     assert piece.value is not None
-                    placed.append((piece, view, piece.value))
+                    contents.append((piece, view, piece.value))
                     continue
-                placed.append((piece, view, self._current_elements(piece)))
+                contents.append((piece, view, self._current_elements(piece)))
                 view.grad = self._gradient(shard, piece)
                 params[group_of[self._numbers[piece.param_index]]].append(view)
                 if piece.state:
                     state[view] = piece.state
                 stepped.append(piece)
-        copy_all((view, content) for _, view, content in placed)
-        for piece, view, _ in placed:
+        copy_all((view, content) for _, view, content in contents)
+        for piece, view, _ in contents:
             piece.value = view
-        self._stepped, self._params = stepped, [group["params"] for group in groups]
+        self._step_pieces, self._full_params = stepped, [group["params"] for group in groups]
         for group, of_group in zip(groups, params, strict=True):
             group["params"] = of_group
         optimizer.state = state
@@ -162,7 +162,7 @@ class ShardedOptimizer(Replication, StepFeature):
 
     @torch.no_grad()
     def _end_step(self, *_: Any) -> None:
-        if self._params is None:
+        if self._full_params is None:
             return
         self._restore_params()
         for piece in self._pieces:
@@ -184,18 +184,18 @@ class ShardedOptimizer(Replication, StepFeature):
 
     def _restore_params(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
-        assert self._params is not None
-        for group, parameters in zip(self.optimizer.param_groups, self._params, strict=True):
+        assert self._full_params is not None
+        for group, parameters in zip(self.optimizer.param_groups, self._full_params, strict=True):
             group["params"] = parameters
-        for piece in self._stepped:
+        for piece in self._step_pieces:
             assert piece.value is not None
             piece.state = self.optimizer.state.get(piece.value, {})
             piece.value.grad = None
         self.optimizer.state = self._unsharded
-        self._params, self._stepped = None, []
+        self._full_params, self._step_pieces = None, []
 
     def commit(self, update: Update) -> None:
-        self._committed = self._version
+        self._committed_version = self._version
         self._buffers = {}
         self.is_in_sync = all(piece.version == self._version for piece in self._pieces)
         for piece in self._pieces:
@@ -203,15 +203,15 @@ class ShardedOptimizer(Replication, StepFeature):
                 piece.value = None
 
     def roll_back(self, update: Update) -> None:
-        for piece in self._stepped:  # the optimizer raised within its step
+        for piece in self._step_pieces:  # the optimizer raised within its step
             piece.version = _PARTIAL
-        if self._params is not None:
+        if self._full_params is not None:
             self._restore_params()
         if update.optimizer_steps.running is self.optimizer:
             update.optimizer_steps.running = None  # parameters change together, after the step
         self._buffers = {}  # pieces with an uncommitted update keep their buffers
         if update.is_open and update.optimizer_steps.are_several:
-            self._version = self._committed  # `Rollback` restores the parameters
+            self._version = self._committed_version  # `Rollback` restores the parameters
 
     # ---- state of this worker
 
@@ -226,7 +226,7 @@ class ShardedOptimizer(Replication, StepFeature):
         of_frozen = {p: full_state[p] for p in full_state.keys() - updated}
         self._unsharded = self.optimizer.state = defaultdict(dict, of_frozen)
         self._pieces, self._buffers = [], {}
-        layout.lay_out()
+        layout.compute_shards()
         for shard in layout.held_shards():
             for index, (start, stop) in layout.shards[shard].items():
                 parameter = self._parameters[index]
@@ -306,13 +306,13 @@ class ShardedOptimizer(Replication, StepFeature):
             pieces += [Piece(*message) for message in messages]
         self._train_state.collectives.barrier()  # after this, no worker needs the old shards
         self._pieces, self._buffers = pieces, {}
-        self._token, self._version, self._committed = token, version, version
-        layout.lay_out()
+        self._token, self._version, self._committed_version = token, version, version
+        layout.compute_shards()
         self.is_in_sync = all(transfer.version == version for transfer in transfers)
         return super().receive(leader_rank)
 
     def _messages(self, transfers: Sequence[Transfer], version: int) -> list[tuple[Any, ...]]:
-        newest = ((each.newest(self._pieces), each.start, each.stop) for each in transfers)
+        newest = ((each.newest_piece(self._pieces), each.start, each.stop) for each in transfers)
         return [self._message(*each, version) for each in newest]
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
@@ -343,8 +343,8 @@ class ShardedOptimizers(Replication):
     )
     is_in_sync: bool = forward_to(lambda self: all(each.is_in_sync for each in self.features))
 
-    def is_unsharded(self, each: Any) -> bool:
-        return all(feature.is_unsharded(each) for feature in self.features)
+    def is_unsharded(self, owner: Any) -> bool:
+        return all(feature.is_unsharded(owner) for feature in self.features)
 
     def wrap_steps(self) -> None:
         for feature in self.features:

@@ -34,7 +34,7 @@ class Transfer(NamedTuple):
     src: int
     dst: tuple[int, ...]
 
-    def newest(self, pieces: Sequence[Piece]) -> Piece:
+    def newest_piece(self, pieces: Sequence[Piece]) -> Piece:
         """Return the newest piece that contains the elements."""
         of_parameter = (piece for piece in pieces if piece.param_index == self.param_index)
         fitting = (p for p in of_parameter if p.start <= self.start and self.stop <= p.stop)
@@ -44,7 +44,7 @@ class Transfer(NamedTuple):
 def plan_transfers(
     shards: Sequence[Shard],
     copies: int,
-    lowest: int,
+    min_version: int,
     pieces_by_rank: Sequence[Iterable[tuple[int, int, int, int]]],
 ) -> list[Transfer] | None:
     """Plan the transfers that give each rank its shard, and copies of the shards before it.
@@ -52,7 +52,7 @@ def plan_transfers(
     Args:
         shards: the shard of each rank. The shards together contain all elements.
         copies: the number of other ranks that hold each shard.
-        lowest: version of the parameters. State of an older version is unusable.
+        min_version: version of the parameters. State of an older version is unusable.
         pieces_by_rank: for each rank, its pieces: index of the parameter, start, end, and version.
 
     Returns:
@@ -78,8 +78,8 @@ def plan_transfers(
         for param_index, (first, end) in shard.items():
             for index in range(range_at[param_index, first], range_at[param_index, end]):
                 (_, start), (_, stop) = cuts[index : index + 2]
-                newest = max(versions[index].values(), default=lowest - 1)
-                if newest < lowest:
+                newest = max(versions[index].values(), default=min_version - 1)
+                if newest < min_version:
                     return None
                 sources = [rank for rank, has in versions[index].items() if has == newest]
                 keep = [rank for rank in holders if rank in sources]
@@ -145,7 +145,7 @@ class ShardLayout:
                 shard[index] = start, end
         return shard
 
-    def lay_out(self) -> None:
+    def compute_shards(self) -> None:
         """Compute the shards for the current group."""
         # A worker that loads a snapshot before it enters a group has no process group.
         is_in_group = dist.is_initialized()

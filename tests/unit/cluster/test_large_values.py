@@ -31,7 +31,7 @@ def test_an_answer_passes_through_the_inbox_if_it_is_large(size):
     worker.runner = FakeRunner()
     worker.runner.handle = make
     with large_values.Inbox([LOOPBACK]) as inbox:
-        outcome = worker.handle(size, inbox.address())
+        outcome = worker.handle(size, inbox.expect())
     assert isinstance(outcome.payload, Address) == (size == LARGE)
     outcome.payload = inbox.resolve(outcome.payload)
     np.testing.assert_equal(outcome.value(), make(size))
@@ -53,7 +53,7 @@ def write_file(write, file):
     worker.runner = FakeRunner()
     worker.runner.handle = lambda request: large_values.Content(write, {"epoch": 3})
     with large_values.Inbox([LOOPBACK], file.restart) as inbox:
-        outcome = worker.handle(None, inbox.address())
+        outcome = worker.handle(None, inbox.expect())
     outcome.payload = inbox.resolve(outcome.payload)
     return outcome.value()
 
@@ -101,7 +101,7 @@ def test_a_lost_driver_is_an_error_of_a_value_that_is_still_to_come():
 def test_a_lost_worker_is_no_error_of_the_disk():
     with (
         large_values.Inbox([LOOPBACK], large_values.unnamed_file) as inbox,
-        connection.connect(inbox.address(), 9) as worker,
+        connection.connect(inbox.expect(), 9) as worker,
     ):
         worker.sendall(connection.add_length(pickle.dumps((b"", [LARGE]))) + bytes(10))
         worker.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
