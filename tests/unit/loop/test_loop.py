@@ -209,7 +209,7 @@ def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
     train_state.settings.context = dataclasses.replace(
         train_state.context, world_rank=1, world_size=2
     )
-    train_state.collectives.minimum = lambda value: value
+    train_state.collectives.all_reduce_min = lambda value: [value]
     with pytest.raises(RuntimeError, match=f"{name} loader of worker 1 has no batches"):
         getattr(trainer, method)()
 
@@ -218,7 +218,9 @@ def test_other_workers_name_the_worker_with_an_empty_loader(start):
     trainer, operator = start(Streaming, {"wrap": list}, add_dist_sampler=False)
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
-    train_state.collectives.minimum = lambda value: min(value, 1)  # worker 1 of 2 has no batch
+    train_state.collectives.all_reduce_min = lambda value: [
+        min(value, 1)
+    ]  # worker 1 of 2 has no batch
     with pytest.raises(RuntimeError, match="train loader of worker 1 has no batches"):
         trainer.train()
 

@@ -255,7 +255,7 @@ def test_ranks_take_snapshots_of_their_shards_at_one_step():
         timing=StepTiming(),
         epoch=0,
         global_step=7,
-        collectives=SimpleNamespace(minimum=lambda value: min(value, answers.pop())),
+        collectives=SimpleNamespace(all_reduce_min=lambda value: [min(value, answers.pop())]),
         copy_leaf=lambda leaf, on_host: leaf,
     )
     snapshots = Snapshots(state, dict)
