@@ -87,6 +87,8 @@ class Call:
     """Receives the progress of all workers while the call runs."""
     log_points: LogPoints = field(default_factory=lambda: LogPoints(acknowledged_step=sys.maxsize))
     """Collects what the workers measure while the call runs. By default, they release it."""
+    on_begin: Callable[[Call, Progress], None] = lambda call, progress: None
+    """Prepares the first attempt, or one after a save. ``train`` computes its goal here."""
     replay: Callable[[Progress], Call | None] | None = None
     """Returns the call that repeats steps lost with all workers, or None."""
     departure_request: Request | None = None
@@ -108,9 +110,6 @@ class Call:
     def replaces_state(self) -> bool:
         """Whether the call needs workers, but not their state."""
         return isinstance(self.request, LoadRequest)
-
-    def begin(self, progress: Progress) -> None:
-        """Prepare the first attempt, or one after a save. ``train`` computes its goal here."""
 
 
 @dataclass(frozen=True, kw_only=True)

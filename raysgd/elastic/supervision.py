@@ -97,11 +97,10 @@ class Supervision:
         if action.is_replay:
             assert self._replay is not None
             return self._replay
+        call = self._context.call
         if action.begins:
-            self._context.call.begin(
-                leaders_progress([self._journal.progress, self.progress_before])
-            )
-        return self._context.call
+            call.on_begin(call, leaders_progress([self._journal.progress, self.progress_before]))
+        return call
 
     def _prepare(
         self, call: Call, members: Sequence[WorkerHandle], stack: contextlib.ExitStack

@@ -42,23 +42,28 @@ class CallResult(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class TrainCall(Call):
-    """A call of ``train``. Pauses of callbacks split it into parts, which share their metrics."""
+class TrainGoal:
+    """What a call of ``train`` trains. Its first attempt turns a number of steps into a step."""
 
     request: TrainRequest
     num_steps: int | None
     """Number of steps to train. None means the rest of the epoch."""
     schedule_pause: Callable[[int, bool], int | None]
     """Returns the first pause step. Arguments: the committed steps, and whether to save soon."""
-    has_batches: bool = True
-    can_pause: bool = True
     progress_before: Progress | None = None
-    seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.departure_request = DepartureRequest(call_number=self.request.call_number)
+    def as_call(self, **options: Any) -> Call:
+        """Return the call. Pauses of callbacks split it into parts, which share their metrics."""
+        return Call(
+            request=self.request,
+            on_begin=self._set_on,
+            has_batches=True,
+            can_pause=True,
+            departure_request=DepartureRequest(call_number=self.request.call_number),
+            **options,
+        )
 
-    def begin(self, progress: Progress) -> None:
+    def _set_on(self, call: Call, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step of its next pause."""
         request, step = self.request, progress.global_step
         if self.progress_before is None:
@@ -69,10 +74,9 @@ class TrainCall(Call):
             else:
                 goals = (step + self.num_steps, request.until_step or sys.maxsize)
                 request = replace(request, until_step=min(goals))
-        self.request = replace(
-            request, callback_pause=self.schedule_pause(step, self.must_save_soon)
-        )
-        self.must_save_soon = False
+        pause = self.schedule_pause(step, call.must_save_soon)
+        call.request = self.request = replace(request, callback_pause=pause)
+        call.must_save_soon = False
 
 
 @dataclass(eq=False)
@@ -93,7 +97,7 @@ class Dispatcher:
     _being_reported: dict[str, Any] = field(default_factory=dict)
     call_numbers: Iterator[int] = field(default_factory=itertools.count)
     """Workers recognize a repeated call by its number."""
-    _newest_training: TrainCall | None = None
+    _newest_training: TrainGoal | None = None
     _unfinished_validation: int | None = None
     """Call number of a validation that has not returned."""
     _has_bad_loss: bool = False
@@ -162,36 +166,33 @@ class Dispatcher:
         num_steps: int | None,
         max_retries: int,
     ) -> CallResult:
-        call = TrainCall(
+        goal = self._newest_training = TrainGoal(
             request=replace(request, until_nan=self._ends_at_nan),
             num_steps=num_steps,
             schedule_pause=self.callback_list.schedule_pause,
-            max_losses=max_retries,
-            log_points=LogPoints(request.call_number),
         )
-        controller = self.controller
-        self._newest_training = call
-        is_paused = True
+        call = goal.as_call(max_losses=max_retries, log_points=LogPoints(request.call_number))
+        controller, seconds, is_paused = self.controller, 0.0, True
         try:
             while is_paused:
-                call.request = replace(call.request, info=dict(request.info))
+                goal.request = replace(goal.request, info=dict(request.info))
                 call.on_wait = self.callback_list.start_progress(trainer, "train")
                 call.log_points.show = partial(self._log, trainer) if request.log_every else None
                 started = time.perf_counter()
                 results = [outcome.value() for outcome in controller.run(call)]
-                call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
+                seconds, ended = seconds + time.perf_counter() - started, time.time()
                 is_paused = results[0] is None
                 self.callback_list.pause(trainer)
         finally:
             call.on_wait = call.log_points.show = None  # they keep the trainer alive
             self._report_bad_steps(trainer)
-        assert call.progress_before is not None
-        completed = controller.progress.epoch > call.progress_before.epoch
+        assert goal.progress_before is not None
+        completed = controller.progress.epoch > goal.progress_before.epoch
         results += [outcome.value() for outcome in call.departed_results]
         merged = self._merge(results)
         num_samples = controller.progress.epoch_samples
         last_call = LastCall(
-            "train", ended, call.seconds, controller.speed.end_lap("train"), num_samples
+            "train", ended, seconds, controller.speed.end_lap("train"), num_samples
         )
         return CallResult(results, merged, completed, last_call)
 

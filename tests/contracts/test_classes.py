@@ -10,7 +10,6 @@ FOR_USERS = {"ImageClassifier", "text"}
 OF_TWO_LAYERS = {
     "BaseTrainable",  # TensorFlow has a class of its own, and PyTorch a function
     "BatchSource",  # any iterable; the subclass is for those that workers partition
-    "Call",  # of the controller, which knows no training
     "GradientExchange",  # the state of training has one, and its subclasses have the state
     "MicroBatching",  # Keras has no parts of batches
     "OperatorBase",  # two subclasses have the same name

@@ -22,7 +22,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.update import Update
-from raysgd.trainer.dispatcher import TrainCall
+from raysgd.trainer.dispatcher import TrainGoal
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
 
@@ -121,12 +121,12 @@ class Driver:
 
     def train_further(self, num_steps):
         """Train a number of steps, in a call that computes its goal itself."""
-        call = TrainCall(
+        goal = TrainGoal(
             request=TrainRequest(call_number=0),
             num_steps=num_steps,
             schedule_pause=lambda step, immediately: None,
         )
-        outcomes = self.controller.run(call)
+        outcomes = self.controller.run(goal.as_call())
         return [outcome.progress.global_step for outcome in outcomes]
 
     @property

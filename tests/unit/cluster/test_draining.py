@@ -125,14 +125,13 @@ def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
         member.divided = is_divided
     begun, snapshots = [], controller.snapshots
 
-    class Saved(Call):
-        def begin(self, progress):
-            super().begin(progress)
-            begun.append((progress.global_step, self.must_save_soon, snapshots.load()))
+    def on_begin(call, progress):
+        begun.append((progress.global_step, call.must_save_soon, snapshots.load()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))
     request = TrainRequest(call_number=0, until_step=100)
-    controller.run(Saved(request=request, has_batches=True, can_pause=True))
+    call = Call(request=request, has_batches=True, can_pause=True, on_begin=on_begin)
+    controller.run(call)
     assert kinds(controller) == ["draining"]
     ((_, _, _), (step, immediately, state), *_) = begun
     assert immediately

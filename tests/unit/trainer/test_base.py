@@ -32,21 +32,24 @@ def equal(left, right):
 # ---- results
 
 
-def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer):
-    points = []
+def test_a_logged_point_counts_the_samples_of_a_worker_that_left(make_trainer, monkeypatch):
+    points, calls = [], []
 
     class Leaving(Callback):
         def next_pause(self, global_step):
             return global_step + 1
 
         def on_pause(self, trainer):  # as if a second worker had left after step 1
-            points = trainer._dispatcher._newest_training.log_points
+            points = calls[-1].log_points
             points.add({"worker": Progress(log_points=[part(points.call_number, 1, 4, False)])}, ())
 
         def on_log(self, trainer, call, metrics):
             points.append(metrics["num_samples"])
 
-    make_trainer(callbacks=[Leaving()]).fit(max_steps=2, log_every=2)
+    trainer = make_trainer(callbacks=[Leaving()])
+    run = trainer._controller.run
+    monkeypatch.setattr(trainer._controller, "run", lambda call: calls.append(call) or run(call))
+    trainer.fit(max_steps=2, log_every=2)
     assert points == [20]
 
 
