@@ -382,7 +382,7 @@ class SimMember(WorkerHandle):
         self.pause = step
         return self.step
 
-    def _snapshot(self, step, num_changes, inbox):
+    def _send_snapshot(self, step, num_changes, inbox):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step
