@@ -17,16 +17,16 @@ from raysgd.callbacks.base import LoggerCallback as LoggerCallback
 from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
 from raysgd.callbacks.file_loggers import CsvLogger as CsvLogger
 from raysgd.callbacks.file_loggers import JsonlLogger as JsonlLogger
-from raysgd.callbacks.measuring import DeviceStats as DeviceStats
-from raysgd.callbacks.measuring import LearningRateLogger as LearningRateLogger
-from raysgd.callbacks.measuring import ModelSummary as ModelSummary
-from raysgd.callbacks.measuring import TorchProfiler as TorchProfiler
+from raysgd.callbacks.measurements import DeviceStats as DeviceStats
+from raysgd.callbacks.measurements import LearningRateLogger as LearningRateLogger
+from raysgd.callbacks.measurements import ModelSummary as ModelSummary
+from raysgd.callbacks.measurements import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import EpochLines as EpochLines
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
 from raysgd.callbacks.report import RunReport as RunReport
-from raysgd.callbacks.services import MLflowLogger as MLflowLogger
-from raysgd.callbacks.services import TensorBoardLogger as TensorBoardLogger
-from raysgd.callbacks.services import WandbLogger as WandbLogger
+from raysgd.callbacks.service_loggers import MLflowLogger as MLflowLogger
+from raysgd.callbacks.service_loggers import TensorBoardLogger as TensorBoardLogger
+from raysgd.callbacks.service_loggers import WandbLogger as WandbLogger
 from raysgd.callbacks.stopping import EarlyStopping as EarlyStopping
 from raysgd.callbacks.stopping import TerminateOnNaN as TerminateOnNaN
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
-from raysgd.cluster.notices import Notice, PreemptionNotices
+from raysgd.cluster.preemption_notices import Notice, PreemptionNotices
 from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerInfo
 from raysgd.cluster.worker_handle import ActorHandle, InlineHandle, WorkerHandle
 

@@ -11,9 +11,9 @@ from raysgd.torch.features.bad_steps import BadStepFilter
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.guard import ReplicaGuard
 from raysgd.torch.features.rollback import Rollback
+from raysgd.torch.features.sample_rate import SampleRate
 from raysgd.torch.features.schedules import Schedules
-from raysgd.torch.features.speed import SampleRate
-from raysgd.torch.features.untracked import Untracked
+from raysgd.torch.features.unregistered_tensors import UnregisteredTensors
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.train_state import TorchTrainState
 
@@ -25,7 +25,7 @@ class OperatorFeatures:
         self.optimization = Optimization(train_state)
         self.schedules = Schedules(train_state, self.optimization.checks.check_complete)
         self.averaging = WeightAveraging(train_state)
-        self.untracked = Untracked(train_state)
+        self.unregistered_tensors = UnregisteredTensors(train_state)
 
 
 def features_of(
@@ -56,4 +56,4 @@ def features_of(
         yield SampleRate(train_state)  # for shares that follow speed
     if options.guard is not None and train_state.context.distributed:
         yield ReplicaGuard(train_state, own.averaging, options.guard)  # comparisons of the replicas
-    yield own.untracked  # warnings about tensors that are not registered
+    yield own.unregistered_tensors  # warnings about tensors that are not registered

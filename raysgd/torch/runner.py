@@ -146,7 +146,7 @@ def build_operator(
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     train_state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
-    operator._step_features.untracked.watch(operator)
+    operator._step_features.unregistered_tensors.watch(operator)
     return operator
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from raysgd._internal.arguments import check_dict, check_function, check_int
 from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forward_to
-from raysgd.cluster import functions
+from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig, as_elastic_config
@@ -99,7 +99,7 @@ class _Run:
             member.execute(receive_shards, shard)
             for member, shard in zip(members, shards, strict=True)
         ]
-        functions.results(members, references)
+        remote_functions.results(members, references)
 
 
 class BackendExecutor:
@@ -194,7 +194,7 @@ class BackendExecutor:
         try:
             if graceful_termination and self._run is None and isinstance(controller.state, Ready):
                 # The `on_shutdown` hook of the backend would wait for busy workers forever.
-                is_gentle = functions.wait_until_idle(controller.members, patience_s)
+                is_gentle = remote_functions.wait_until_idle(controller.members, patience_s)
             if is_gentle:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:

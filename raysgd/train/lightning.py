@@ -17,7 +17,7 @@ import torch
 
 from raysgd._internal.imports import import_extra
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.external import check_rank, newest_checkpoint_path
+from raysgd.train.integrations import check_rank, newest_checkpoint_path
 from raysgd.train.session import get_context, local_rank, report, world_rank, world_size
 from raysgd.train.torch.accelerator import get_device
 

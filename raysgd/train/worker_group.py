@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd._internal.arguments import MOST_WORKERS, check_number
 from raysgd._internal.config import env_seconds
-from raysgd.cluster import functions
+from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WorkerInfo
@@ -66,7 +66,7 @@ class WorkerGroup:
         group = self._group
         try:
             group.reserve()
-            functions.start(group, len(group.find_vacant_slots(request=False)))
+            remote_functions.start(group, len(group.find_vacant_slots(request=False)))
             group.members = group.sort_by_node(group.members)
         except BaseException:
             group.shutdown(force=True)
@@ -81,7 +81,7 @@ class WorkerGroup:
 
     def add_workers(self, num_workers: int) -> None:
         """Start further workers, with the highest ranks."""
-        functions.start(self._group, num_workers)
+        remote_functions.start(self._group, num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
         """Stop some workers, and renumber the others. `add_workers` can use the free resources."""
@@ -104,7 +104,7 @@ class WorkerGroup:
 
         Raise the exception of `func`, or WorkerLostError if a worker died.
         """
-        return functions.results(self._members, self.execute_async(func, *args, **kwargs))
+        return remote_functions.results(self._members, self.execute_async(func, *args, **kwargs))
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Start `func` on every worker and return references for ``ray.get``, by rank."""
@@ -115,7 +115,7 @@ class WorkerGroup:
     ) -> Any:
         """Call `func` on one worker and return its result."""
         member = self._member(worker_index)
-        return functions.results([member], [member.execute(func, *args, **kwargs)])[0]
+        return remote_functions.results([member], [member.execute(func, *args, **kwargs)])[0]
 
     def execute_single_async(
         self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any

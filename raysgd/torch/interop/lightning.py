@@ -22,7 +22,7 @@ from raysgd._internal.arguments import set_fields
 from raysgd._internal.files import lock_of_node
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.interop.lightning_trainer import TrainerStandIn
-from raysgd.torch.interop.logged import compute_logged
+from raysgd.torch.interop.logged_metrics import compute_logged
 
 _Base: Any = object  # `lightning_operator` adds TrainingOperator, whose module imports this one
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.metrics import Sums, ratio
-from raysgd.torch.interop.logged import REDUCTIONS, MergedStates, Reduced, copy_without_sync
+from raysgd.torch.interop.logged_metrics import REDUCTIONS, MergedStates, Reduced, copy_without_sync
 
 
 class TrainerStandIn:

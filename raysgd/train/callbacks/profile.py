@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raysgd.callbacks.measuring import export_trace
+from raysgd.callbacks.measurements import export_trace
 from raysgd.train.callbacks.callback import FileCallback
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 from raysgd.train.session import world_rank

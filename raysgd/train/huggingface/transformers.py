@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from raysgd._internal.imports import import_extra
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.external import check_rank, newest_checkpoint_path
+from raysgd.train.integrations import check_rank, newest_checkpoint_path
 from raysgd.train.session import report, world_rank
 
 for _module in ("transformers", "accelerate"):

@@ -9,7 +9,7 @@ import ray.util.client
 from ray.util.client.api import _ClientAPI
 
 from raysgd.cluster import actor_group as group_module
-from raysgd.cluster import functions
+from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import WORK_METHODS, Worker, WorkerInfo
@@ -141,7 +141,7 @@ def start(monkeypatch):
         group = ActorGroup(options, clock=ManualClock())
         group._reserve = lambda *wanted: reservation
         group.reserve()
-        functions.start(group, len(reservation.slots))
+        remote_functions.start(group, len(reservation.slots))
         group.members = group.sort_by_node(group.members)
         group.reservation_of_test = reservation
         return group
@@ -229,10 +229,10 @@ def test_further_workers_take_the_room_of_those_that_were_removed(start):
     group.discard(group.members[0])
     reserved = []
     group._reserve = lambda size, *wanted: reserved.append(size) or FakeReservation(size)
-    functions.start(group, 1)
+    remote_functions.start(group, 1)
     assert group.slot_of(group.members[1]) is slot
     assert not reserved
-    functions.start(group, 1)
+    remote_functions.start(group, 1)
     assert (len(group.members), reserved) == (3, [1])
 
 
@@ -250,7 +250,7 @@ def test_further_workers_that_do_not_start_are_killed(start, monkeypatch):
     monkeypatch.setattr(group_module, "ActorHandle", Dying)
     group._reserve = lambda *wanted: FakeReservation(2)
     with pytest.raises(WorkerLostError, match="died during its start"):
-        functions.start(group, 2)
+        remote_functions.start(group, 2)
     assert group.members == before
     assert [member.killed for member in made] == [1, 1]
     assert [group.slot_of(member) for member in made] == [None, None]
@@ -260,7 +260,7 @@ def test_a_reservation_is_released_if_the_group_is_shut_down_meanwhile(start):
     group, more = start(num_workers=1, room=1), FakeReservation(1)
     group._reserve = lambda *wanted: group.shutdown() or more  # in another thread
     with pytest.raises(RuntimeError, match="shut down"):
-        functions.start(group, 1)
+        remote_functions.start(group, 1)
     assert more.released
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.notices import Notice
+from raysgd.cluster.preemption_notices import Notice
 from raysgd.elastic.call import Call
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.loop.requests import DepartureRequest, TrainRequest

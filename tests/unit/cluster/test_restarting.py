@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.cluster.notices import PreemptionNotices
+from raysgd.cluster.preemption_notices import PreemptionNotices
 from tests.blackbox.simulation.seam import BadBatchError
 from tests.blackbox.simulation.world import World
 from tests.unit.cluster.test_elasticity import kinds, run_until

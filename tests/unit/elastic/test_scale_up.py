@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raysgd.cluster.notices import Notice
+from raysgd.cluster.preemption_notices import Notice
 from raysgd.cluster.worker import WorkerInfo
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.test_elasticity import every_new, kinds, lose_all, run_until, steps_of

@@ -218,9 +218,7 @@ def test_other_workers_name_the_worker_with_an_empty_loader(start):
     trainer, operator = start(Streaming, {"wrap": list}, add_dist_sampler=False)
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
-    train_state.collectives.all_reduce_min = lambda value: [
-        min(value, 1)
-    ]  # worker 1 of 2 has no batch
+    train_state.collectives.all_reduce_min = lambda value: [min(value, 1)]  # none on worker 1 of 2
     with pytest.raises(RuntimeError, match="train loader of worker 1 has no batches"):
         trainer.train()
 

@@ -13,7 +13,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.callbacks import CheckpointCallback
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
-from raysgd.torch.interop.logged import MergedStates, copy_without_sync
+from raysgd.torch.interop.logged_metrics import MergedStates, copy_without_sync
 from raysgd.torch.options import OperatorSettings, TorchOptions
 from raysgd.torch.runner import build_operator
 from tests.fidelity import flat

@@ -18,7 +18,7 @@ from raysgd.callbacks import (
     TerminateOnNaN,
     TorchProfiler,
 )
-from raysgd.callbacks import measuring as module
+from raysgd.callbacks import measurements as module
 from raysgd.errors import WorkerLostError
 from tests.operators import Classifier
 from tests.unit.recorder import Recorder

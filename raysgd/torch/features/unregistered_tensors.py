@@ -18,7 +18,7 @@ def _key(value: Any) -> int:
     return id(plain(value) if isinstance(value, torch.nn.Module) else value)
 
 
-class Untracked(StepFeature):
+class UnregisteredTensors(StepFeature):
     """Warns if training changes tensors of an operator that are not registered.
 
     Tensors and numbers of an optimizer count too, unless its class defines ``state_dict``, and
@@ -69,7 +69,7 @@ class Untracked(StepFeature):
         changed = [name for name in names if before.get(name) != now.get(name)]
         if changed and not self._operator.state_dict():
             self._train_state.settings.warn_once(
-                "untracked",
+                "unregistered tensors",
                 "train_batch changed %s. Checkpoints and workers that start later, such as "
                 "replacements, do not have this change. Register modules, also frozen ones, as "
                 "models; keep state of an optimizer in optimizer.state; or return the values from "

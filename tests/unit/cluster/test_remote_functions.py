@@ -6,7 +6,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from raysgd.cluster import functions as tasks
+from raysgd.cluster import remote_functions as tasks
 from raysgd.cluster.worker import CarriedError, WorkerInfo
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.errors import RemoteTraceback, WorkerLostError

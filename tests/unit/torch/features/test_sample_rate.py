@@ -7,7 +7,7 @@ import torch
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.update import Update
-from raysgd.torch.features.speed import SampleRate
+from raysgd.torch.features.sample_rate import SampleRate
 from tests.unit.cluster.clock import ManualClock
 
 
@@ -15,7 +15,7 @@ from tests.unit.cluster.clock import ManualClock
 def clock(monkeypatch):
     clock = ManualClock()
     time = SimpleNamespace(perf_counter=clock.monotonic)
-    monkeypatch.setattr("raysgd.torch.features.speed.time", time)
+    monkeypatch.setattr("raysgd.torch.features.sample_rate.time", time)
     return clock
 
 
