@@ -35,7 +35,7 @@ from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import as_metrics, epoch_arguments
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.snapshots import Snapshots
-from raysgd.loop.state_schema import state_for
+from raysgd.loop.state_schema import Receiver, models_last
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import SavedState, TrainState
 from raysgd.loop.update import WarmedUp
@@ -64,11 +64,43 @@ class Loop:
         self.step_s = 0.0  # mean seconds per step of the last segment of the call
         self.call_progress = CallProgress(self.train_state)
         self.evaluation = Evaluation(operator, control, self.call_progress)
-        self.snapshots = Snapshots(self.train_state, lambda: state_for("snapshot", self))
+        self.snapshots = Snapshots(self.train_state, partial(self.state_for, "snapshot"))
 
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
         self.train_state.step_iterator = self._batches = None
+
+    def state_for(self, receiver: Receiver) -> dict[str, Any]:
+        """Return a worker's state for a receiver, with tensors on their device.
+
+        If the state is sharded, only rank 0 adds more than its shards.
+        """
+        train_state, data = self.train_state, self.train_state.data
+        state: dict[str, Any] = {"global_step": train_state.global_step}
+        if receiver != "replacement" and (own := train_state.replication.own_state()):
+            state |= own
+            if train_state.context.world_rank != 0:
+                return state
+        state |= {"operator": self.operator.state_dict(), "data": train_state.position()}
+        if receiver != "file":
+            state |= {"call": dict(self.call_progress.export()), "batching": data.batching()}
+            state["module_modes"] = self.saved_state.module_modes()
+        if receiver == "replacement":
+            return state | {
+                "fingerprint": data.fingerprint(),
+                "why_not_split": train_state.micro_batching.why_not_split,
+                "is_damaged": train_state.update.is_damaged,
+            }
+        if receiver == "snapshot":  # shares follow from the new number of workers
+            batching = state["batching"].items()
+            state["batching"] = {name: each for name, each in batching if not each[1]}
+        if receiver == "file":
+            state["data"]["loaders"] = data.facts
+        state["epoch"] = train_state.epoch + (train_state.offset > 0)
+        state |= self.saved_state.read()
+        if receiver == "snapshot":
+            state = self.saved_state.without_frozen(state, for_workers=True)
+        return models_last(state)
 
     # ---- train
 

@@ -28,7 +28,6 @@ from raysgd.loop import requests
 from raysgd.loop.control import LoopControl
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
-from raysgd.loop.state_schema import state_for
 from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -76,7 +75,7 @@ class OperatorRunner(Runner, ABC):
         loop, train_state = self._hosted_loop, self._train_state
         is_leader = train_state.context.world_rank == leader_rank
         state: Mapping[str, Any] = train_state.collectives.broadcast(
-            lambda: state_for("replacement", loop), leader_rank
+            lambda: loop.state_for("replacement"), leader_rank
         )
         if not is_leader:
             train_state.data.set_batch_size(state["batching"])
@@ -292,7 +291,7 @@ class OperatorRunner(Runner, ABC):
                 "Workers were lost within a step, and some optimizers of this state have already "
                 "made their update. A trainer that loads the state repeats the update.",
             )
-        state = state_for("file", self._hosted_loop)
+        state = self._hosted_loop.state_for("file")
         if not frozen:
             state = self._hosted_loop.saved_state.without_frozen(state, for_workers=False)
         return dict(self._train_state.to_cpu(state))
@@ -347,7 +346,7 @@ class OperatorRunner(Runner, ABC):
         has_all = train_state.context.world_size == num_workers and is_in_sync
         if not (train_state.holdings.complete or has_all):
             return None
-        state: dict[str, Any] = train_state.to_cpu(state_for("snapshot", self._loop))
+        state: dict[str, Any] = train_state.to_cpu(self._loop.state_for("snapshot"))
         return state
 
 

@@ -1,8 +1,8 @@
 """The keys of the state of a trainer: who receives each, and how it is checked.
 
-Files have the state between calls. A snapshot, from which new workers restart, also has the
-unfinished call. Features add keys to those of the models and optimizers, as schedulers and the loss
-scaler do.
+`Loop.state_for` collects it. Files have the state between calls. A snapshot, from which new workers
+restart, also has the unfinished call. Features add keys to those of the models and optimizers, as
+schedulers and the loss scaler do.
 
 A worker that enters a generation gets the entries that it needs from the leader, the worker whose
 state counts. The leader first sends the small entries in one message, then the models and
@@ -44,43 +44,9 @@ from raysgd.errors import CheckpointError
 Receiver = Literal["file", "snapshot", "replacement"]
 
 
-def state_for(receiver: Receiver, loop: Any) -> dict[str, Any]:
-    """Return a worker's state for a receiver, with tensors on their device.
-
-    If the state is sharded, only rank 0 adds more than its shards.
-    """
-    train_state = loop.train_state
-    data = train_state.data
-    state: dict[str, Any] = {"global_step": train_state.global_step}
-    if receiver != "replacement" and (own := train_state.replication.own_state()):
-        state |= own
-        if train_state.context.world_rank != 0:
-            return state
-    state |= {"operator": loop.operator.state_dict(), "data": train_state.position()}
-    if receiver != "file":
-        state |= {"call": dict(loop.call_progress.export()), "batching": data.batching()}
-        state["module_modes"] = loop.saved_state.module_modes()
-    if receiver == "replacement":
-        return state | {
-            "fingerprint": data.fingerprint(),
-            "why_not_split": train_state.micro_batching.why_not_split,
-            "is_damaged": train_state.update.is_damaged,
-        }
-    if receiver == "snapshot":  # shares of the global batch follow from the new number of workers
-        batching = state["batching"].items()
-        state["batching"] = {name: each for name, each in batching if not each[1]}
-    if receiver == "file":
-        state["data"]["loaders"] = data.facts
-    state["epoch"] = train_state.epoch + (train_state.offset > 0)
-    state |= loop.saved_state.read()
-    if receiver == "snapshot":
-        state = loop.saved_state.without_frozen(state, for_workers=True)
-    return _models_last(state)
-
-
 def for_workers(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what workers load of a state: all without the entries of the driver and of a call."""
-    return _models_last(without_call(state, *DRIVER_KEYS))
+    return models_last(without_call(state, *DRIVER_KEYS))
 
 
 def without_call(state: Mapping[str, Any], *more: str) -> dict[str, Any]:
@@ -89,7 +55,7 @@ def without_call(state: Mapping[str, Any], *more: str) -> dict[str, Any]:
     return {key: value for key, value in state.items() if key not in (*of_call, *more)}
 
 
-def _models_last(state: dict[str, Any]) -> dict[str, Any]:
+def models_last(state: dict[str, Any]) -> dict[str, Any]:
     """Sort a state, because workers receive the last entries in the memory of their own."""
     last = {key: state.pop(key) for key in ("optimizers", "models") if key in state}
     return state | last

@@ -170,21 +170,13 @@ class StepIterator:
 
     def end_after_error(self) -> list[Any]:
         """Undo the update in progress, unless it counts. Return the batches to train again."""
-        if self._update.should_commit(raised=True):
-            with contextlib.suppress(Exception):  # the error of the loop is raised
-                self._commit()
+        with contextlib.suppress(Exception):  # the error of the loop is raised
+            self._commit_if_done(raised=True)
         again = [*self._update.drawn, *self._ahead]
         self._micro_batches.clear()
         # Also after a commit, because code after the update may have changed buffers.
         self._train_state.roll_back()
         return again
-
-    def _commit_if_done(self) -> None:
-        """Commit the update in progress, if its last micro-batch has ended."""
-        if self._update.should_commit():
-            self._commit()
-            for function in self.after_commit:
-                function()
 
     def _plan_batch(self) -> MicroBatch:
         """Return the plan of the newest batch. The first batch plans the whole update."""
@@ -228,7 +220,10 @@ class StepIterator:
             "remove __len__ of the loader. Its data set must not raise StopIteration."
         )
 
-    def _commit(self) -> None:
+    def _commit_if_done(self, raised: bool = False) -> None:
+        """Commit the update in progress if it counts, although the loop may have `raised`."""
+        if not self._update.should_commit(raised):
+            return
         num_steps = self._update.micro_batch.step_index + 1
         offset = self._source.offset_after(self.start_offset, self.num_steps + num_steps)
         try:
@@ -237,6 +232,8 @@ class StepIterator:
             if not self._update.drawn:
                 self.batch = None
                 self.num_steps += num_steps
+        for function in self.after_commit if not raised else ():
+            function()
 
 
 def allow_split(iterator: Iterable[Any]) -> Iterable[Any]:

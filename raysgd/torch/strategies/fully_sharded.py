@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from raysgd.checkpoint.file import SHARDS
+from raysgd.loop.feature import Replication
 from raysgd.loop.update import Update
 from raysgd.torch import collectives
 from raysgd.torch.precision.native import NativeAmp
@@ -32,7 +33,7 @@ from raysgd.torch.tensors import copy_all, copy_to_cpu, parameters_of
 from raysgd.torch.train_state import TorchTrainState
 
 
-class FullyShardedModel(ShardedOptimizer):
+class FullyShardedModel(ShardedOptimizer, Replication):
     """Shards models and their optimizer.
 
     A worker sends its gradients to the workers that hold copies of its shard, so that these workers

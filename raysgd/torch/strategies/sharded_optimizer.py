@@ -44,7 +44,7 @@ _PARTIAL = -1
 """Version of a partly updated state, which is unusable."""
 
 
-class ShardedOptimizer(Replication, StepFeature):
+class ShardedOptimizer(StepFeature):
     """Lets the user's optimizer update this worker's shard.
 
     Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of
@@ -85,9 +85,8 @@ class ShardedOptimizer(Replication, StepFeature):
         """Maps the index of each updated parameter to its number in the optimizer."""
         self._layout = ShardLayout(parameters, self._numbers, copies, by_rows)
         self._pieces: list[Piece] = []
-        self._step_pieces: list[Piece] = []
-        """Pieces that the optimizer has within a step."""
-        self._full_params: list[list[torch.Tensor]] | None = None  # of each group, within a step
+        self._running: tuple[list[list[torch.Tensor]], list[Piece]] | None = None
+        """Within a step: the parameters of each group, and the pieces that it has instead."""
         self._buffers: dict[int, UpdateBuffers] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed_version = 0
@@ -95,9 +94,6 @@ class ShardedOptimizer(Replication, StepFeature):
         self._token: tuple[bytes, int] = os.urandom(16), 0
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
-
-    def is_unsharded(self, owner: Any) -> bool:
-        return owner is not self.optimizer
 
     def wrap_steps(self) -> None:
         self.shard_state()
@@ -138,7 +134,7 @@ class ShardedOptimizer(Replication, StepFeature):
         copy_all((view, content) for _, view, content in contents)
         for piece, view, _ in contents:
             piece.value = view
-        self._step_pieces, self._full_params = stepped, [group["params"] for group in groups]
+        self._running = [group["params"] for group in groups], stepped
         for group, of_group in zip(groups, params, strict=True):
             group["params"] = of_group
         optimizer.state = state
@@ -162,7 +158,7 @@ class ShardedOptimizer(Replication, StepFeature):
 
     @torch.no_grad()
     def _end_step(self, *_: Any) -> None:
-        if self._full_params is None:
+        if self._running is None:
             return
         self._restore_params()
         for piece in self._pieces:
@@ -184,15 +180,16 @@ class ShardedOptimizer(Replication, StepFeature):
 
     def _restore_params(self) -> None:
         """Restore the parameters of the optimizer, and keep the state of the pieces."""
-        assert self._full_params is not None
-        for group, parameters in zip(self.optimizer.param_groups, self._full_params, strict=True):
+        assert self._running is not None
+        of_groups, pieces = self._running
+        for group, parameters in zip(self.optimizer.param_groups, of_groups, strict=True):
             group["params"] = parameters
-        for piece in self._step_pieces:
+        for piece in pieces:
             assert piece.value is not None
             piece.state = self.optimizer.state.get(piece.value, {})
             piece.value.grad = None
         self.optimizer.state = self._unsharded
-        self._full_params, self._step_pieces = None, []
+        self._running = None
 
     def commit(self, update: Update) -> None:
         self._committed_version = self._version
@@ -203,9 +200,9 @@ class ShardedOptimizer(Replication, StepFeature):
                 piece.value = None
 
     def roll_back(self, update: Update) -> None:
-        for piece in self._step_pieces:  # the optimizer raised within its step
-            piece.version = _PARTIAL
-        if self._full_params is not None:
+        if self._running is not None:  # the optimizer raised within its step
+            for piece in self._running[1]:
+                piece.version = _PARTIAL
             self._restore_params()
         if update.optimizer_steps.running is self.optimizer:
             update.optimizer_steps.running = None  # parameters change together, after the step
@@ -247,9 +244,6 @@ class ShardedOptimizer(Replication, StepFeature):
     def _elements_of(self, param_index: int, start: int, stop: int) -> torch.Tensor | None:
         """Return elements of a parameter. None unless parameters are sharded too."""
         return None
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.shard_state()
 
     def start_together(self) -> None:
         self._token = collectives.broadcast_object(self._token, 0)
@@ -344,7 +338,7 @@ class ShardedOptimizers(Replication):
     is_in_sync: bool = forward_to(lambda self: all(each.is_in_sync for each in self.features))
 
     def is_unsharded(self, owner: Any) -> bool:
-        return all(feature.is_unsharded(owner) for feature in self.features)
+        return all(owner is not feature.optimizer for feature in self.features)
 
     def wrap_steps(self) -> None:
         for feature in self.features:
@@ -363,7 +357,7 @@ class ShardedOptimizers(Replication):
 
     def load(self, state: Mapping[str, Any]) -> None:
         for feature in self.features:
-            feature.load(state)
+            feature.shard_state()
 
 
 def _check_step(
