@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from raysgd._internal.arguments import check_int, check_number, resolve_mode
-from raysgd._internal.finite import bad_loss
+from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.values import missing_metric, numbers_in
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 
@@ -113,7 +113,7 @@ class TerminateOnNaN(Callback):
     stops_at_nan: bool = True
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if bad := bad_loss(numbers_in(metrics)):
+        if bad := nonfinite_loss(numbers_in(metrics)):
             trainer.request_stop(f"{bad} in epoch {trainer.epoch}, step {trainer.global_step}.")
 
     on_validation_end = on_steps_end = on_epoch_end

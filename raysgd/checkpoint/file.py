@@ -12,9 +12,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from raysgd._internal.finite import named_arrays, not_finite
 from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
+from raysgd._internal.nonfinite import find_nonfinite, named_arrays
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.location import Location, first_line
 from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, unsealed_size, verify
@@ -80,7 +80,7 @@ def _write(target: Location, manifest: Manifest, write: Callable[[Any], Any]) ->
 
 def write_state(state: Mapping[str, Any], label: str, file: IO[bytes]) -> None:
     """Write a state to a file that is only open for writing. `label` is its name in messages."""
-    if bad := not_finite(state):
+    if bad := find_nonfinite(state):
         raise NotFiniteError(
             f"The state of step {state.get('global_step')} is not saved to {label}, because {bad} "
             "has NaN or infinity. Earlier checkpoints stay."

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from raysgd._internal.arguments import check_int, resolve_mode
 from raysgd._internal.files import TEMPORARY_NAME
-from raysgd._internal.finite import not_finite
+from raysgd._internal.nonfinite import find_nonfinite
 from raysgd._internal.values import numbers_in
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
 from raysgd.checkpoint.location import Location, UnreachableError
@@ -251,7 +251,7 @@ class CheckpointStore(CheckpointFolder):
 
 def _read_finite(path: str) -> tuple[dict[str, Any], Manifest | None]:
     state, manifest = read_checkpoint(path)
-    if bad := not_finite(state):
+    if bad := find_nonfinite(state):
         raise CheckpointError(f"{bad} has NaN or infinity.")
     return state, manifest
 

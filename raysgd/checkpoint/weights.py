@@ -7,8 +7,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from raysgd._internal.finite import bad_arrays
 from raysgd._internal.imports import import_extra
+from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.checkpoint.location import Location
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _of_modules(
 
 
 def _warn_of_nan(arrays: Mapping[str, Any]) -> None:
-    for name in bad_arrays(arrays):
+    for name in nonfinite_arrays(arrays):
         if (arrays[name] != arrays[name]).any():  # infinity may be meant, as in a mask
             logger.warning("save_model() writes NaN, because %s of the model has it.", name)
             return

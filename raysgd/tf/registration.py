@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from raysgd._internal.arguments import check_dict
-from raysgd._internal.finite import bad_arrays
+from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.features import KerasOptimization, ReplicaSync
 from raysgd.tf.keras import named_arrays, policy_name
@@ -129,7 +129,7 @@ def _find_not_finite(models: list[Any]) -> list[str]:
     for model in models:
         named = zip(named_arrays(model.weights).items(), model.weights, strict=True)
         untrained.append({name: array for (name, array), w in named if not w.trainable})
-    return [*bad_arrays({"models": untrained})]
+    return [*nonfinite_arrays({"models": untrained})]
 
 
 def _sample_of(spec: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.finite import bad_arrays
+from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.digests import digest_of, has_bits
@@ -36,7 +36,7 @@ class FrozenParameters(StepFeature):
             {k: v for k, v in (*m.named_parameters(), *m.named_buffers()) if not v.requires_grad}
             for m in models
         ]
-        self._not_finite = [*bad_arrays({"models": untrained})]  # names of buffers such as masks
+        self._not_finite = [*nonfinite_arrays({"models": untrained})]  # such as masks
         frozen = [model for model in models if _is_frozen(model)]
         self._modes = [(model, [(m, m.training) for m in model.modules()]) for model in frozen]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._internal.finite import Finiteness, finiteness, newly_bad
+from raysgd._internal.nonfinite import Finiteness, find_newly_nonfinite, finiteness
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.location import Location
 from raysgd.checkpoint.manifest import Manifest
@@ -68,7 +68,7 @@ class RunCheckpoints(CheckpointFolder):
             arrays = _arrays_in(path, blob)
             if not all(is_finite for _, is_finite in arrays.values()):
                 for older in map(self._path_of, names[names.index(Path(path).name) + 1 :]):
-                    if bad := newly_bad(arrays, arrays_of(older)):
+                    if bad := find_newly_nonfinite(arrays, arrays_of(older)):
                         raise CheckpointError(f"{bad} has NaN or infinity.")
             return blob, manifest
 

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.finite import Finiteness, finiteness, newly_bad
+from raysgd._internal.nonfinite import Finiteness, find_newly_nonfinite, finiteness
 from raysgd._internal.values import numbers_in
 from raysgd.cluster.process import end_wandb
 from raysgd.cluster.serialization import Parcel, pack, portable_pickler, unpicklable_key
@@ -164,7 +164,7 @@ class Session:
         is_finite = all(is_finite for _, is_finite in arrays.values())
         if self._newest_arrays is None and not is_finite and (newest := self.load()):
             self._newest_arrays = finiteness(newest.to_dict())
-        return newly_bad(arrays, self._newest_arrays or {})
+        return find_newly_nonfinite(arrays, self._newest_arrays or {})
 
 
 def _pickle(state: Any) -> bytes:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raysgd._internal.context import Progress, Request
-from raysgd._internal.finite import bad_loss
+from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd.callbacks.base import LastCall, Trainer, append_lines, logdir_of
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.cluster.serialization import Parcel
@@ -236,7 +236,7 @@ class Dispatcher:
     def _merge(self, results: list[Any]) -> dict[str, Any]:
         """Return the merged metrics, and warn once of a loss that is not finite."""
         merged = merge_workers(results)
-        if (bad := bad_loss(merged)) and not (self._has_bad_loss or self._ends_at_nan):
+        if (bad := nonfinite_loss(merged)) and not (self._has_bad_loss or self._ends_at_nan):
             logger.warning(
                 "%s by step %d. The weights may be lost. callbacks=[TerminateOnNaN()] stops at "
                 "the first such step. A CheckpointCallback keeps the last finite state.",

@@ -13,20 +13,20 @@ _TRAINED = ("models", "optimizers", "averages")
 _PLAIN = (int, float, complex, str, bytes, np.generic, type(None))
 
 
-def not_finite(state: Mapping[str, Any]) -> str:
+def find_nonfinite(state: Mapping[str, Any]) -> str:
     """Return the name of the first array of a state with NaN or infinity, or an empty string.
 
     Ignore numbers, and buffers and frozen parameters that were not finite before training, such as
     masks.
     """
     known = state.get("not_finite", ())
-    bad = bad_arrays({key: state[key] for key in _TRAINED if key in state})
+    bad = nonfinite_arrays({key: state[key] for key in _TRAINED if key in state})
     return next((name for name in bad if name not in known), "")
 
 
-def bad_arrays(tree: Any) -> Iterator[str]:
+def nonfinite_arrays(tree: Any) -> Iterator[str]:
     """Yield the names of the arrays in a tree that have NaN or infinity."""
-    return (name for name, array in named_arrays(tree) if is_bad(array))
+    return (name for name, array in named_arrays(tree) if is_nonfinite(array))
 
 
 def named_arrays(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -45,7 +45,7 @@ def named_arrays(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
-def is_bad(array: Any) -> bool:
+def is_nonfinite(array: Any) -> bool:
     """Return whether an array or a tensor has NaN or infinity."""
     try:
         if isinstance(array, np.ndarray):
@@ -67,11 +67,11 @@ def finiteness(state: Any) -> Finiteness:
     with contextlib.suppress(RecursionError):  # a state that contains itself
         for name, each in named_arrays(state):
             with contextlib.suppress(Exception):  # of a tensor without a shape, such as a lazy one
-                found[name] = each.shape, not is_bad(each)
+                found[name] = each.shape, not is_nonfinite(each)
     return found
 
 
-def newly_bad(arrays: Finiteness, earlier: Finiteness) -> str:
+def find_newly_nonfinite(arrays: Finiteness, earlier: Finiteness) -> str:
     """Return the name of an array with NaN or infinity that was finite earlier, or "".
 
     A history that has grown may have NaN, such as the AUC of one class.
@@ -80,7 +80,7 @@ def newly_bad(arrays: Finiteness, earlier: Finiteness) -> str:
     return next((name for name in bad if earlier.get(name) == (arrays[name][0], True)), "")
 
 
-def bad_loss(metrics: Mapping[str, Any]) -> str:
+def nonfinite_loss(metrics: Mapping[str, Any]) -> str:
     """Return the first loss that is NaN or infinite, as "train_loss is nan", or ""."""
     for name, value in metrics.items():
         is_loss = "loss" in name and not name.startswith("last_")  # that may have no weight
