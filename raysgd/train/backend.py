@@ -17,7 +17,7 @@ from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forward_to
 from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
-from raysgd.elastic.call import Call
+from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.config import ElasticConfig, as_elastic_config
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -39,7 +39,7 @@ from raysgd.train.framework import (
 )
 from raysgd.train.report_queue import TrainingResult
 from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
-from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextResultRequest
+from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
 from raysgd.train.worker_session import Plan, receive_shards
 
@@ -83,13 +83,13 @@ class _Run:
         return [outcome.value() for outcome in self.controller.run(self.call)]
 
     def begin(self) -> None:
-        """Start the function on all workers."""
+        """Bring the function and the data to all workers."""
         try:
             self.send_shards()
         except WorkerLostError as error:
             # If only the connection is lost, kill the process. The next call restarts it.
             self.controller.members[error.rank].kill_process()
-        self.send(BeginRequest(plan=self.plan))
+        self.send(LoadRequest(state={"plan": self.plan}))
 
     def send_shards(self) -> None:
         """Send each worker its shards of the data."""
@@ -240,7 +240,9 @@ class BackendExecutor:
         iteration: int = 0,
         resume: bool = False,
     ) -> None:
-        """Start a function of no arguments on every worker. Checkpoints go into `run_dir`.
+        """Bring a function of no arguments to every worker. Checkpoints go into `run_dir`.
+
+        The function starts when `fetch_next_result` or `finish_training` first waits for it.
 
         `dataset`, `checkpoint`, and `checkpoint_strategy` mean the same as in `Trainer.run`.
         `latest_checkpoint_id` is the number of the newest checkpoint so far, by default 0.

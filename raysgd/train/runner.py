@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -23,15 +22,11 @@ from raysgd.train.worker_session import Plan, Session, process_state, worker_con
 _INTEGRATIONS = ("ray.air.integrations.mlflow", "ray.air.integrations.wandb")
 
 
-@dataclass(frozen=True, kw_only=True)
-class BeginRequest(Request):
-    """Start the function, unless it is running."""
-
-    plan: Plan
-
-
 class NextResultRequest(Request):
-    """Return the next result of the function, because the driver has handled the previous one."""
+    """Return the next result of the function, because the driver has handled the previous one.
+
+    The first request starts the function.
+    """
 
 
 class EndRunRequest(Request):
@@ -41,7 +36,7 @@ class EndRunRequest(Request):
 class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
-    A `BeginRequest` starts the function. After a restart, a `NextResultRequest` starts it too.
+    A `LoadRequest` brings its plan, also after a restart.
 
     `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
@@ -93,12 +88,13 @@ class FunctionRunner(Runner):
 
     def handle(self, request: Request) -> Any:
         match request:
-            case BeginRequest(plan=plan):
-                if self._plan is None or self._plan.run_id != plan.run_id:
-                    self._plan, self._session = plan, None
-                self._ensure_started()
             case NextResultRequest():
-                return self._ensure_started().report_queue.get()
+                if self._session is None:
+                    if self._plan is None:
+                        raise RuntimeError("This worker has no function to run.")
+                    self._session = Session(self._plan, ReportQueue())
+                    self._session.thread.start()
+                return self._session.report_queue.get()
             case EndRunRequest():
                 self.request_stop(True)
                 if self._session is not None:
@@ -109,14 +105,6 @@ class FunctionRunner(Runner):
                 self._plan, self._session = state["plan"], None
             case _:
                 raise NotImplementedError(f"Training functions do not support {request.name}.")
-
-    def _ensure_started(self) -> Session:
-        if self._session is None:
-            if self._plan is None:
-                raise RuntimeError("This worker has no function to run.")
-            self._session = Session(self._plan, ReportQueue())
-            self._session.thread.start()
-        return self._session
 
 
 # ---- functions of Ray that ask for the rank

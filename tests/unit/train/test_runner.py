@@ -15,7 +15,6 @@ from raysgd._internal.context import WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train import worker_session
 from raysgd.train.runner import (
-    BeginRequest,
     EndRunRequest,
     Finder,
     FunctionRunner,
@@ -32,7 +31,8 @@ class Worker:
         self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
 
     def begin(self, function, run="one"):
-        self.runner.handle(BeginRequest(plan=Plan(run, cloudpickle.dumps(function))))
+        plan = Plan(run, cloudpickle.dumps(function))
+        self.runner.handle(LoadRequest(state={"plan": plan}))
 
     def next(self):
         return self.runner.handle(NextResultRequest())
@@ -131,17 +131,6 @@ def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
     worker.begin(threading.Lock)
     assert worker.next().value is None
     assert "returned a lock that cannot be pickled" in caplog.text
-
-
-def test_repeated_requests_to_begin_start_a_function_once(make_worker):
-    begun = threading.Semaphore(0)
-    worker_session.receive_shards(begun)
-    worker = make_worker()
-    for _ in range(2):
-        worker.begin(lambda: train.get_dataset_shard().release())
-    assert worker.next().kind == "end"
-    assert begun.acquire(blocking=False)
-    assert not begun.acquire(blocking=False)
 
 
 def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
