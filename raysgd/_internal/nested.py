@@ -220,10 +220,10 @@ def _may_hold_totals(item: Any) -> bool:
     """Return whether an object is a metric, or an object of user code."""
     if hasattr(type(item), "named_parameters"):
         return not any(True for _ in item.named_parameters())
-    return is_of_user(item)
+    return is_user_object(item)
 
 
-def is_of_user(item: Any) -> bool:
+def is_user_object(item: Any) -> bool:
     """Return whether the class of an object is of user code, and derives from no other library."""
     if isinstance(item, type):
         return False

@@ -26,7 +26,7 @@ _OF_LOADER = re.compile(r"\nOriginal Traceback(?s:.*)\n  File .*(\n    .*)*")
 _T = TypeVar("_T", bound=type)
 
 
-def is_the_users(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Return whether a file is user code: not raysgd, Python, or an installed library."""
     libraries = (sysconfig.get_path("stdlib") + os.sep, _PACKAGE)
     if filename.startswith(("<frozen", "<string", "<eval_with_key", *libraries)):
@@ -43,7 +43,7 @@ def stacks() -> str:
     everything, of_user = [], []
     for ident, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
-        own = [n for n, each in enumerate(frames) if is_the_users(each.filename)]
+        own = [n for n, each in enumerate(frames) if is_user_file(each.filename)]
         everything.append(f"Thread {names.get(ident, ident)}:\n{''.join(frames.format())}")
         if own:
             last = frames[own[-1]]
@@ -68,7 +68,7 @@ def release_callers(error: BaseException) -> None:
 def last_frame(text: str) -> tuple[str, str]:
     """Return the last location in user code in a traceback, and the frame to show."""
     frames = _FRAME.findall(text)
-    own = [frame for frame in frames if is_the_users(frame[0])]
+    own = [frame for frame in frames if is_user_file(frame[0])]
     if not frames:
         return "", ""
     file, line, name, code = (own or frames)[-1]
@@ -77,7 +77,7 @@ def last_frame(text: str) -> tuple[str, str]:
     return location if own else "", f'  File "{file}", line {line}, in {name}{code and ": " + code}'
 
 
-def shows_all() -> bool:
+def shows_full_tracebacks() -> bool:
     return os.environ.get("RAYSGD_TRACEBACK") == "full"
 
 
@@ -91,7 +91,7 @@ class FoldingTracebacks(contextlib.AbstractContextManager[None]):
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or shows_all():
+        if error is None or shows_full_tracebacks():
             return
         if error.args and isinstance(text := error.args[0], str) and "\nOriginal Trace" in text:
             error.args = (type(text)(_OF_LOADER.sub("", text).rstrip()), *error.args[1:])
@@ -101,15 +101,15 @@ class FoldingTracebacks(contextlib.AbstractContextManager[None]):
         error.__suppress_context__ = True
         kept = entry = error.__traceback__
         while entry is not None and kept is not None:
-            if _of_user(entry) or not _of_user(kept):
+            if _is_user_frame(entry) or not _is_user_frame(kept):
                 kept = entry
             entry = entry.tb_next
         if kept is not None:
             error.__traceback__ = TracebackType(None, kept.tb_frame, kept.tb_lasti, kept.tb_lineno)
 
 
-def _of_user(entry: TracebackType) -> bool:
-    return is_the_users(entry.tb_frame.f_code.co_filename)
+def _is_user_frame(entry: TracebackType) -> bool:
+    return is_user_file(entry.tb_frame.f_code.co_filename)
 
 
 def fold_tracebacks(kind: _T) -> _T:

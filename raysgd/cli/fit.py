@@ -17,7 +17,7 @@ from typing import Any
 from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
-from raysgd._internal.tracebacks import is_the_users
+from raysgd._internal.tracebacks import is_user_file
 from raysgd._internal.values import json_dict
 from raysgd.callbacks import CheckpointCallback
 from raysgd.errors import RaySGDError
@@ -135,7 +135,7 @@ def describe_error(error: Exception) -> tuple[str, int]:
         isinstance(error, AttributeError | ImportError | OSError | TypeError | ValueError)
         and not isinstance(error, RaySGDError)
         and not getattr(error, "__notes__", ())  # training adds notes
-        and not any(is_the_users(f.filename) for f in traceback.extract_tb(error.__traceback__))
+        and not any(is_user_file(f.filename) for f in traceback.extract_tb(error.__traceback__))
     )
     if is_refused:
         return str(error), 2

@@ -27,7 +27,7 @@ from raysgd._internal.context import (
 )
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.spawning import send_classes_of_the_script
-from raysgd._internal.tracebacks import last_frame, shows_all, stacks
+from raysgd._internal.tracebacks import last_frame, shows_full_tracebacks, stacks
 from raysgd.cluster import process
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.large_values import Content, Incoming, is_small, send
@@ -82,7 +82,7 @@ class Outcome:
             _, frame = last_frame(text)
             summary = str(_as_text(error)).partition("\n")[0]
             shown = f"{head}. RAYSGD_TRACEBACK=full shows the traceback.\n{frame}\n{summary}"
-            is_full = shows_all() or not frame
+            is_full = shows_full_tracebacks() or not frame
             error.__cause__ = RemoteTraceback(self.traceback, "" if is_full else shown)
         return error
 

@@ -37,7 +37,7 @@ class CollectiveBackend(ABC):
         If `rendezvous` is None, the worker forms a group of one.
         """
 
-    def met(self) -> None:  # noqa: B027  optional
+    def release_rendezvous(self) -> None:  # noqa: B027  optional
         """Release what only joining needs. Runs on the driver when all workers have joined."""
 
     @abstractmethod

@@ -97,7 +97,7 @@ class HorovodBackend(CollectiveBackend):
                 (local, remote) for each in opened for remote, local in each
             } & _connections()
 
-    def met(self) -> None:
+    def release_rendezvous(self) -> None:
         """Stop the rendezvous server, unless functions can still call ``hvd.init()``."""
         if self._framework is not None:
             self.close()

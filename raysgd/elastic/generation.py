@@ -270,7 +270,7 @@ class GroupForming:
         task = "set up" if leader is None else "join a new generation"
         attempt = self._await_phase(calls, task, listening=leader is not None)
         if self._backend is not None and not attempt.has_failed:
-            self._backend.met()
+            self._backend.release_rendezvous()
         return attempt
 
     def _await_phase(

@@ -42,7 +42,7 @@ class KerasCollectives(Collectives):
         return make()
 
 
-class GlooWorkers(KerasCollectives):
+class GlooCollectives(KerasCollectives):
     """Workers that use the process group of PyTorch.
 
     A group of TensorFlow needs a server without authentication, and a process can join only one.
@@ -81,7 +81,7 @@ class GlooWorkers(KerasCollectives):
         return box[0]
 
 
-class HorovodGroup(KerasCollectives):
+class HorovodCollectives(KerasCollectives):
     """The workers of a Horovod group."""
 
     def __init__(self, size: int, rank: int) -> None:
@@ -109,13 +109,13 @@ class HorovodGroup(KerasCollectives):
         return broadcast_object(make() if self.rank == rank else None, root_rank=rank)
 
 
-def communication_of(settings: TFSettings) -> KerasCollectives:
+def create_collectives(settings: TFSettings) -> KerasCollectives:
     context = settings.context
     if not context.distributed:
         return KerasCollectives()
     if settings.options.use_horovod:
-        return HorovodGroup(context.world_size, context.world_rank)
+        return HorovodCollectives(context.world_size, context.world_rank)
     import torch.distributed as dist
 
     # During setup, a replacement worker is alone in its process group, whatever its context says.
-    return GlooWorkers(dist.get_world_size(), dist.get_rank())
+    return GlooCollectives(dist.get_world_size(), dist.get_rank())

@@ -13,8 +13,8 @@ from raysgd.errors import ReplicasDifferError
 from raysgd.loop.differences import compare, cpu_model, format_values, hash_of, minority_of
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.update import LossCount, Update
-from raysgd.tf.communication import communication_of
-from raysgd.tf.engine import Engine
+from raysgd.tf.communication import create_collectives
+from raysgd.tf.step_graphs import StepGraphs
 from raysgd.tf.train_state import KerasSavedState, KerasTrainState
 
 _COMPARED_EVERY = 100
@@ -37,7 +37,7 @@ class ReplicaSync(StepFeature):
         KerasSavedState(self._train_state).copy_from(0, follows=True)
 
     def begin_generation(self) -> None:
-        self._train_state.collectives = communication_of(self._train_state.settings)
+        self._train_state.collectives = create_collectives(self._train_state.settings)
         self.after_apply()
 
     def after_apply(self) -> None:
@@ -46,7 +46,7 @@ class ReplicaSync(StepFeature):
     def begin_call(self, logs_steps: bool) -> None:
         self._train_state.check_compiled()
         if self._trainable != (trainable := self._train_state.trainable_flags()):
-            self._trainable, self._train_state.engine = trainable, Engine()  # graphs depend on it
+            self._trainable, self._train_state.graphs = trainable, StepGraphs()
         self._compare()
 
     def commit(self, update: Update) -> None:
@@ -54,7 +54,7 @@ class ReplicaSync(StepFeature):
 
     def end_epoch(self, epoch: int) -> None:
         # Workers with more batches raise an error, and do not wait.
-        compare_update(self._train_state)
+        agree_on_update(self._train_state)
 
     def before_export(self) -> None:
         self._compare(after=1)
@@ -70,7 +70,7 @@ class ReplicaSync(StepFeature):
             f"value {n} of {v.path}": zlib.crc32(v.numpy().tobytes()) if is_trained else "frozen"
             for n, (v, is_trained) in enumerate(weights + states)
         }
-        _check_equal(train_state, {**digests, "CPU": cpu_model()})
+        _compare_workers(train_state, {**digests, "CPU": cpu_model()})
         self._num_unchecked = 0
 
     def sync_buffers(self) -> None:
@@ -121,7 +121,7 @@ class KerasOptimization(StepFeature):
         if not update.in_last_micro_batch:
             return
         lacks_gradient = any(gradient is None for gradient in gradients)
-        if compare_update(self._train_state, variables, lacks_gradient):
+        if agree_on_update(self._train_state, variables, lacks_gradient):
             gradients = collectives.fill_missing(gradients, variables)
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = collectives.mean([gradient for gradient, _ in pairs])
@@ -130,7 +130,7 @@ class KerasOptimization(StepFeature):
             for variable in [*changed, *optimizer.variables]:
                 self._before.setdefault(id(variable), (variable, tf.identity(variable.value)))
         update.optimizer_steps.running = optimizer
-        self._train_state.engine.update(optimizer, means, changed)
+        self._train_state.graphs.apply(optimizer, means, changed)
         update.optimizer_steps.end(optimizer)
 
     def commit(self, update: Update) -> None:
@@ -169,7 +169,7 @@ def _add(left: Any, right: Any) -> Any:
 # ---- comparison of the replicas
 
 
-def compare_update(
+def agree_on_update(
     train_state: KerasTrainState, variables: Sequence[Any] = (), lacks_gradient: bool = False
 ) -> bool:
     """Return whether any worker lacks a gradient. Every worker must call this.
@@ -179,13 +179,13 @@ def compare_update(
     """
     if train_state.collectives.size == 1:
         return False
-    models, cache = train_state.models, train_state.engine.cache
+    models, cache = train_state.models, train_state.graphs.cache
     trained = cache(lambda: _describe_variables(models, variables), *variables)
     contents = {
         "the samples that they have read": train_state.data.current.update_digest,
         "what they train": trained,
     }
-    return _check_equal(train_state, contents, lacks_gradient)
+    return _compare_workers(train_state, contents, lacks_gradient)
 
 
 def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
@@ -194,7 +194,7 @@ def _describe_variables(models: Sequence[Any], variables: Sequence[Any]) -> str:
     return ", ".join(f"variable {numbers.get(id(v))} {tuple(v.shape)}" for v in variables)
 
 
-def _check_equal(
+def _compare_workers(
     train_state: KerasTrainState, contents: dict[str, Any], flag: bool = False
 ) -> bool:
     """Raise an error if contents differ between workers. Return whether any has the flag."""

@@ -50,7 +50,7 @@ class BatchLosses:
         """Losses of the outputs, if the model has several; None before the first batch."""
 
     @property
-    def are_of_model(self) -> bool:
+    def uses_model_loss(self) -> bool:
         """Whether the model computes the loss, and not the criterion."""
         has_own = overrides(self._model, "compute_loss")
         return has_own or (self.criterion is None and self._model.compiled)
@@ -67,7 +67,7 @@ class BatchLosses:
     def total(self, features: Any, target: Any, output: Any, weights: Any, training: bool) -> Any:
         """Return the mean loss of a batch, including losses of layers."""
         model = self._model
-        if self.are_of_model:
+        if self.uses_model_loss:
             arguments = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
             loss = model.compute_loss(*arguments, **({"training": training} if takes else {}))
@@ -84,7 +84,7 @@ class BatchLosses:
         """
         _, target, weights = unpacked
         if self._of_outputs is None:  # the first batch creates them
-            compiled = self._model if self.are_of_model else self.criterion.compiled
+            compiled = self._model if self.uses_model_loss else self.criterion.compiled
             self._of_outputs = [each for each in compiled.metrics if each.name.endswith("_loss")]
         values: dict[str, Any] = {each.name: float(each.result()) for each in self._of_outputs}
         for each in self._of_outputs:

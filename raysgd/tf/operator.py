@@ -242,14 +242,14 @@ class TrainingOperator(OperatorBase):
         models = as_list(self._find_only("model") if model is None else model)
         variables = [variable for each in models for variable in each.trainable_variables]
         with train_state.timing.within(BACKWARD):
-            result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
+            result, gradients = train_state.graphs.gradients(loss_of, tensors, optimizer, variables)
         with train_state.timing.within(OPTIMIZER):
             train_state.optimization.step(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
         """Run a function of tensors in a graph, without an update."""
-        return self._train_state.engine.call(function, tensors)
+        return self._train_state.graphs.run(function, tensors)
 
     # ---- helpers
 
@@ -277,7 +277,7 @@ class TrainingOperator(OperatorBase):
 
     def _check_criterion(self) -> None:
         losses = self._train_state.losses
-        if losses.criterion is None and not losses.are_of_model:
+        if losses.criterion is None and not losses.uses_model_loss:
             raise RuntimeError(
                 f"{type(self).__name__} has no criterion. Pass it to register(criterion=...), or "
                 "compile the model with a loss."

@@ -16,13 +16,13 @@ from keras.src.random.seed_generator import global_seed_generator
 from raysgd._internal.nested import preserving, try_copy
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
-from raysgd.tf.communication import KerasCollectives, communication_of
-from raysgd.tf.engine import NEXT_PHASE, Engine
+from raysgd.tf.communication import KerasCollectives, create_collectives
 from raysgd.tf.keras import named_arrays, set_arrays, set_trainable, to_portable, trainable_flags
 from raysgd.tf.layer_state import layer_states, layers_problem, set_layer_states
 from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchLosses
 from raysgd.tf.options import TFSettings
+from raysgd.tf.step_graphs import NEXT_PHASE, StepGraphs
 
 _RATE = re.compile("'learning_rate': [^,}]*")
 _PURPOSE = re.compile(r"[^/_\d]+(?=[_\d]*$)")  # the last word of a path, such as velocity
@@ -41,8 +41,8 @@ class KerasTrainState(TrainState):
     def __init__(self, settings: TFSettings) -> None:
         super().__init__(settings, settings.options.seed)
         self.data = KerasSources(settings, self.seed)
-        self.collectives: KerasCollectives = communication_of(settings)
-        self.engine = Engine()
+        self.collectives: KerasCollectives = create_collectives(settings)
+        self.graphs = StepGraphs()
         self.not_finite: list[str] = []  # weights that were not finite before training
         self.compiled: list[Any] = []  # what graphs hold as constants, when `setup` ended
         self.attributes: Mapping[str, Any] = {}  # of the operator
@@ -141,7 +141,7 @@ class KerasSavedState(SavedState):
     def load(self, state: dict[str, Any]) -> None:
         train_state, models = self._train_state, self._train_state.models
         if any(state["layers"]):
-            train_state.engine = Engine()  # graphs hold the old tensors and tables
+            train_state.graphs = StepGraphs()  # graphs hold the old tensors and tables
         for model, layers, arrays in zip(models, state["layers"], state["models"], strict=True):
             set_layer_states(model, layers)
             set_arrays(model.weights, arrays)

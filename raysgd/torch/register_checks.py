@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter  # has no public name
 
-from raysgd._internal.nested import is_of_user
+from raysgd._internal.nested import is_user_object
 from raysgd.data.source import own_ranks
 from raysgd.loop.operator_base import as_list
 from raysgd.torch.tensors import ELEMENTWISE, parameters_of
@@ -276,7 +276,7 @@ def attributes_of(operator: Any) -> Iterator[tuple[str, Any]]:
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
             if len(value) <= _MOST_ITEMS:
                 members = ((f"[{key!r}]", member) for key, member in items)
-        elif hasattr(value, "__dict__") and is_of_user(value):
+        elif hasattr(value, "__dict__") and is_user_object(value):
             members = ((f".{key}", member) for key, member in vars(value).items())
         yield from ((f"self.{name}{key}", member) for key, member in members)
 

@@ -79,7 +79,7 @@ class BadStepFilter(StepFeature):
         if is_of_loss:
             self._record_bad_step(update, "the loss is not finite", str(norm))
         elif is_of_gradient:
-            if not precision.scales:  # otherwise the GradScaler skips it, and lowers the scale
+            if not precision.scales_loss:  # otherwise the GradScaler skips it, and lowers the scale
                 self._record_bad_step(update, "the gradient is not finite", str(norm))
         elif is_spike:
             why = f"the loss is more than {spike:g} times the median, {usual:.4g}"

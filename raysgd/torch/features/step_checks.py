@@ -51,7 +51,7 @@ class StepChecks(StepFeature):
         has_gap = update.losses.num_earlier < update.index
         if has_gap and any(map(_has_gradients, self._train_state.optimizers)):
             self._refuse_split(_NO_BACKWARD)
-        self._watch_gradients(self._precision.scales)
+        self._watch_gradients(self._precision.scales_loss)
 
     def before_commit(self, update: Update) -> None:
         self.check_complete()
@@ -144,7 +144,7 @@ class StepChecks(StepFeature):
         if update.optimizer_steps.requested:
             self._refuse_split("train_batch computes gradients after it has stepped an optimizer")
         for optimizer in train_state.optimizers if self._watched else ():
-            changed = self._have_changed(optimizer) and self._precision.scales
+            changed = self._have_changed(optimizer) and self._precision.scales_loss
             gradients = _gradients_of(optimizer)
             if changed and any(each is not None and each.any() for each in gradients):
                 raise RuntimeError(
@@ -156,7 +156,7 @@ class StepChecks(StepFeature):
     def after_backward(self) -> None:
         update = self._update
         is_final = update.in_last_micro_batch and not update.has_fixed_parts
-        self._watch_gradients(self._precision.scales or not is_final)
+        self._watch_gradients(self._precision.scales_loss or not is_final)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         update = self._update
@@ -188,7 +188,7 @@ class StepChecks(StepFeature):
             self._refuse_split("train_batch calls optimizer.step(), not self.optimizer_step()")
         features = self._train_state.features
         why = next((each.needs_helper for each in features if each.needs_helper), "")
-        if not why and update.losses.uses_backward and self._precision.scales:
+        if not why and update.losses.uses_backward and self._precision.scales_loss:
             why = f"the scaled gradients of self.backward(loss) under {self._precision.name}"
         if why:
             raise RuntimeError(

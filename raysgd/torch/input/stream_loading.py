@@ -19,7 +19,7 @@ from raysgd.data.partition import UpdatePlan
 from raysgd.data.source import PartitionedSource, length_of
 from raysgd.data.stream import NumberedSamples, check_files, close_files, file_stamps
 from raysgd.torch.input.batches import map_batch
-from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_jump, in_processes, name_of
+from raysgd.torch.input.stream_reading import Chunks, StreamBuffer, can_seek, in_processes, name_of
 
 
 class StreamSource(PartitionedSource):
@@ -46,7 +46,7 @@ class StreamSource(PartitionedSource):
         super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
         self.knows_sizes = self._joins and keeps_samples(loader)
         self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
-        resumes = can_jump(self._dataset)
+        resumes = can_seek(self._dataset)
         self.who_reads = (
             "every worker reads all samples, and uses its part. A resumed run begins to read "
             f"{'where a checkpoint ends' if resumes else 'at the start of the epoch'}"
@@ -184,7 +184,7 @@ class StreamSource(PartitionedSource):
         starts: list[tuple[int, Any]] = [(0, None)] * max(1, num_processes)
         mark = self._saved.get("mark")
         at = self._saved.get("at", [None, 0])
-        fits = at[0] == epoch and at[1] <= offset and can_jump(self._dataset)
+        fits = at[0] == epoch and at[1] <= offset and can_seek(self._dataset)
         if mark and fits and len(mark["states"]) == len(starts):
             starts = [tuple(each) for each in mark["states"]]
         else:

@@ -62,7 +62,7 @@ class Chunks(IterableDataset[Chunk]):
             return
         if process < self._turn:
             yield Chunk(process, num_chunks, [], [], state)  # loader processes take turns
-        if can_jump(self.dataset):
+        if can_seek(self.dataset):
             self.dataset.load_state_dict(state)  # None discards an earlier state
         iterator, samples = None, [None] * self._size
         generator = getattr(self.dataset, "generator", None)  # of a user's DataLoader
@@ -73,7 +73,7 @@ class Chunks(IterableDataset[Chunk]):
                 samples = list(itertools.islice(iterator, self._size))
             num_chunks += 1
             state = None
-            if can_jump(self.dataset):
+            if can_seek(self.dataset):
                 ended = len(samples) < self._size
                 state = _END if ended else copy.deepcopy(self.dataset.state_dict())
             digests = [digest(sample) for sample in samples]
@@ -195,7 +195,7 @@ def in_group_of_one() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def can_jump(dataset: Any) -> bool:
+def can_seek(dataset: Any) -> bool:
     """Return whether reading can continue from a state of the data set, with the same samples."""
     if type(dataset).__module__.startswith("datasets."):
         # Before datasets 5.0.1, the states of filtered and mapped streams lose samples. No version

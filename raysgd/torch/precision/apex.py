@@ -20,7 +20,7 @@ class ApexAmp(Precision):
     """
 
     name: ClassVar[str] = 'Apex (use_fp16="apex")'
-    scales = True
+    scales_loss = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(device)

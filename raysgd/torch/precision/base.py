@@ -28,7 +28,7 @@ class Precision(StepFeature):
 
     name: ClassVar[str] = "full precision (use_fp16=False)"
     """Name in error messages."""
-    scales: bool = False
+    scales_loss: bool = False
     """Whether the loss is scaled, so that a step can overflow and be skipped."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:

@@ -33,7 +33,7 @@ class NativeAmp(Precision):
         self.dtype = default if dtype is None else dtype
         # bfloat16 has the range of float32, and needs no scaler.
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
-        self.scales = self.scaler is not None
+        self.scales_loss = self.scaler is not None
         self._reset()
 
     def _new_scaler(self) -> torch.amp.GradScaler:

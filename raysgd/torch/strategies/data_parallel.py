@@ -109,7 +109,7 @@ class UserWrappedGradients(GroupGradients):
                 raise ValueError(f"{why} gradients. Leave out one of the two.")
 
     def begin_generation(self) -> None:
-        warnings = map(ddp.rebuild, self._wrappers, self._averaged)
+        warnings = map(ddp.rebuild_reducer, self._wrappers, self._averaged)
         self.warning = "\n".join(filter(None, [*warnings]))
 
     def _shared_buffers(self) -> list[torch.Tensor]:

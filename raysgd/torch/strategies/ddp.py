@@ -346,7 +346,7 @@ def is_ddp(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> str:
+def rebuild_reducer(model: DistributedDataParallel, required: dict[str, bool]) -> str:
     """Rebuild the reducer of a wrapper, in place, for the current process group.
 
     Every rank must rebuild. A survivor orders its buckets by the gradients of its first step, and a

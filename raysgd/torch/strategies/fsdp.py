@@ -133,10 +133,10 @@ class ShardedModels:
                     f"this class. They have {', '.join(names)}."
                 )
         for module in reversed(inside):
-            if (module in blocks and not self._shares(module)) or module in self.models:
+            if (module in blocks and not self._shares_parameters(module)) or module in self.models:
                 yield module
 
-    def _shares(self, block: torch.nn.Module) -> bool:
+    def _shares_parameters(self, block: torch.nn.Module) -> bool:
         """Return whether a block shares a parameter with modules outside of it."""
         within = set(block.modules())
         indices = [self._index[id(parameter)] for parameter in block.parameters()]
@@ -178,14 +178,14 @@ class ShardedModels:
             unit.release()
         self._units = {}
 
-    def local(self, index: int) -> torch.Tensor:
+    def rows(self, index: int) -> torch.Tensor:
         """Return this rank's rows of a parameter as a flat tensor."""
         parameter: Any = self.parameters[index]
         rows: torch.Tensor = parameter.detach().to_local()
         return rows.view(-1)
 
     def gradient(self, index: int) -> torch.Tensor | None:
-        """Return the gradient of the tensor from `local`."""
+        """Return the gradient of the tensor from `rows`."""
         gradient: Any = self.parameters[index].grad
         return None if gradient is None else gradient.detach().to_local().view(-1)
 
@@ -198,7 +198,7 @@ class ShardedModels:
                     cast(FSDPModule, unit).reset_iter_state()
 
     @contextlib.contextmanager
-    def on_demand(self) -> Iterator[None]:
+    def gathering_on_demand(self) -> Iterator[None]:
         """Let ranks make different numbers of forward passes, without gradients.
 
         Before each gathering, the ranks agree on the unit. Ranks without further passes take part

@@ -212,7 +212,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         layout = self._layout
         for piece in layout.pieces_of(layout.rank, self._pieces):
             first, _ = layout.shards[layout.rank][piece.param_index]
-            rows = self.models.local(piece.param_index)[piece.start - first : piece.stop - first]
+            rows = self.models.rows(piece.param_index)[piece.start - first : piece.stop - first]
             piece.base = rows.copy_(self._current_elements(piece))
 
     # ---- complete models
@@ -222,7 +222,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number, shard in enumerate(layout.shards):
-            rows = {param_index: self.models.local(param_index) for param_index in shard}
+            rows = {param_index: self.models.rows(param_index) for param_index in shard}
             if number != layout.rank:
                 rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in shard.items()}
             collectives.broadcast_tensors(list(rows.values()), src=number)
@@ -256,7 +256,7 @@ class FullyShardedGradients(GroupGradients):
         super().__init__(train_state)
         sharded: Any = train_state.replication
         self._models: ShardedModels = sharded.models
-        self._sharing = [m for m in train_state.models if not ddp.only_running_statistics(m)]
+        self._synced_models = [m for m in train_state.models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
 
     def check_trained(self) -> None:
@@ -264,7 +264,7 @@ class FullyShardedGradients(GroupGradients):
 
     def begin_micro_batch(self, update: Update) -> None:
         """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
-        buffers = [buffer for model in self._sharing for buffer in model.buffers()]
+        buffers = [buffer for model in self._synced_models for buffer in model.buffers()]
         collectives.broadcast_tensors(buffers, src=0)
 
     def norm(self, parameters: Sequence[Any]) -> tuple[Sequence[Any], torch.Tensor]:
@@ -275,4 +275,4 @@ class FullyShardedGradients(GroupGradients):
         return own, squared.sqrt()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        return self._models.on_demand()
+        return self._models.gathering_on_demand()

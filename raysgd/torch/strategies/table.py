@@ -106,7 +106,7 @@ def as_sharding_args(
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
     if "copies" in sharding_args:
         check_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
-    call, scales = f'register(sharding="{sharding}")', train_state.precision.scales
+    call, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
     strategy.check(call, models, train_state.optimizers)
     return sharding_args

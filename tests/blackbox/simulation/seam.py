@@ -236,7 +236,7 @@ class SimBackend:
         self.num_prepared += 1
         return self.num_prepared, len(addresses)
 
-    def met(self):
+    def release_rendezvous(self):
         pass
 
     def close(self):

@@ -452,7 +452,7 @@ def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):
 def test_stacks_are_those_of_threads_with_user_code(worker, monkeypatch):
     text = worker.stacks()
     assert text.startswith("In test_stacks_are_those_of_threads_with_user_code, ")
-    monkeypatch.setattr(tracebacks, "is_the_users", lambda filename: False)
+    monkeypatch.setattr(tracebacks, "is_user_file", lambda filename: False)
     assert "Thread MainThread:" in worker.stacks()
 
 

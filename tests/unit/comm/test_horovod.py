@@ -92,7 +92,7 @@ def test_a_worker_alone_leaves_the_earlier_rendezvous(environment, without_frame
 def test_functions_can_reach_the_rendezvous_until_it_is_closed(without_framework):
     rendezvous = without_framework.prepare(["127.0.0.1"])
     place = (rendezvous.host, rendezvous.port)
-    without_framework.met()
+    without_framework.release_rendezvous()
     assert place in listeners()
     without_framework.prepare(["127.0.0.1"])  # of the next generation
     assert place not in listeners()
@@ -154,7 +154,7 @@ def test_two_workers_form_a_group_that_the_driver_can_interrupt():
             stack.enter_context(contextlib.closing(Script(RANK, r, rendezvous))) for r in (0, 1)
         ]
         assert [rank.stdout.readline() for rank in ranks] == ["joined\n"] * 2
-        driver.met()
+        driver.release_rendezvous()
         for rank in ranks:
             print(file=rank.stdin, flush=True)
         assert [rank.stdout.read() for rank in ranks] == ["good\n"] * 2
@@ -173,7 +173,7 @@ def test_rendezvous_listens_on_loopback_and_ignores_strangers():
         urllib.request.urlopen(urllib.request.Request(url, b"here", method="PUT"), timeout=10)
         with urllib.request.urlopen(url, timeout=10) as answer:
             assert answer.read() == b"here"
-    backend.met()
+    backend.release_rendezvous()
     assert place not in listeners()
 
 

@@ -21,7 +21,7 @@ def build(monkeypatch):
     def make(operator_cls, config=None, seed=3, workers=1, **options):
         options = TFOptions(seed=seed, **options)
         settings = TFSettings(options=options, context=WorkerContext(in_driver=True))
-        monkeypatch.setattr(train_state, "communication_of", lambda _: KerasCollectives(workers))
+        monkeypatch.setattr(train_state, "create_collectives", lambda _: KerasCollectives(workers))
         return build_operator(operator_cls, config or {}, settings)
 
     return make

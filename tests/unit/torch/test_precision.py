@@ -69,7 +69,7 @@ def test_forward_passes_compute_in_the_dtype(use_fp16, dtype, computes_in):
     operator.train_batch(BATCH, {})
     operator.validate(iter([BATCH]))
     assert seen == [computes_in] * 2
-    assert operator._train_state.precision.scales == (dtype is torch.float16)
+    assert operator._train_state.precision.scales_loss == (dtype is torch.float16)
     # the weights stay in float32
     assert {p.dtype for p in operator.model.parameters()} == {torch.float32}
 

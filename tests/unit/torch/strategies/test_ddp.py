@@ -64,7 +64,7 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     wrapped.eval()
     before = copy.deepcopy(module.state_dict())
     reducer = wrapped.reducer
-    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
+    ddp.rebuild_reducer(wrapped, ddp.averaged_parameters(wrapped))
     assert wrapped.module is module
     assert wrapped.reducer is not reducer
     assert not wrapped.training
@@ -98,7 +98,7 @@ def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, w
     for frozen in (["0.weight"], list(required), []):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
-        ddp.rebuild(wrapped, required)
+        ddp.rebuild_reducer(wrapped, required)
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == (name not in frozen)
         assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 3
@@ -117,7 +117,7 @@ def test_rebuild_keeps_hooks(process_group):
     wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True)
     wrapped.register_full_backward_hook(lambda *_: seen.append("backward"))
     wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved"))
-    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
+    ddp.rebuild_reducer(wrapped, ddp.averaged_parameters(wrapped))
     wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
     wrapped.state_dict()
     assert seen == ["before", "after", "backward", "saved"]
@@ -130,7 +130,7 @@ def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
     with wrapped.no_sync():
         wrapped(torch.ones(1, 2)).sum().backward()
     assert not wrapped.require_forward_param_sync
-    ddp.rebuild(wrapped, required)
+    ddp.rebuild_reducer(wrapped, required)
     assert wrapped.require_forward_param_sync
     assert wrapped.require_backward_grad_sync
 
@@ -148,12 +148,12 @@ def test_rebuild_keeps_communication_hooks_without_state(process_group):
         states = []
         required = ddp.averaged_parameters(wrapped)
         for _ in range(2):
-            ddp.rebuild(wrapped, required)
+            ddp.rebuild_reducer(wrapped, required)
         wrapped(torch.ones(1, 2)).sum().backward()
         assert states == [state_of(wrapped)]
     wrapped = ReplicatedModel(torch.nn.Linear(2, 2))
     wrapped.register_comm_hook({}, hook)
-    warning = ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
+    warning = ddp.rebuild_reducer(wrapped, ddp.averaged_parameters(wrapped))
     assert re.search("removed the communication hook 'hook'.*a dict", warning)
     states.clear()
     wrapped(torch.ones(1, 2)).sum().backward()

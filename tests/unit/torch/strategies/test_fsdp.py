@@ -50,7 +50,7 @@ def test_blocks_are_gathered_separately_and_the_same_modules_become_plain_again(
         models.shard()
         assert sharded_modules(model) == [True, False, True, False, True, False]
         for number, value in enumerate(values):
-            models.local(number).copy_(value.view(-1))
+            models.rows(number).copy_(value.view(-1))
         assert torch.equal(model(inputs), before(inputs))
         with pytest.raises(RuntimeError, match=r"Sequential is sharded and cannot be copied"):
             copy.deepcopy(model)
@@ -58,7 +58,7 @@ def test_blocks_are_gathered_separately_and_the_same_modules_become_plain_again(
         hook = model[2].inner.register_forward_hook(
             lambda *_, there=there: there.append(whole_parts(model))
         )
-        with models.on_demand(), torch.no_grad():
+        with models.gathering_on_demand(), torch.no_grad():
             assert torch.equal(model(inputs), before(inputs))
             assert whole_parts(model) == [False, False, False]
         hook.remove()
@@ -86,7 +86,7 @@ def test_hooks_and_recomputation_find_whole_parameters(process_group):
     values = [parameter.detach().clone() for parameter in model.parameters()]
     models.shard()
     for number, value in enumerate(values):
-        models.local(number).copy_(value.view(-1))
+        models.rows(number).copy_(value.view(-1))
     inputs = torch.ones(1, 4)
     model(inputs).sum().backward()
     before(inputs).sum().backward()
@@ -111,7 +111,7 @@ def test_workers_that_evaluate_different_blocks_raise(process_group, monkeypatch
     with (
         torch.no_grad(),
         pytest.raises(RuntimeError, match="the same blocks in the same order on every worker"),
-        models.on_demand(),
+        models.gathering_on_demand(),
     ):
         model[1](torch.ones(2, 4))
     assert reduced == [[1, -1]]

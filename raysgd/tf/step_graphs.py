@@ -19,14 +19,14 @@ NEXT_PHASE = (
 )
 
 
-class Engine:
+class StepGraphs:
     """Compiles and runs the steps of one operator."""
 
     def __init__(self) -> None:
         self._compiled: dict[Any, tuple[Any, Any]] = {}
         """Compiled steps by the IDs of their objects. Holding the objects keeps the IDs valid."""
 
-    def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Run a function of tensors in a graph."""
         compiled = self.cache(lambda: tf.function(function, reduce_retracing=True), function)
         return compiled(*arguments)
@@ -48,13 +48,13 @@ class Engine:
         result, gradients = compiled(*arguments)
         return result, gradients
 
-    def update(self, optimizer: Any, means: Sequence[Any], variables: Sequence[Any]) -> None:
+    def apply(self, optimizer: Any, means: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply gradients that are averaged over the workers."""
 
-        def apply(means: Any) -> None:
+        def apply_means(means: Any) -> None:
             optimizer.apply_gradients(zip(means, variables, strict=True))
 
-        self.cache(lambda: tf.function(apply), optimizer, *variables)(means)
+        self.cache(lambda: tf.function(apply_means), optimizer, *variables)(means)
 
     def cache(self, make: Callable[[], Any], *objects: Any) -> Any:
         """Return the result of `make`, which is called once for the same objects."""
