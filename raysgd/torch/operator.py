@@ -42,7 +42,7 @@ from raysgd.torch.input.batches import (
     read_batch,
     scores_in,
 )
-from raysgd.torch.losses import as_count, count_of, ignored_index
+from raysgd.torch.optimization import as_count, count_of, ignored_index
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.registration import register
 from raysgd.torch.strategies.ddp import plain

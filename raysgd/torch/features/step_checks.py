@@ -202,8 +202,9 @@ class StepChecks(StepFeature):
         watched = self._train_state.optimizers if is_watched else ()
         self._watched = {id(each): Versions(partial(_gradients_of, each)) for each in watched}
 
-    def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allow user code to change the gradients of an optimizer."""
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer, so that user code may change them."""
+        self._precision.unscale(optimizer)
         self._watched.pop(id(optimizer), None)
 
     def _have_changed(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from raysgd.data.partition import MicroBatch, UpdatePlan
 from raysgd.loop.update import LossCount, Update
-from raysgd.torch.losses import as_count
+from raysgd.torch.optimization import as_count
 
 
 def test_the_usual_update_needs_no_correction_of_gradients():
