@@ -30,6 +30,11 @@ _WARNINGS = {
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(names)s.",
 }
 """Messages of the events that are logged as warnings."""
+_OTHER = (
+    "Workers %(workers)s %(kind)s: %(num_workers)d of %(max_workers)d, generation %(generation)d, "
+    "step %(step)d, %(seconds).2f s. %(cause)s"
+)
+"""Message of the other events."""
 
 
 def list_ranks(ranks: Mapping[WorkerHandle, int], members: Iterable[WorkerHandle]) -> str:
@@ -88,30 +93,19 @@ class Journal:
             **values,
         )
         self.events.append(event)
+        names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
+        shown = {
+            **vars(event),
+            "rank": next(iter(event.ranks), -1),
+            "workers": list_ranks(self.ranks, members),
+            "max_workers": max_workers,
+            "names": ", ".join(names),
+            "within": f" within {event.seconds:.0f} s" if event.seconds else "",
+        }
         if kind in _WARNINGS and (kind != "resumed" or num_workers < max_workers):
-            names = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
-            shown = {
-                **vars(event),
-                "rank": next(iter(event.ranks), -1),
-                "workers": list_ranks(self.ranks, members),
-                "max_workers": max_workers,
-                "names": ", ".join(names),
-                "within": f" within {event.seconds:.0f} s" if event.seconds else "",
-            }
             logger.warning(_WARNINGS[kind], shown)
         else:
-            logger.info(
-                "%s: workers %s, generation %d with %d of %d workers%s%s.%s",
-                kind.capitalize(),
-                list_ranks(self.ranks, members) or "none",
-                event.generation,
-                num_workers,
-                max_workers,
-                # A state may be loaded later, so omit the step.
-                "" if kind == "started" else f", step {event.step}",
-                f", {event.seconds:.2f} s" if event.seconds else "",
-                f" {event.cause}." if event.cause else "",
-            )
+            logger.info(_OTHER, shown)
         if (notify := self.on_event()) is not None:
             notify()
 
