@@ -1,4 +1,4 @@
-"""Checks of arguments. `where` is the class or method that messages name."""
+"""Checks of arguments. `caller` is the class or method that messages name."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 
-def unknown_argument(where: str, name: str, known: Iterable[str]) -> TypeError:
+def unknown_argument(caller: str, name: str, known: Iterable[str]) -> TypeError:
     close = closest(name, known)
     hint = f" Did you mean {close!r}?" if close else ""
-    return TypeError(f"{where}() got an unexpected keyword argument {name!r}.{hint}")
+    return TypeError(f"{caller}() got an unexpected keyword argument {name!r}.{hint}")
 
 
 def name_typos(method: _F, context: AbstractContextManager[None] = _NOTHING) -> _F:
@@ -44,8 +44,8 @@ def name_typos(method: _F, context: AbstractContextManager[None] = _NOTHING) -> 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in () if takes_any else kwargs.keys() - known.keys():
-            where = f"{type(args[0]).__name__}.{method.__name__}".removesuffix(".__init__")
-            raise unknown_argument(where, name, known)
+            caller = f"{type(args[0]).__name__}.{method.__name__}".removesuffix(".__init__")
+            raise unknown_argument(caller, name, known)
         with context:
             return method(*args, **kwargs)
 
@@ -70,30 +70,30 @@ def is_number(value: Any) -> bool:
 
 
 def check_int(
-    where: str, name: str, value: Any, lowest: int | None = None, highest: int | None = None
+    caller: str, name: str, value: Any, lowest: int | None = None, highest: int | None = None
 ) -> int:
     """Check that a value is an int from `lowest` to `highest`, and return it as an int."""
     value = as_int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{where}({name}={value!r}): must be an int.")
+        raise TypeError(f"{caller}({name}={value!r}): must be an int.")
     if lowest is not None and value < lowest:
-        raise ValueError(f"{where}({name}={value}): must be at least {lowest}.")
+        raise ValueError(f"{caller}({name}={value}): must be at least {lowest}.")
     if highest is not None and value > highest:
-        raise ValueError(f"{where}({name}={value}): must be at most {highest}.")
+        raise ValueError(f"{caller}({name}={value}): must be at most {highest}.")
     return value
 
 
-def check_number(where: str, name: str, value: Any) -> None:
+def check_number(caller: str, name: str, value: Any) -> None:
     """Check that a value is a finite number of at least 0."""
     if not is_number(value):
-        raise TypeError(f"{where}({name}={value!r}): must be a number.")
+        raise TypeError(f"{caller}({name}={value!r}): must be a number.")
     if not 0 <= value < math.inf:
-        raise ValueError(f"{where}({name}={value!r}): must be at least 0, and finite.")
+        raise ValueError(f"{caller}({name}={value!r}): must be at least 0, and finite.")
 
 
-def check_timeout(where: str, seconds: Any) -> None:
+def check_timeout(caller: str, seconds: Any) -> None:
     if not is_number(seconds) or not 0 < seconds < math.inf:
-        raise ValueError(f"{where}(timeout_s={seconds!r}): must be a positive number of seconds.")
+        raise ValueError(f"{caller}(timeout_s={seconds!r}): must be a positive number of seconds.")
 
 
 _SMALLER = re.compile(r"(?i)loss|err|mae|mse|nll|perplexity|ppl|distance|fid|wer|brier")
@@ -102,33 +102,33 @@ _LARGER = re.compile(
 )
 
 
-def resolve_mode(where: str, monitor: str | None, mode: Any) -> Any:
+def resolve_mode(caller: str, monitor: str | None, mode: Any) -> Any:
     """Return "min" or "max": the given mode, or the one that fits the name of a metric."""
-    check_choice(where, "mode", mode, ("min", "max", None))
+    check_choice(caller, "mode", mode, ("min", "max", None))
     if mode is None and monitor is not None and not _SMALLER.search(monitor):
         if _LARGER.search(monitor):
             return "max"
         text = '%s(monitor=%r): smaller values count as better. If not, pass mode="max".'
-        logger.warning(text, where, monitor)
+        logger.warning(text, caller, monitor)
     return mode or "min"
 
 
-def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:
+def check_choice(caller: str, name: str, value: Any, allowed: Collection[Any]) -> None:
     if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"{where}({name}={value!r}): must be one of {choices}.")
+        raise ValueError(f"{caller}({name}={value!r}): must be one of {choices}.")
 
 
-def check_flags(where: str, **flags: Any) -> None:
+def check_flags(caller: str, **flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{where}({name}={value!r}): must be True or False.")
+            raise TypeError(f"{caller}({name}={value!r}): must be True or False.")
 
 
-def check_dict(where: str, name: str, value: Any) -> dict[str, Any]:
+def check_dict(caller: str, name: str, value: Any) -> dict[str, Any]:
     """Return a copy of a dict. None gives an empty dict."""
     if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{where}({name}={value!r}): must be a dict.")
+        raise TypeError(f"{caller}({name}={value!r}): must be a dict.")
     return dict(value or {})
 
 
@@ -143,11 +143,11 @@ def is_deferred(function: Any) -> bool:
     return any(kind(body) for kind in kinds for body in bodies)
 
 
-def check_function(where: str, name: str, function: Any) -> None:
+def check_function(caller: str, name: str, function: Any) -> None:
     if not callable(function):
-        raise TypeError(f"{where}({name}={function!r}): must be a function.")
+        raise TypeError(f"{caller}({name}={function!r}): must be a function.")
     if is_deferred(function):
         raise TypeError(
-            f"{where}({name}={function!r}): must be a plain function, not a generator or an async "
+            f"{caller}({name}={function!r}): must be a plain function, not a generator or an async "
             "function. It can call asyncio.run()."
         )

@@ -299,7 +299,7 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
 
 
 def as_callbacks(
-    where: str, callbacks: Any, logdir: Path | None, attached: Iterable[Callback] = ()
+    caller: str, callbacks: Any, logdir: Path | None, attached: Iterable[Callback] = ()
 ) -> list[Callback]:
     """Return a list of callbacks, after checking them and those that are `attached`.
 
@@ -308,12 +308,12 @@ def as_callbacks(
         ValueError: if one needs a folder, and the trainer has no `logdir`, or if two save into one.
     """
     if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
+        raise TypeError(f"{caller} takes a list of callbacks, not {callbacks!r}.")
     checked = list(callbacks)
     for callback in checked:
         if not isinstance(callback, Callback):
             raise TypeError(
-                f"{where}: {callback!r} is not an instance of a subclass of "
+                f"{caller}: {callback!r} is not an instance of a subclass of "
                 "raysgd.callbacks.Callback."
             )
         if callback.needs_logdir and logdir is None:
@@ -324,7 +324,7 @@ def as_callbacks(
     saving = [each for each in (*attached, *checked) if isinstance(each, CheckpointCallback)]
     folders = [each.folder_in(logdir) for each in saving]
     if len({os.path.realpath(folder.name) for folder in folders}) < len(folders):
-        raise ValueError(_SHARED.format(f"{where}: two CheckpointCallbacks", folders[-1].label))
+        raise ValueError(_SHARED.format(f"{caller}: two CheckpointCallbacks", folders[-1].label))
     return checked
 
 

@@ -131,7 +131,7 @@ class Records(ABC):
         """Versions of the local files that this process has indexed."""
         self._begin()
         self._indexes = [self._load_index(file) for file in range(len(self.paths))]
-        counts = [self._count(index) for index in self._indexes]
+        counts = [self._num_records(index) for index in self._indexes]
         self._ends = np.cumsum(counts, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ class Records(ABC):
     def _build_index(self, file: int) -> np.ndarray[Any, Any]: ...
 
     @abstractmethod
-    def _count(self, index: Any) -> int: ...
+    def _num_records(self, index: Any) -> int: ...
 
     @abstractmethod
     def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
@@ -330,7 +330,7 @@ class Records(ABC):
 class Spans(Records):
     """Records that are consecutive bytes. The index has the start of each, and the end."""
 
-    def _count(self, index: Any) -> int:
+    def _num_records(self, index: Any) -> int:
         return len(index) - 1
 
     def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:

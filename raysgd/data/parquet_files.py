@@ -33,7 +33,7 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
         sizes = [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
         return np.array([0, *itertools.accumulate(sizes)], np.int64)
 
-    def _count(self, index: Any) -> int:
+    def _num_records(self, index: Any) -> int:
         return int(index[-1])
 
     def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:

@@ -147,9 +147,9 @@ class BatchSource:
     def offset_after(self, offset: int, num_steps: int) -> int:
         return offset + num_steps
 
-    def steps_taken(self, count: int) -> int:
-        """Return the group's steps in the newest iteration, if this worker has read `count`."""
-        return count
+    def steps_taken(self, num_batches: int) -> int:
+        """Return the group's steps in the newest iteration, if this worker read `num_batches`."""
+        return num_batches
 
     def close_workers(self) -> None:
         """Stop the worker processes of the loader. The next iteration starts new processes."""
@@ -160,9 +160,9 @@ class BatchSource:
         if stop is not None:
             stop()
 
-    def sample_ids(self, epoch: int, offset: int, count: int) -> list[Any]:
-        """Return the numbers of `count` samples of an epoch from an offset."""
-        return [*range(offset, offset + count)]
+    def sample_ids(self, epoch: int, offset: int, num_samples: int) -> list[Any]:
+        """Return the numbers of `num_samples` samples of an epoch from an offset."""
+        return [*range(offset, offset + num_samples)]
 
     # ---- the position, in addition to the offset
 

@@ -177,8 +177,8 @@ class Replication:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load this worker's shards from a complete state, after its other parts."""
 
-    def export_models(self, count: int) -> list[Any] | None:
-        """Return complete copies of the first `count` models on rank 0. All ranks must call it.
+    def export_models(self, num_models: int) -> list[Any] | None:
+        """Return complete copies of the first models on rank 0. All ranks must call it.
 
         Return None if every worker has complete models.
         """

@@ -33,8 +33,8 @@ def digest_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Te
 
 
 @functools.cache
-def _factors(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int64, device=device) * _FACTOR | 1
+def _factors(size: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.int64, device=device) * _FACTOR | 1
 
 
 def _chunks(tensors: Iterable[torch.Tensor], size: int) -> Iterator[torch.Tensor]:

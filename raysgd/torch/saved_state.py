@@ -37,7 +37,7 @@ class TorchSavedState(SavedState):
 
     def __init__(self, train_state: TorchTrainState) -> None:
         super().__init__(train_state)
-        self._trained_at_first = list(map(ddp.required_gradients, self._models))
+        self._initially_trained = list(map(ddp.required_gradients, self._models))
         """Whether ``setup`` has left each parameter of each model trainable, by name."""
 
     @property
@@ -110,14 +110,14 @@ class TorchSavedState(SavedState):
         return without_frozen(state, digests)
 
     def unsharded_models(self) -> list[torch.nn.Module]:
-        train_state, count = self._train_state, len(self._train_state.given_models)
+        train_state, num_models = self._train_state, len(self._train_state.given_models)
         train_state.check_undamaged()
-        if (copies := train_state.replication.export_models(count)) is not None:
+        if (copies := train_state.replication.export_models(num_models)) is not None:
             return copies
         if train_state.context.world_rank != 0:
             return []
         with train_state.evaluating():
-            return list(map(copy_to_cpu, self._models[:count]))
+            return list(map(copy_to_cpu, self._models[:num_models]))
 
     def user_settings(self) -> Any:
         groups = [group for each in self._train_state.optimizers for group in each.param_groups]
@@ -172,7 +172,7 @@ class TorchSavedState(SavedState):
 
     def _changed_since_setup(self) -> list[dict[str, bool]]:
         """Return which parameters user code has frozen or thawed after ``setup``, by model."""
-        pairs = zip(self._models, self._trained_at_first, strict=True)
+        pairs = zip(self._models, self._initially_trained, strict=True)
         return [
             {k: v for k, v in ddp.required_gradients(model).items() if v != first.get(k)}
             for model, first in pairs
@@ -239,7 +239,7 @@ class TorchSavedState(SavedState):
                     name = f"{kind}[{index}]"
                     undoing.enter_context(load_or_restore(each, own, saved, name, load))
         changed = state.get("requires_grad", ())  # older files lack it
-        for model, first, now in zip(self._models, self._trained_at_first, changed, strict=False):
+        for model, first, now in zip(self._models, self._initially_trained, changed, strict=False):
             ddp.require_gradients(model, {**first, **now})
         for feature in train_state.features:
             feature.load_state_dict(state)

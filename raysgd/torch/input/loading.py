@@ -208,8 +208,8 @@ class PartitionedLoader(PartitionedSource):
         order = self._order_of(epoch)
         return itertools.chain.from_iterable(pick_keys(order, *s) for s in self.partition.batches())
 
-    def sample_ids(self, epoch: int, offset: int, count: int) -> list[Any]:
-        keys = pick_keys(self._order_of(epoch, offset), offset, offset + count)
+    def sample_ids(self, epoch: int, offset: int, num_samples: int) -> list[Any]:
+        keys = pick_keys(self._order_of(epoch, offset), offset, offset + num_samples)
         if self._deals_batches:
             keys = [*itertools.chain.from_iterable(keys)]
         if (numbered := self._numbered) is not None:

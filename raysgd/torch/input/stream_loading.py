@@ -116,7 +116,7 @@ class StreamSource(PartitionedSource):
         end = offset + num_steps * self._partition.step_size
         return min(end, self._buffer.end) if self._buffer.has_ended else end
 
-    def steps_taken(self, count: int) -> int:
+    def steps_taken(self, num_batches: int) -> int:
         return self._steps_read
 
     # ---- the position

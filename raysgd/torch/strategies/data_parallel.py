@@ -169,7 +169,7 @@ class ReplicatedGradients(UserWrappedGradients):
         self._replicas = [w for w in self._wrappers if isinstance(w, ReplicatedModel)]
 
     def start_together(self) -> None:
-        copy_first(self._train_state)
+        broadcast_models(self._train_state)
 
     def average(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients of an optimizer, unless wrappers of models have averaged them.
@@ -231,7 +231,7 @@ class ReplicatedGradients(UserWrappedGradients):
             replica._passes.end_update()
 
 
-def copy_first(train_state: TorchTrainState) -> None:
+def broadcast_models(train_state: TorchTrainState) -> None:
     """Copy the models of rank 0 to all ranks. Every rank must call this."""
     tensors = [t.detach() for m in train_state.models for t in (*m.parameters(), *m.buffers())]
     # Models with DistributedDataParallel are equal at `register`, but setup may change them.

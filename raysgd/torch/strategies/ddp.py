@@ -68,7 +68,7 @@ class _Passes:
         self.parameters = [parameter for name, parameter in named if name not in ignored]
         self.reduced = [p for p in self.parameters if p.requires_grad]
         """The parameters whose gradients a backward pass averages."""
-        self.frozen_at_first = [p for p in self.parameters if not p.requires_grad]
+        self.initially_frozen = [p for p in self.parameters if not p.requires_grad]
         self.awaits_pass = False
         """Whether the next backward pass averages gradients, because a forward pass prepared it."""
         self.is_in_backward = False
@@ -130,7 +130,7 @@ class _Passes:
         if self.awaits_pass:
             pairs = zip(self.reduced, before, strict=True)
             self._complete([each for each, earlier in pairs if gradient_of(each) == earlier])
-            local = [p for p in self.frozen_at_first if p.requires_grad]
+            local = [p for p in self.initially_frozen if p.requires_grad]
         else:
             local = self.parameters
         if local:

@@ -37,7 +37,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.update import Update
 from raysgd.torch import conflicts
 from raysgd.torch.input.orders import seed_all
-from raysgd.torch.strategies.data_parallel import GroupGradients, copy_first
+from raysgd.torch.strategies.data_parallel import GroupGradients, broadcast_models
 from raysgd.torch.strategies.equal_bits_buffers import EqualBitsBuffers
 from raysgd.torch.strategies.tree_sum import TreeSum, sum_over_workers
 from raysgd.torch.tensors import kind_of, multiply_all, parameters_of
@@ -82,7 +82,7 @@ class EqualBitsGradients(GroupGradients):
         conflicts.check("equal bits", call, options, self._train_state.models)
 
     def start_together(self) -> None:
-        copy_first(self._train_state)
+        broadcast_models(self._train_state)
 
     def _clear(self) -> None:
         self._gradients: dict[int, PartGradients] = {}  # by ID of the optimizer

@@ -217,7 +217,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
 
     # ---- complete models
 
-    def export_models(self, count: int) -> list[torch.nn.Module]:
+    def export_models(self, num_models: int) -> list[torch.nn.Module]:
         # The collectives of DTensor would block, because they hold the GIL, which gloo needs.
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
@@ -232,7 +232,7 @@ class FullyShardedModel(ShardedOptimizer, Replication):
             return []
         try:
             self.models.unshard_with(values)
-            return [copy_to_cpu(model) for model in self.models.models[:count]]
+            return [copy_to_cpu(model) for model in self.models.models[:num_models]]
         finally:
             self._shard_models()
 

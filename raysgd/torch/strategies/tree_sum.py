@@ -106,17 +106,17 @@ def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -
     Each worker adds up one slice of all nodes, and sends the sum to the others. If the nodes are
     small, each worker receives all of them instead.
     """
-    size, count = len(layout), rows.shape[1]
+    size, length = len(layout), rows.shape[1]
     nodes = [node for roots in layout for node in roots]
-    if len(nodes) * count * rows.element_size() <= _SMALL_BYTES and rows.element_size() >= 4:
+    if len(nodes) * length * rows.element_size() <= _SMALL_BYTES and rows.element_size() >= 4:
         first = sum(len(roots) for roots in layout[: dist.get_rank()])
-        gathered = rows.new_zeros(len(nodes), count)
+        gathered = rows.new_zeros(len(nodes), length)
         gathered[first : first + len(rows)] = rows
         # As integers, the zeros of the other workers keep all bits, also the sign of a zero.
         dist.all_reduce(gathered.view(torch.int32))
         return _add_up(nodes, gathered)
-    width = -(-count // size)
-    rows = torch.nn.functional.pad(rows, (0, width * size - count))
+    width = -(-length // size)
+    rows = torch.nn.functional.pad(rows, (0, width * size - length))
     sent = rows.view(len(rows), size, width).transpose(0, 1).contiguous()
     received = rows.new_empty(sum(map(len, layout)), width)
     dist.all_to_all_single(
@@ -124,7 +124,7 @@ def _exchange(rows: torch.Tensor, layout: Sequence[Sequence[tuple[int, int]]]) -
     )
     total = rows.new_empty(size * width)
     _all_gather(total, _add_up(nodes, received).contiguous())
-    return total[:count]
+    return total[:length]
 
 
 def _add_up(nodes: Sequence[tuple[int, int]], rows: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ class PreparedLoader(DataLoader[Any]):
         elif device is not None:
             batches = (move_to_device(batch, device) for batch in batches)
         if sampler is not None:
-            batches = sampler.count(batches, epoch)
+            batches = sampler.track_pass(batches, epoch)
         return self._track_position(batches, epoch, offset)
 
     def _track_position(self, batches: Iterator[Any], epoch: int, start: int) -> Iterator[Any]:
@@ -238,7 +238,7 @@ class _WorkerSampler(DistributedSampler[Any]):
         self.dataset = source.loader.dataset
         self.num_collectives = num_collectives
         self._last_pass: tuple[int, int | None] = -1, None
-        """Arguments of `_count` for the last complete pass."""
+        """Arguments of `_advance_if_trained` for the last complete pass."""
 
     @property
     def epoch(self) -> int:
@@ -260,14 +260,14 @@ class _WorkerSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self.begin()
-        return self.count(self.source.indices(epoch), epoch)
+        return self.track_pass(self.source.indices(epoch), epoch)
 
     def begin(self) -> int:
         """Return the epoch of a new pass."""
-        self._count(*self._last_pass)
+        self._advance_if_trained(*self._last_pass)
         return self.epoch
 
-    def count(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
+    def track_pass(self, items: Iterator[Any], epoch: int) -> Iterator[Any]:
         """Yield the items of a pass. The next pass has the next epoch if this one counts.
 
         One worker alone may look at batches, and all workers need the same epoch. Therefore, a pass
@@ -279,15 +279,15 @@ class _WorkerSampler(DistributedSampler[Any]):
         try:
             for item in items:
                 yield item
-                self._count(epoch, begun)
+                self._advance_if_trained(epoch, begun)
             is_over = True
         finally:
             if is_over or begun or self.source.partition.world_size == 1:
-                self._count(epoch, begun)
+                self._advance_if_trained(epoch, begun)
             if is_over and begun and self.epoch == epoch:
                 self._last_pass = epoch, begun
 
-    def _count(self, epoch: int, begun: int | None) -> None:
+    def _advance_if_trained(self, epoch: int, begun: int | None) -> None:
         if self.epoch == epoch and self.has_trained_since(begun):
             self.set_epoch(epoch + 1)
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import Guard, TrainingOperator
 from raysgd.loop.feature import Replication, StepFeature
 from raysgd.loop.requests import PrepareExportRequest, TrainRequest
-from raysgd.torch.strategies.data_parallel import copy_first
+from raysgd.torch.strategies.data_parallel import broadcast_models
 from raysgd.torch.strategies.exchange import GradientExchange
 from raysgd.torch.strategies.table import STRATEGIES, Strategy
 from tests.unit.torch import cases
@@ -24,7 +24,7 @@ class LocalModels(Replication, StepFeature):
         self._train_state, self._every, self.features = state, sharding_args["every"], (self,)
 
     def start_together(self):
-        copy_first(self._train_state)
+        broadcast_models(self._train_state)
 
     def commit(self, update):
         if self._train_state.global_step % self._every == 0:
