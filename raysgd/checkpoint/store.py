@@ -87,10 +87,10 @@ class CheckpointFolder:
                 skipped.append((file.label, "It has no manifest."))
                 continue
             self._check(name, manifest)
-            for name, reason in skipped:
-                logger.warning("Skipped %s: %s", name, reason)
+            for label, reason in skipped:
+                logger.warning("Skipped %s: %s", label, reason)
             return name, content, manifest
-        reasons = "".join(f"\n- {name}: {reason}" for name, reason in skipped)
+        reasons = "".join(f"\n- {label}: {reason}" for label, reason in skipped)
         raise CheckpointError(f"No checkpoint in {self._folder.label} can be loaded:{reasons}")
 
     def _tidy(self, newest: str | None) -> None:
