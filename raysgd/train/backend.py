@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from raysgd._internal.arguments import check_dict, check_function, check_int
 from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forward_to
@@ -25,7 +27,7 @@ from raysgd.elastic.state_machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import ApplyRequest
 from raysgd.train.arguments import pickle_function
-from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
@@ -38,7 +40,7 @@ from raysgd.train.framework import (
     backend_class,
 )
 from raysgd.train.report_queue import TrainingResult
-from raysgd.train.run_checkpoints import RunCheckpoints, pack_checkpoint
+from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
 from raysgd.train.worker_session import Plan, receive_shards
@@ -263,8 +265,8 @@ class BackendExecutor:
         )
         if resume and (manifest := checkpoints.restore()) is not None:
             iteration, self._saved = manifest.global_step, checkpoints
-        else:
-            checkpoints.blob = pack_checkpoint(checkpoint)
+        elif checkpoint is not None:
+            checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
         keeps_batch = self._elastic.global_batch == "keep"
         plan = Plan(
             uuid.uuid4().hex,

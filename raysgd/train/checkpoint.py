@@ -93,9 +93,18 @@ class Checkpoint:
 
     @classmethod
     def from_any(cls, checkpoint: Any) -> Checkpoint:
-        """Convert a Ray checkpoint (a folder) to a raysgd checkpoint."""
+        """Return the checkpoint for a dict, a path, or a Ray checkpoint (a folder)."""
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
+        if isinstance(checkpoint, str | os.PathLike):
+            return cls(path=checkpoint)
+        if isinstance(checkpoint, Mapping):
+            return cls(checkpoint)
+        if not hasattr(checkpoint, "as_directory"):
+            raise TypeError(
+                f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a "
+                "checkpoint."
+            )
         with checkpoint.as_directory() as folder:
             return cls({_FILES: _read_folder(Path(folder))})
 

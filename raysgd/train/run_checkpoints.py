@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,19 +143,3 @@ def _arrays_in(path: str | Path, blob: bytes | None = None) -> Finiteness:
         return finiteness(pickle.loads(blob or read_pickle(path)[0]))
     except Exception:  # it is damaged, or needs a class that the driver does not have
         return {}
-
-
-def pack_checkpoint(checkpoint: Any) -> bytes | None:
-    """Pickle the checkpoint that a run starts from: a dict, a Checkpoint, or a path."""
-    if checkpoint is None:
-        return None
-    if isinstance(checkpoint, str | os.PathLike):
-        checkpoint = Checkpoint(path=checkpoint)
-    if hasattr(checkpoint, "to_directory"):
-        checkpoint = Checkpoint.from_any(checkpoint).to_dict()
-    if not isinstance(checkpoint, Mapping):
-        raise TypeError(
-            f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a checkpoint."
-        )
-    blob: bytes = cloudpickle.dumps(dict(checkpoint))
-    return blob
