@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NOTHING = nullcontext()
 
-MOST_WORKERS = 10_000  # for more, Ray takes minutes to report that there is no room
+MAX_WORKERS = 10_000  # for more, Ray takes minutes to report that there is no room
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -16,7 +16,7 @@ DATA, COPY, FORWARD, BACKWARD, WAIT, OPTIMIZER, SAVE, OTHER = range(len(PHASES))
 _OUTSIDE = -1  # not within a call of ``train``
 _EVERY_S = 0.05
 """Seconds between two steps with events of a GPU, because those of a step take about 50 µs."""
-_MOST_UNREAD = 64
+_MAX_UNREAD = 64
 
 
 class Totals(NamedTuple):
@@ -42,7 +42,7 @@ class DeviceTiming:
         self._events: list[tuple[int, Any]] | None = None  # of the step in progress, if measured
         self._measured_at = 0.0
         self._unread: deque[tuple[list[tuple[int, Any]], tuple[float, ...]]] = deque(
-            maxlen=_MOST_UNREAD
+            maxlen=_MAX_UNREAD
         )
         """The events at which the phases of each step began, and the host's seconds at its end."""
 

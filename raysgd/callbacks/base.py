@@ -16,7 +16,7 @@ from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
-_COUNTS, _MOST_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
+_COUNTS, _MAX_ROWS = ("epoch", NUM_SAMPLES, BATCH_COUNT), 5
 
 Trainer = Any
 """An `OperatorTrainer`, whose module imports this one."""
@@ -234,10 +234,10 @@ class History(list[dict[str, Any]]):
         names = dict.fromkeys(name for row in rows for name in row)
         shown = [["epoch", *names]]
         for number, row in enumerate(rows, start=1):
-            if len(rows) <= 2 * _MOST_ROWS or not _MOST_ROWS < number <= len(rows) - _MOST_ROWS:
+            if len(rows) <= 2 * _MAX_ROWS or not _MAX_ROWS < number <= len(rows) - _MAX_ROWS:
                 values = (f"{row[name]:.4g}" if name in row else "" for name in names)
                 shown.append([str(self[number - 1].get("epoch", number)), *values])
-            elif number == _MOST_ROWS + 1:
+            elif number == _MAX_ROWS + 1:
                 shown.append(["…"] * len(shown[0]))
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         lines = ("  ".join(map(str.rjust, row, widths)) for row in shown)

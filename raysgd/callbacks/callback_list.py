@@ -29,7 +29,7 @@ _SAVING: dict[str, CallbackList] = {}
 
 
 @dataclass(eq=False)
-class _Entry:
+class _AttachedCallback:
     callback: Callback
     key: str
     """Key of the callback in the trainer's state."""
@@ -49,7 +49,7 @@ class CallbackList:
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
-        self._entries: list[_Entry] = []
+        self._entries: list[_AttachedCallback] = []
         self._failure: CallbackError | None = None
         self.running_hooks: list[str] = []
         """The hooks that are running, outermost first."""
@@ -67,14 +67,14 @@ class CallbackList:
 
     # ---- start and end
 
-    def _add(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
+    def _add(self, callbacks: Sequence[Callback], num_seen: int) -> list[_AttachedCallback]:
         entries = list(self._entries)
         for callback in callbacks:
             if any(entry.callback is callback for entry in entries):
                 raise ValueError(f"The same {type(callback).__name__} is in the callbacks twice.")
             number = sum(type(e.callback).__name__ == type(callback).__name__ for e in entries) + 1
             key = type(callback).__name__ + (f"-{number}" if number > 1 else "")
-            entries.append(_Entry(callback, key, num_seen))
+            entries.append(_AttachedCallback(callback, key, num_seen))
         added = entries[len(self._entries) :]
         self._entries = sorted(entries, key=lambda entry: entry.callback.stage)
         return added
@@ -96,7 +96,7 @@ class CallbackList:
             raise
         self.raise_failure()
 
-    def _detach(self, added: Sequence[_Entry]) -> None:
+    def _detach(self, added: Sequence[_AttachedCallback]) -> None:
         self._entries = [entry for entry in self._entries if entry not in added]
         for entry in added:
             if entry.key not in self._loaded:  # no saved state is pending
@@ -110,7 +110,7 @@ class CallbackList:
             entry.is_started = self._call_hook_of(entry, "on_train_start", trainer)
         self.notify_events(trainer)
 
-    def end(self, trainer: Trainer, kept: Sequence[_Entry] = ()) -> None:
+    def end(self, trainer: Trainer, kept: Sequence[_AttachedCallback] = ()) -> None:
         """End the callbacks, except those in `kept`."""
         with contextlib.ExitStack() as ending:  # after Ctrl-C, the others still close their files
             for entry in reversed(self._entries):
@@ -158,7 +158,7 @@ class CallbackList:
             if entry.is_started:
                 self._call_hook_of(entry, hook, trainer, *arguments)
 
-    def _call_hook_of(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
+    def _call_hook_of(self, entry: _AttachedCallback, hook: str, *arguments: Any) -> bool:
         """Call a hook of one callback, and return whether it succeeded."""
         self.running_hooks.append(hook)
         around = self.around_saving if entry.callback.saves_state else contextlib.nullcontext
@@ -166,7 +166,7 @@ class CallbackList:
             with around():
                 getattr(entry.callback, hook)(*arguments)
         except Exception as error:
-            self._fail(entry, hook, error)
+            self._record_failure(entry, hook, error)
             return False
         finally:
             self.running_hooks.pop()
@@ -218,7 +218,7 @@ class CallbackList:
                     raise ValueError(f"{step!r} is not above the current step, {global_step}")
                 entry.pause_step = step
             except Exception as error:
-                self._fail(entry, "next_pause", error)
+                self._record_failure(entry, "next_pause", error)
         return min((e.pause_step for e in self._entries if e.pause_step is not None), default=None)
 
     def pause(self, trainer: Trainer) -> None:
@@ -231,7 +231,7 @@ class CallbackList:
 
     # ---- errors
 
-    def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
+    def _record_failure(self, entry: _AttachedCallback, hook: str, error: Exception) -> None:
         failure = _failure(entry, hook, error)
         self._failure = self._failure or failure
         logger.error("%s", failure)
@@ -270,7 +270,7 @@ class CallbackList:
         self._loaded = {key: part for key, part in state.items() if key not in claimed}
         self._detached = {}
 
-    def _load(self, entries: Sequence[_Entry]) -> None:
+    def _load(self, entries: Sequence[_AttachedCallback]) -> None:
         """Load the pending states of these callbacks. If one fails, all of them stay pending."""
         claiming = [entry for entry in entries if entry.key in self._loaded]
         for entry in claiming:
@@ -282,7 +282,7 @@ class CallbackList:
             del self._loaded[entry.key]
 
 
-def _state_of(entry: _Entry) -> dict[str, Any]:
+def _state_of(entry: _AttachedCallback) -> dict[str, Any]:
     try:
         state: dict[str, Any] = map_leaves(entry.callback.state_dict(), try_copy)
     except Exception as error:
@@ -290,7 +290,7 @@ def _state_of(entry: _Entry) -> dict[str, Any]:
     return state
 
 
-def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
+def _failure(entry: _AttachedCallback, hook: str, error: Exception) -> CallbackError:
     name = type(entry.callback).__name__
     # Hide passwords, because a service may repeat its URL.
     failure = CallbackError(f"The callback {name} failed in {hook}: {without_secrets(repr(error))}")

@@ -17,7 +17,7 @@ from raysgd._internal.step_timing import BACKWARD, COPY, FORWARD, OPTIMIZER, PHA
 from raysgd.callbacks.base import Callback, LastCall, Trainer, means_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
-_MOST = 4
+_MAX_METRICS = 4
 """Maximum number of metrics in a bar."""
 _LINE_EVERY_S = 30.0
 """Seconds between two lines if there is no terminal."""
@@ -170,7 +170,7 @@ class ProgressBar(Callback):
         elapsed_s = max(time.perf_counter() - self._started, 1e-9)
         shown = {
             name.removeprefix("train_").removeprefix("val_"): f"{mean:.4g}"
-            for name, mean in [*means.items()][:_MOST]
+            for name, mean in [*means.items()][:_MAX_METRICS]
         }
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"

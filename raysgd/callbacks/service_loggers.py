@@ -19,9 +19,9 @@ from raysgd.callbacks.base import LastCall, LoggerCallback, Trainer, logdir_of
 from raysgd.elastic.events import Event
 from raysgd.metrics import NUM_SAMPLES
 
-_LONGEST_VALUE = 500
+_MAX_VALUE_LENGTH = 500
 """Maximum length of a parameter value that every MLflow server accepts."""
-_LONGEST_TAG = 64  # in wandb
+_MAX_TAG_LENGTH = 64  # in wandb
 
 
 class ServiceLogger(LoggerCallback):
@@ -173,7 +173,7 @@ class MLflowLogger(ServiceLogger):
     def _open(self, trainer: Trainer) -> MLflowRun:
         is_new = self.run_id is None
         facts = trainer.provenance.items()
-        tags = {name: str(value)[:_LONGEST_VALUE] for name, value in facts} | self._new["tags"]
+        tags = {name: str(value)[:_MAX_VALUE_LENGTH] for name, value in facts} | self._new["tags"]
         run = MLflowRun(self._tracking_uri, run_id=self.run_id, **self._new | {"tags": tags})
         self.run_id = run.id
         if is_new:
@@ -219,7 +219,7 @@ class MLflowRun:
         # Use a dict, because two names may become one, and MLflow refuses a second value.
         parameters = {_clean(name): v for name, v in scalars(redact_config(config)).items()}
         for name, value in parameters.items():
-            self.client.log_param(self.id, name, str(value)[:_LONGEST_VALUE])
+            self.client.log_param(self.id, name, str(value)[:_MAX_VALUE_LENGTH])
 
     def log(self, values: Mapping[str, float | int], step: int, time_s: float) -> None:
         """Write metrics with a time in seconds since the epoch.
@@ -291,7 +291,7 @@ class WandbLogger(ServiceLogger):
             "dir": None if trainer.logdir is None else str(logdir_of(trainer)),
             **self._arguments,
         }
-        tags = [f"{name}: {value}"[:_LONGEST_TAG] for name, value in trainer.provenance.items()]
+        tags = [f"{name}: {value}"[:_MAX_TAG_LENGTH] for name, value in trainer.provenance.items()]
         arguments["tags"] = [*tags, *(arguments.get("tags") or ())]
         if self.run_id is not None:
             arguments |= {"id": self.run_id, "resume": "allow"}

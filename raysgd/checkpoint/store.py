@@ -93,7 +93,7 @@ class CheckpointFolder:
         reasons = "".join(f"\n- {label}: {reason}" for label, reason in skipped)
         raise CheckpointError(f"No checkpoint in {self._folder.label} can be loaded:{reasons}")
 
-    def _tidy(self, newest: str | None) -> None:
+    def _remove_surplus(self, newest: str | None) -> None:
         """Remove all checkpoints but `newest` and the best ones. Only log errors."""
         surplus = [] if self._keep is None else self._list_best_first()[self._keep :]
         try:
@@ -209,7 +209,7 @@ class CheckpointStore(CheckpointFolder):
         )
         path = write_file(state, self._folder.child(name).name, manifest)
         self._manifests[name] = manifest
-        self._tidy(name)
+        self._remove_surplus(name)
         return path
 
     @property

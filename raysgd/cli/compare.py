@@ -9,8 +9,8 @@ from statistics import mean, median
 from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.report import RunLog, explain_log_errors
 
-_LEAST_MS = 0.005
-_LEAST_SHARE, _LEAST_SHARE_OF_ONE = 0.05, 0.2
+_MIN_MS = 0.005
+_MIN_SHARE, _MIN_SHARE_OF_ONE = 0.05, 0.2
 """Share of a step below which no change counts; the second if a run has one measurement."""
 
 
@@ -22,12 +22,12 @@ def compare(before: Path, after: Path) -> str:
     """
     old, new = (_measurements(folder) for folder in (before, after))
     is_one = min(len(old["step"]), len(new["step"])) == 1
-    least = median(old["step"]) * (_LEAST_SHARE_OF_ONE if is_one else _LEAST_SHARE)
+    least = median(old["step"]) * (_MIN_SHARE_OF_ONE if is_one else _MIN_SHARE)
     lines, changes = [f"{'ms per step':12}{'before':>10}{'after':>10}{'spread':>10}"], {}
     for name in (*PHASES, "step"):
         first, second = median(old[name]), median(new[name])
         spread = max(_spread(old[name]), _spread(new[name]))
-        if max(first, second) >= _LEAST_MS:
+        if max(first, second) >= _MIN_MS:
             lines.append(f"{name:12}{first:10.3g}{second:10.3g}{spread:10.2g}")
         if abs(second - first) > max(spread, least):
             text = f"{name}: from {first:.3g} to {second:.3g} ms per step."

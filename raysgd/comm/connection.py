@@ -44,7 +44,7 @@ _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
 _HANDSHAKE_S = 60.0
 """Timeout of a handshake in seconds, equal to that of a connecting process: both can be busy."""
-_MOST_STRANGERS = 256
+_MAX_STRANGERS = 256
 """Maximum number of simultaneous handshakes. A further one closes the oldest."""
 _RETRY_S = 0.5  # seconds to pause after a failed accept
 _CLOSE_S = 5.0
@@ -235,7 +235,7 @@ class Listener:
         connection.setblocking(False)
         self._strangers[connection] = None
         self._connections[connection] = self._loop.create_task(self._handle(connection))
-        if len(self._strangers) > _MOST_STRANGERS:
+        if len(self._strangers) > _MAX_STRANGERS:
             self._dismiss_oldest()
 
     def _dismiss_oldest(self) -> None:

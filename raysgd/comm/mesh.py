@@ -32,7 +32,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _HEADER = struct.Struct("=QQ")
 _RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0
-_LONGEST_WAIT_S = 3600.0  # maximum timeout of `poll`, a C int of milliseconds
+_MAX_WAIT_S = 3600.0  # maximum timeout of `poll`, a C int of milliseconds
 
 
 class Mesh:
@@ -167,7 +167,7 @@ class Mesh:
             for rank in late:
                 events = select.POLLIN * bool(missing[rank]) | select.POLLOUT * bool(unsent[rank])
                 poll.register(self._peers[rank], events)
-            rest_s = min(ends - time.monotonic(), _LONGEST_WAIT_S)
+            rest_s = min(ends - time.monotonic(), _MAX_WAIT_S)
             if rest_s <= 0:
                 self._break(f"Timed out after {timeout_s:g} s, waiting for ranks {late}")
             poll.poll(1000 * rest_s)

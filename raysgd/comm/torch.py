@@ -36,8 +36,8 @@ _CONNECT = datetime.timedelta(seconds=10)
 """Timeout of connecting to workers that are all present. If a worker dies in this moment, gloo
 waits five times as long, and `interrupt` cannot end the wait."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)  # ``TCPStore`` first resolves its address
-_MOST_MESHED = 16  # with more workers, gloo is faster than a mesh
-_LINKS_EVERY_S, _LEAST_BYTES = 3.0, 2**16
+_MAX_MESHED = 16  # with more workers, gloo is faster than a mesh
+_LINKS_EVERY_S, _MIN_BYTES = 3.0, 2**16
 """How often to measure the links, because that takes a millisecond, and by how many bytes."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """Parts of the messages of RuntimeErrors from gloo and NCCL, which define no error types."""
@@ -158,7 +158,7 @@ class TorchProcessGroup(CollectiveBackend):
         store: Any = HashStore()
         if rendezvous is not None:
             store = self._client = TorchStore(rendezvous.store, self._timeout)
-            if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
+            if self._name == "gloo" and 1 < context.world_size <= _MAX_MESHED:
                 self._mesh = _mesh(context.world_rank, rendezvous.store.key)
         # Wait for all workers here: this wait can be interrupted, and its error names late ranks.
         address = None if self._mesh is None else self._mesh.address
@@ -230,7 +230,7 @@ class TorchProcessGroup(CollectiveBackend):
                 sent[each.remote[0]] = before[0] + num_bytes, before[1] + seconds
         for host, (num_bytes, seconds) in sent.items():
             old_bytes, old_s = self._sent.get(host, (0, 0.0))
-            if num_bytes - old_bytes >= _LEAST_BYTES and seconds > old_s:
+            if num_bytes - old_bytes >= _MIN_BYTES and seconds > old_s:
                 self._links[host] = (num_bytes - old_bytes) / (seconds - old_s)
         self._sent = sent
 

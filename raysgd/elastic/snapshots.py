@@ -31,7 +31,7 @@ ReadState = Callable[[], Any]
 """Returns a stored state."""
 
 
-class _Request(NamedTuple):
+class _SnapshotRequest(NamedTuple):
     """A request for the snapshots of one step, which arrive in the inbox."""
 
     step: int
@@ -49,14 +49,14 @@ class SnapshotKeeper:
         self._group = group
         self._shards: Sequence[ReadState] = ()  # one for each rank if the state is sharded
         self._step = -1
-        self._requested: _Request | None = None
+        self._requested: _SnapshotRequest | None = None
         self._has_warned = False
         self._num_changes = self._num_changes_at_end = 0
 
     def keep(self, *shards: ReadState, step: int = -1) -> None:
         """Keep a state. Only snapshots with more than `step` committed steps replace it."""
         self._shards, self._step = shards, step
-        self._forget()
+        self._cancel_request()
 
     def clear(self) -> None:
         """Drop the state, and a snapshot that is on its way."""
@@ -83,7 +83,7 @@ class SnapshotKeeper:
         step = newest.snapshot_step
         if newest.num_changes != self._num_changes:
             self._step = -1  # fetch it even if it has the same step
-            self._forget()
+            self._cancel_request()
             self._num_changes = newest.num_changes
         if step is None:  # the last snapshot of the member is outdated
             self._step = -1
@@ -101,12 +101,12 @@ class SnapshotKeeper:
         except OSError as error:  # the driver's host has no network
             logger.debug("A snapshot was not requested: %r", error)
             return
-        self._requested = _Request(step, inbox, [])
+        self._requested = _SnapshotRequest(step, inbox, [])
         for member, each in progress.items():
             answer = member.control(Worker.send_snapshot, only, each.num_changes, inbox.expect())
             self._requested.answers.append(answer)
 
-    def _forget(self) -> None:
+    def _cancel_request(self) -> None:
         if self._requested is not None:
             self._requested.inbox.close()
         self._requested = None

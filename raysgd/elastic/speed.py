@@ -13,9 +13,9 @@ __all__ = ["SpeedReport", "WorkerSpeed"]
 
 _FACTOR = 1.5
 """Factor by which a worker must be slower than the others."""
-_LEAST_STEP_S = 0.002
+_MIN_STEP_S = 0.002
 """Seconds per step below which no advice helps."""
-_LEAST_SHARES = {"save": 0.2, "data": 0.3, "copy": 0.3, "other": 0.15, "wait": 0.6}
+_MIN_SHARES = {"save": 0.2, "data": 0.3, "copy": 0.3, "other": 0.15, "wait": 0.6}
 """Shares of the time from which a phase of all workers is worth a sentence."""
 _STRAGGLER_SHARE = 0.2
 """Share of a step that a slow worker must cost the others."""
@@ -126,8 +126,8 @@ def find_cause(
         return cause
     step_s = statistics.mean(each.step_s for each in workers)
     least_s = {name: min(each.seconds[name] for each in workers) for name in _ADVICE_FOR_ALL}
-    phase = max(least_s, key=lambda name: least_s[name] / _LEAST_SHARES[name])
-    if least_s[phase] < max(_LEAST_SHARES[phase] * step_s, _LEAST_STEP_S):
+    phase = max(least_s, key=lambda name: least_s[name] / _MIN_SHARES[name])
+    if least_s[phase] < max(_MIN_SHARES[phase] * step_s, _MIN_STEP_S):
         return None
     rank, why = _slow_link(workers, links or {}) if phase == "wait" else (None, "")
     text = _ADVICE_FOR_ALL[phase].format(
@@ -144,7 +144,7 @@ def _straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     slowest = max(workers, key=lambda each: each.busy_s)
     others = [each for each in workers if each is not slowest]
     extra_s = slowest.busy_s - statistics.median(each.busy_s for each in others)
-    least_s = max(_STRAGGLER_SHARE * slowest.step_s, _LEAST_STEP_S)
+    least_s = max(_STRAGGLER_SHARE * slowest.step_s, _MIN_STEP_S)
     if extra_s < least_s or slowest.busy_s < _FACTOR * (slowest.busy_s - extra_s):
         return None
     slow = {**slowest.seconds, "computing": slowest.computing_s}

@@ -18,7 +18,7 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.speed import SpeedReport, WorkerSpeed, find_cause
 
 _WINDOW_S = 1.0
-_LEAST_S, _LEAST_STEPS = 3.0, 10
+_MIN_S, _MIN_STEPS = 3.0, 10
 """Training that is too short for a sentence."""
 
 PhaseTimes = NDArray[np.float64]
@@ -110,12 +110,12 @@ class SpeedMonitor:
         if not any(worker.num_steps for worker in workers):
             return SpeedReport()
         since = max(0, self._step - int(rows[:, _STEPS].max()))
-        sentence = self._sentence(workers, since) if _seconds(rows) >= _LEAST_S else ""
+        sentence = self._sentence(workers, since) if _seconds(rows) >= _MIN_S else ""
         return SpeedReport(workers=workers, since_step=since, sentence=sentence)
 
     def _sentence(self, workers: Sequence[WorkerSpeed], since_step: int) -> str:
         cause = find_cause(workers, since_step, self._links)
-        if cause is None or any(each.num_steps < _LEAST_STEPS for each in workers):
+        if cause is None or any(each.num_steps < _MIN_STEPS for each in workers):
             return ""
         if cause.phase != "save" and self._causes[cause[:2]] < 0.6 * self._causes.total():
             return ""  # noise, or a few slow steps

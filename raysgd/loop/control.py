@@ -33,7 +33,7 @@ class LoopControl:
         is_due = is_due or (callback is not None and step >= callback)
         return is_due or (log is not None and step >= log)
 
-    def raise_stop(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""
         if self._interrupted:
             signal.raise_signal(signal.SIGINT)  # only the first Ctrl-C is deferred
@@ -50,7 +50,7 @@ class LoopControl:
 
     @contextlib.contextmanager
     def deferring_ctrl_c(self) -> Iterator[None]:
-        """Defer the first Ctrl-C until `raise_stop` is called or the context ends."""
+        """Defer the first Ctrl-C until `raise_if_stopped` is called or the context ends."""
         deliver = signal.getsignal(signal.SIGINT)
         if not callable(deliver) or threading.current_thread() is not threading.main_thread():
             yield

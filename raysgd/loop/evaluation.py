@@ -190,7 +190,7 @@ class _EvaluationBatches:
         return self
 
     def __next__(self) -> Any:
-        self.control.raise_stop()
+        self.control.raise_if_stopped()
         self.batch = None
         try:
             self.batch = self.control.next_batch(self.batches)

@@ -66,7 +66,7 @@ class Loop:
         self.evaluation = Evaluation(operator, control, self.call_progress)
         self.snapshots = Snapshots(self.train_state, partial(self.state_for, "snapshot"))
 
-    def forget_iteration(self) -> None:
+    def restart_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
         self.train_state.step_iterator = self._batches = None
 
@@ -125,7 +125,7 @@ class Loop:
         if train_state.data.trains_on != trained_on:
             train_state.offset = 0  # of another epoch
         if source.change_partition(shares=request.shares) or source is not self.source:
-            self.forget_iteration()
+            self.restart_iteration()
         self.source = source
         train_state.timing.loader_workers = getattr(source.loader, "num_workers", None)
         self._add_due_point(request)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from raysgd._internal.arguments import (
-    MOST_WORKERS,
+    MAX_WORKERS,
     check_choice,
     check_dict,
     check_flags,
@@ -62,7 +62,7 @@ class Options(ABC):
                 f"{self.trainer}(num_workers={self.num_workers!r}): must be an int, the maximum. "
                 "Pass the minimum as min_workers."
             )
-        num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MOST_WORKERS)
+        num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MAX_WORKERS)
         min_workers = check_int(self.trainer, "min_workers", self.min_workers)
         if not 1 <= min_workers <= num_workers:
             raise ValueError(

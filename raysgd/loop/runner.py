@@ -58,13 +58,13 @@ class OperatorRunner(Runner, ABC):
         train_state.is_new = False
         has_moved = train_state.position() != position
         if has_moved or loop.source is None or loop.source.is_partitioned:
-            loop.forget_iteration()  # otherwise, the loop continues to read the same batches
+            loop.restart_iteration()  # otherwise, the loop continues to read the same batches
         if not train_state.holdings.complete:
             loop.snapshots.clear()
         self.operator.on_world_change()
         if state is not None:  # the hook may register the data of the leader
             train_state.data.set_batch_size(state["batching"])  # may differ in the setup
-            train_state.data.check_like(state["fingerprint"])
+            train_state.data.check_equal_data(state["fingerprint"])
         train_state.data.warn_of_stale_ranks()
 
     def _load_from_leader(self, leader_rank: int) -> Mapping[str, Any] | None:
@@ -120,7 +120,7 @@ class OperatorRunner(Runner, ABC):
                 lambda: (train_state.seed, train_state.data.fingerprint()), 0
             )
             train_state.reseed(seed)
-            train_state.data.check_like(fingerprint)
+            train_state.data.check_equal_data(fingerprint)
             saved_state.compare_setup(leader_rank=0)
             for feature in train_state.features:
                 feature.start_together()
@@ -129,7 +129,7 @@ class OperatorRunner(Runner, ABC):
 
     def teardown(self) -> None:
         if self._loop is not None:
-            self._loop.forget_iteration()
+            self._loop.restart_iteration()
             self._train_state.data.release()
         self._loop = None
 
@@ -321,7 +321,7 @@ class OperatorRunner(Runner, ABC):
                 train_state.update.is_damaged = True
                 incoming.receive()
             saved_state.load(state)
-        self._hosted_loop.forget_iteration()
+        self._hosted_loop.restart_iteration()
         self._hosted_loop.call_progress.state.last_validation = None
         self._hosted_loop.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues

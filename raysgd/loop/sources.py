@@ -171,7 +171,7 @@ class DataSources(ABC):
         batching = {name: source.batching() for name, source in self._sources.items()}
         return {name: each for name, each in batching.items() if each is not None}
 
-    def check_like(self, expected: dict[str, str]) -> None:
+    def check_equal_data(self, expected: dict[str, str]) -> None:
         own, rank = self.fingerprint(), self._settings.context.world_rank
         for name in expected.keys() & own.keys():
             if own[name] != expected[name]:

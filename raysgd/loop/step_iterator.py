@@ -113,7 +113,7 @@ class StepIterator:
         self.was_read = True
         self._train_state.timing.begin(OTHER)
         self._commit_if_done()
-        self._control.raise_stop()
+        self._control.raise_if_stopped()
         if self._micro_batches:
             return self._next_micro_batch()
         can_read = not (self._ahead or self.has_loader_failed)

@@ -21,9 +21,9 @@ from raysgd.torch.tensors import ELEMENTWISE, parameters_of
 
 logger = logging.getLogger(__name__)
 
-_MOST_ITEMS = 1000
+_MAX_ITEMS = 1000
 """Maximum size of a container of an operator whose items are checked."""
-_MOST_REFERENCES = 100_000
+_MAX_REFERENCES = 100_000
 """Maximum number of objects of an attribute that are searched for loaders."""
 
 _SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
@@ -243,9 +243,9 @@ def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
 def _has_loader(value: Any, seen: set[int]) -> bool:
     """Return whether an object is, or refers to, a DataLoader or its iterator."""
     objects = [value]
-    while objects and len(seen) < _MOST_REFERENCES:
+    while objects and len(seen) < _MAX_REFERENCES:
         item = objects.pop()
-        is_large = isinstance(item, list | tuple | set | dict) and len(item) > _MOST_ITEMS
+        is_large = isinstance(item, list | tuple | set | dict) and len(item) > _MAX_ITEMS
         if id(item) in seen or is_large or isinstance(item, type | ModuleType):
             continue
         seen.add(id(item))
@@ -274,7 +274,7 @@ def attributes_of(operator: Any) -> Iterator[tuple[str, Any]]:
         members: Iterable[tuple[str, Any]] = [("", value)]
         if isinstance(value, Mapping | list | tuple):
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            if len(value) <= _MOST_ITEMS:
+            if len(value) <= _MAX_ITEMS:
                 members = ((f"[{key!r}]", member) for key, member in items)
         elif hasattr(value, "__dict__") and is_user_object(value):
             members = ((f".{key}", member) for key, member in vars(value).items())

@@ -43,7 +43,7 @@ from raysgd.train.report_queue import TrainingResult
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import EndRunRequest, FunctionRunner, NextResultRequest
 from raysgd.train.worker_group import WorkerGroup, group_options
-from raysgd.train.worker_session import Plan, receive_shards
+from raysgd.train.worker_session import RunPlan, receive_shards
 
 __all__ = [
     "Backend",
@@ -69,7 +69,7 @@ class _Run:
     """The training function that is running."""
 
     controller: Controller
-    plan: Plan
+    plan: RunPlan
     """The function, and the checkpoint that it starts from."""
     datasets: Datasets
     call: Call
@@ -268,7 +268,7 @@ class BackendExecutor:
         elif checkpoint is not None:
             checkpoints.blob = cloudpickle.dumps(Checkpoint.from_any(checkpoint).to_dict())
         keeps_batch = self._elastic.global_batch == "keep"
-        plan = Plan(
+        plan = RunPlan(
             uuid.uuid4().hex,
             pickle_function(train_func),
             checkpoints.blob,

@@ -91,7 +91,7 @@ class RunCheckpoints(CheckpointFolder):
             )
             write_pickle(blob, self._folder.child(name).name, manifest)
             self._manifests[name] = manifest
-            self._tidy(name)
+            self._remove_surplus(name)
         self.number += 1
         self.blob = blob
         score = self._monitor
@@ -103,7 +103,7 @@ class RunCheckpoints(CheckpointFolder):
 
     def finish(self) -> None:
         """Remove the newest checkpoint unless it is one of the best."""
-        self._tidy(None)
+        self._remove_surplus(None)
 
     @property
     def latest(self) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from raysgd.train import session
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue
-from raysgd.train.worker_session import Plan, Session, process_state, worker_context
+from raysgd.train.worker_session import RunPlan, Session, process_state, worker_context
 
 _INTEGRATIONS = ("ray.air.integrations.mlflow", "ray.air.integrations.wandb")
 
@@ -44,7 +44,7 @@ class FunctionRunner(Runner):
 
     def __init__(self, share_gpus: bool) -> None:
         self._share_gpus = env_flag(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, share_gpus)
-        self._plan: Plan | None = None
+        self._plan: RunPlan | None = None
         self._session: Session | None = None  # None until the function has started
 
     # ---- lifecycle

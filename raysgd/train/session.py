@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.worker_session import Plan, Session, process_state, worker_context
+from raysgd.train.worker_session import RunPlan, Session, process_state, worker_context
 
 _WARNED: set[str] = set()
 
@@ -140,7 +140,7 @@ class TrainContext:
     """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
-    plan: Plan = field(default_factory=Plan)
+    plan: RunPlan = field(default_factory=RunPlan)
 
     def get_world_size(self) -> int:
         """Return the number of workers."""
@@ -191,7 +191,7 @@ class TrainContext:
 
 def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
-    plan = Plan() if process_state.session is None else process_state.session.plan
+    plan = RunPlan() if process_state.session is None else process_state.session.plan
     return TrainContext(worker_context(), plan)
 
 

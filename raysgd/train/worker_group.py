@@ -9,7 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from raysgd._internal.arguments import MOST_WORKERS, check_number
+from raysgd._internal.arguments import MAX_WORKERS, check_number
 from raysgd._internal.config import env_seconds
 from raysgd.cluster import remote_functions
 from raysgd.cluster.actor_group import ActorGroup
@@ -147,10 +147,10 @@ def group_options(
     if (
         len(bounds) != 2
         or any(isinstance(n, bool) or not isinstance(n, int) for n in bounds)
-        or not 1 <= bounds[0] <= bounds[1] <= MOST_WORKERS
+        or not 1 <= bounds[0] <= bounds[1] <= MAX_WORKERS
     ):
         raise ValueError(
-            f"num_workers={num_workers!r}: must be an int from 1 to {MOST_WORKERS}, or a pair "
+            f"num_workers={num_workers!r}: must be an int from 1 to {MAX_WORKERS}, or a pair "
             "(min, max) of such ints."
         )
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():

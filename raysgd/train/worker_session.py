@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
 
     run_id: str = ""
@@ -54,7 +54,7 @@ class Plan:
 class Session:
     """One run of a training function in this process."""
 
-    def __init__(self, plan: Plan, report_queue: ReportQueue) -> None:
+    def __init__(self, plan: RunPlan, report_queue: ReportQueue) -> None:
         self.plan = plan
         self.report_queue = report_queue
         self.iteration = plan.iteration

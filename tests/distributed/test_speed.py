@@ -49,8 +49,8 @@ class OneSlowLoader(TrainingOperator):
 def quick(monkeypatch):
     """Look at shorter times."""
     monkeypatch.setattr(speed_monitor, "_WINDOW_S", 0.1)
-    monkeypatch.setattr(speed_monitor, "_LEAST_S", 0.5)
-    monkeypatch.setattr(speed_monitor, "_LEAST_STEPS", 4)
+    monkeypatch.setattr(speed_monitor, "_MIN_S", 0.5)
+    monkeypatch.setattr(speed_monitor, "_MIN_STEPS", 4)
 
 
 @pytest.mark.slow("two workers start, and one of them sleeps for three seconds")

@@ -24,7 +24,7 @@ _LAG = 2
 """Steps after which a GPU has finished a comparison, so that reading the result does not wait."""
 _SMALL = 2**13
 """Number of elements up to which a comparison between calls reads all of a tensor."""
-_MOST_SHOWN = 5
+_MAX_SHOWN = 5
 _REMEDY = (
     "Load a checkpoint from before the difference: trainer.load(path). Or continue with the state "
     "of {}: trainer.load_state_dict(trainer.state_dict())."
@@ -235,11 +235,11 @@ class ReplicaGuard(StepFeature):
         options = {name: value for (kind, name), value in differences.items() if kind == "options"}
         names = [f"{name} ({format_values(values)})" for name, values in options.items()]
         names += [name for _, name in differences if name not in options]
-        text = "; ".join(names[:_MOST_SHOWN])
+        text = "; ".join(names[:_MAX_SHOWN])
         of_modules = any(n.startswith("models") for n in options)
         of_modules |= any(n.startswith("criteria") for _, n in differences)
-        if len(names) > _MOST_SHOWN:
-            text += f"; and {len(names) - _MOST_SHOWN} more"
+        if len(names) > _MAX_SHOWN:
+            text += f"; and {len(names) - _MAX_SHOWN} more"
         return (
             f"After step {self._train_state.global_step}, {who} differ in: {text}. They were equal "
             f"after step {self._equal_step}. Common causes: code that changes them on one worker "

@@ -143,7 +143,7 @@ def test_silent_strangers_are_sent_away_after_a_while(listener, monkeypatch):
 
 
 def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(module, "_MAX_STRANGERS", 3)
     address = listener.expect(echo)
     with contextlib.ExitStack() as there, connect(address, WAIT_S) as connection:
         assert echoed(connection, b"?") == b"?"  # it is no stranger any more

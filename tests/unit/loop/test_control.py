@@ -24,12 +24,12 @@ def press():
 def test_ctrl_c_waits_for_the_end_of_the_step(handled):
     own = LoopControl()
     with own.deferring_ctrl_c():
-        own.raise_stop()
+        own.raise_if_stopped()
         press()
         assert handled == []
-        own.raise_stop()
+        own.raise_if_stopped()
         assert handled == [signal.SIGINT]
-        own.raise_stop()
+        own.raise_if_stopped()
         assert handled == [signal.SIGINT]
     assert handled == [signal.SIGINT]
 
@@ -42,7 +42,7 @@ def test_ctrl_c_in_the_last_step_is_delivered_at_the_end_of_the_call(handled):
     press()  # the handler of user code is back
     assert handled == [signal.SIGINT] * 2
     with own.deferring_ctrl_c():
-        own.raise_stop()
+        own.raise_if_stopped()
     assert handled == [signal.SIGINT] * 2
 
 
@@ -62,7 +62,7 @@ def test_ctrl_c_between_steps_does_not_wait(handled):
         assert handled == [signal.SIGINT]
         press()
         assert handled == [signal.SIGINT]
-        own.raise_stop()
+        own.raise_if_stopped()
     assert handled == [signal.SIGINT] * 2
 
 

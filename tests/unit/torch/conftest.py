@@ -4,11 +4,11 @@ import pytest
 
 from tests.unit.torch.cases import processes
 
-MOST_WORKERS = 4
+MAX_WORKERS = 4
 
 
 @pytest.fixture(scope="module")
 def workers():
     """Return a function that plays a case and returns the result of each worker."""
-    with processes(MOST_WORKERS) as run:
+    with processes(MAX_WORKERS) as run:
         yield run

@@ -404,12 +404,12 @@ def test_worker_of_a_group_gets_its_batch_share(global_batch):
 def test_error_names_data_that_differ_between_workers():
     data = make_runner()._train_state.data
     found = data.fingerprint()
-    data.check_like(found)
+    data.check_equal_data(found)
     for before, after in (("40 samples", "39 samples"), ("batch size 8", "batch size 16")):
         other = {name: text.replace(before, after) for name, text in found.items()}
         said = rf"different data as .*_loader: .*{before}.* on worker 0, and .*{after}.* on "
         with pytest.raises(ValueError, match=said):
-            data.check_like(other)
+            data.check_equal_data(other)
 
 
 def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):

@@ -20,7 +20,7 @@ from raysgd.train.runner import (
     FunctionRunner,
     NextResultRequest,
 )
-from raysgd.train.worker_session import Plan
+from raysgd.train.worker_session import RunPlan
 
 
 class Worker:
@@ -31,7 +31,7 @@ class Worker:
         self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
 
     def begin(self, function, run="one"):
-        plan = Plan(run, cloudpickle.dumps(function))
+        plan = RunPlan(run, cloudpickle.dumps(function))
         self.runner.handle(LoadRequest(state={"plan": plan}))
 
     def next(self):
@@ -136,7 +136,7 @@ def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
 def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
     worker = make_worker()
     function, checkpoint = cloudpickle.dumps(train.load_checkpoint), cloudpickle.dumps({"step": 3})
-    worker.runner.handle(LoadRequest(state={"plan": Plan("one", function, checkpoint)}))
+    worker.runner.handle(LoadRequest(state={"plan": RunPlan("one", function, checkpoint)}))
     assert worker.next().value == {"step": 3}
 
 
