@@ -57,7 +57,7 @@ def set_fields(options: Any, **values: Any) -> None:
         object.__setattr__(options, name, value)
 
 
-def as_int(value: Any) -> Any:
+def plain_int(value: Any) -> Any:
     """Return a whole number, such as ``numpy.int64(3)`` or 3.0, as an int, else `value`."""
     is_integer = isinstance(value, numbers.Integral) or (
         isinstance(value, float) and value.is_integer()
@@ -69,11 +69,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_int(
+def as_int(
     caller: str, name: str, value: Any, lowest: int | None = None, highest: int | None = None
 ) -> int:
-    """Check that a value is an int from `lowest` to `highest`, and return it as an int."""
-    value = as_int(value)
+    """Return an argument as an int from `lowest` to `highest`."""
+    value = plain_int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{caller}({name}={value!r}): must be an int.")
     if lowest is not None and value < lowest:
@@ -125,7 +125,7 @@ def check_flags(caller: str, **flags: Any) -> None:
             raise TypeError(f"{caller}({name}={value!r}): must be True or False.")
 
 
-def check_dict(caller: str, name: str, value: Any) -> dict[str, Any]:
+def as_dict(caller: str, name: str, value: Any) -> dict[str, Any]:
     """Return a copy of a dict. None gives an empty dict."""
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{caller}({name}={value!r}): must be a dict.")

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._internal.arguments import as_int
+from raysgd._internal.arguments import plain_int
 from raysgd._internal.nested import try_copy
 
 BATCH_SIZE = "*batch_size"
@@ -32,7 +32,7 @@ def round_batch(size: Any, num_parts: int, argument: str = "num_workers") -> int
 
     Warn if that changes the size.
     """
-    size = as_int(size)
+    size = plain_int(size)
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
     if size < num_parts:

@@ -54,7 +54,7 @@ def is_secret(name: str, is_count: bool) -> bool:
     return bool(_SECRET.search(name) or (not is_count and _MAYBE_SECRET.search(name)))
 
 
-def check_path(argument: str, path: Any, advice: str = "Mount the storage.") -> Path:
+def as_path(argument: str, path: Any, advice: str = "Mount the storage.") -> Path:
     """Return a local path, with ``~`` expanded. The error for a URL ends with `advice`."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from raysgd._internal.arguments import check_int, is_number
+from raysgd._internal.arguments import as_int, is_number
 from raysgd.callbacks.base import Callback, Trainer
 
 
@@ -60,7 +60,7 @@ class SWA(_WeightAveraging):
     """
 
     def __init__(self, start_epoch: int) -> None:
-        self._start_epoch = check_int("SWA", "start_epoch", start_epoch, 1)
+        self._start_epoch = as_int("SWA", "start_epoch", start_epoch, 1)
 
 
 def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:

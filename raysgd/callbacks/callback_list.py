@@ -12,7 +12,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.nested import load_or_restore, map_leaves, try_copy
-from raysgd._internal.paths import check_path, without_secrets
+from raysgd._internal.paths import as_path, without_secrets
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.file_loggers import JsonlLogger
@@ -333,7 +333,7 @@ def as_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
     if logdir is None:
         return None
     advice = "Only checkpoints can go to a URL: CheckpointCallback('s3://...')."
-    path = check_path("logdir", logdir, advice).absolute()
+    path = as_path("logdir", logdir, advice).absolute()
     for each in (path, *path.parents):
         if each.exists() and not each.is_dir():
             raise ValueError(f"logdir={str(logdir)!r}: must be a folder, but {each} is a file.")

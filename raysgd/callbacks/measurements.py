@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from raysgd._internal.arguments import check_int
+from raysgd._internal.arguments import as_int
 from raysgd.callbacks.base import Callback, Trainer, logdir_of
 from raysgd.errors import WorkerLostError
 from raysgd.metrics import learning_rates
@@ -153,8 +153,8 @@ class TorchProfiler(Callback):
         skip_steps: int = 10,
         **arguments: Any,
     ) -> None:
-        self._num_steps = check_int("TorchProfiler", "num_steps", num_steps, 1)
-        self._skip_steps = check_int("TorchProfiler", "skip_steps", skip_steps, 0)
+        self._num_steps = as_int("TorchProfiler", "num_steps", num_steps, 1)
+        self._skip_steps = as_int("TorchProfiler", "skip_steps", skip_steps, 0)
         self._arguments = arguments
         self._begin_at: int | None = None
         self._end_at: int | None = None

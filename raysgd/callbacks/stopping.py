@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from raysgd._internal.arguments import check_int, check_number, resolve_mode
+from raysgd._internal.arguments import as_int, check_number, resolve_mode
 from raysgd._internal.nonfinite import nonfinite_loss
 from raysgd._internal.values import missing_metric, numbers_in
 from raysgd.callbacks.base import Callback, LastCall, Trainer
@@ -42,7 +42,7 @@ class EarlyStopping(Callback):
         check_number("EarlyStopping", "min_delta", min_delta)
         self.monitor: str = monitor
         self._sign = 1.0 if mode == "min" else -1.0
-        self._patience = check_int("EarlyStopping", "patience", patience, 1)
+        self._patience = as_int("EarlyStopping", "patience", patience, 1)
         self._min_delta = min_delta
         self.best: float | None = None
         """The best value so far; None before the first."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raysgd._internal.files import check_regular, replacing, sync_folder, temporary_name
-from raysgd._internal.paths import check_path, redact_url, without_secrets
+from raysgd._internal.paths import as_path, redact_url, without_secrets
 from raysgd.errors import CheckpointError
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
@@ -35,7 +35,7 @@ class Location:
         self.is_local = not separator or scheme in ("file", "local")
         if self.is_local:
             try:
-                local = check_path("path", rest if separator else text)
+                local = as_path("path", rest if separator else text)
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
             self.name = self.label = str(local.absolute())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from raysgd._internal.arguments import check_int, resolve_mode
+from raysgd._internal.arguments import as_int, resolve_mode
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd._internal.nonfinite import find_nonfinite
 from raysgd._internal.values import numbers_in
@@ -162,7 +162,7 @@ class CheckpointStore(CheckpointFolder):
         job: str,
     ) -> None:
         if keep is not None:
-            check_int("CheckpointStore", "keep", keep, 1)
+            as_int("CheckpointStore", "keep", keep, 1)
         mode = resolve_mode("CheckpointStore", monitor, mode)
         if not isinstance(job, str) or not job:
             raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")

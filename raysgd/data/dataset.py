@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from raysgd._internal.arguments import check_int
+from raysgd._internal.arguments import as_int
 
 
 class Dataset:
@@ -41,7 +41,7 @@ class Dataset:
         max_concurrency: int = 0,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.batch_size = check_int("Dataset", "batch_size", batch_size, 1)
+        self.batch_size = as_int("Dataset", "batch_size", batch_size, 1)
         if hasattr(data, "gather_sync"):  # an iterator of ``ray.util.iter``
             if "repeat=True" in repr(data):
                 raise ValueError(f"Dataset(data={data!r}): must end. Leave out repeat=True.")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._internal.arguments import check_flags, check_int, is_number
+from raysgd._internal.arguments import as_int, check_flags, is_number
 from raysgd.data.formats import RecordError, Records
 from raysgd.errors import CheckpointError
 
@@ -155,10 +155,10 @@ class Stream(NumberedSamples):
         check_flags("Stream", skip_broken=skip_broken)
         self._records, self._transform, self._augment = records, transform, augment
         self.files = [records]
-        self._window = check_int("Stream", "shuffle", shuffle, 0)
-        self.interleave = check_int("Stream", "interleave", interleave, 1)
-        self._seed = check_int("Stream", "seed", seed, 0)
-        self._group = 1 if group is None else check_int("Stream", "group", group, 1)
+        self._window = as_int("Stream", "shuffle", shuffle, 0)
+        self.interleave = as_int("Stream", "interleave", interleave, 1)
+        self._seed = as_int("Stream", "seed", seed, 0)
+        self._group = 1 if group is None else as_int("Stream", "group", group, 1)
         self._is_list, self._skips = group is not None, skip_broken
         self.shuffles = self._window > 1
         self.num_skipped = self._epoch_read = 0
@@ -296,7 +296,7 @@ class mix(NumberedSamples):  # noqa: N801  users call it like a function
     def __init__(
         self, streams: Sequence[Stream], weights: Sequence[float], *, seed: int = 0
     ) -> None:
-        self._seed = check_int("mix", "seed", seed, 0)
+        self._seed = as_int("mix", "seed", seed, 0)
         if not streams:
             raise ValueError(f"mix({streams!r}): needs at least one stream.")
         are_positive = all(is_number(each) and 0 < each < math.inf for each in weights)

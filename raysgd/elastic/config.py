@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysgd._internal.arguments import (
+    as_int,
     check_choice,
     check_flags,
-    check_int,
     check_number,
     set_fields,
 )
@@ -54,7 +54,7 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         where = "ElasticConfig"
-        set_fields(self, max_attempts=check_int(where, "max_attempts", self.max_attempts, 1))
+        set_fields(self, max_attempts=as_int(where, "max_attempts", self.max_attempts, 1))
         for name in ("initial_s", "max_s", "resize_cooldown_s", "driver_grace_s"):
             check_number(where, name, getattr(self, name))
         check_flags(where, grow=self.grow)
@@ -67,7 +67,7 @@ class ElasticConfig:
                 "number of steps, or None."
             )
         if self.snapshot_every not in (*names, None):
-            every = check_int(where, "snapshot_every", self.snapshot_every, 1)
+            every = as_int(where, "snapshot_every", self.snapshot_every, 1)
             set_fields(self, snapshot_every=every)
 
 

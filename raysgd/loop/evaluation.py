@@ -71,7 +71,7 @@ class Evaluation:
                 source.close_workers()
                 raise
             metrics = as_metrics(operator.validate, metrics)
-            self._check_samples(source, batches)
+            self._compare_samples(source, batches)
             # The metrics of a worker without a batch have no weight.
             metrics = with_weight(metrics, batches.num_finished_steps or not batches.is_exhausted)
             self._progress.own_segments.append((train_state.global_step, metrics))
@@ -118,7 +118,7 @@ class Evaluation:
         try:
             with train_state.evaluating():
                 predictions = list(zip(keys, operator._predictions(batches), strict=False))
-            self._check_samples(source, batches)
+            self._compare_samples(source, batches)
         except BaseException:
             self._control.failed_at = batches.describe_position()
             raise
@@ -127,12 +127,12 @@ class Evaluation:
             source.close_workers()
         return predictions
 
-    def _check_samples(self, source: BatchSource, batches: _EvaluationBatches) -> None:
+    def _compare_samples(self, source: BatchSource, batches: _EvaluationBatches) -> None:
         """Compare the samples of a stream, if every worker has read all of its batches."""
         train_state = self._train_state
         is_compared = source.step_digest() is not None and train_state.context.world_size > 1
         if is_compared and train_state.collectives.all_reduce_min(int(batches.is_exhausted))[0]:
-            check_samples(source, train_state.collectives)
+            agree_on_samples(source, train_state.collectives)
 
     def sanity_check(self, request: ValidateRequest) -> Mapping[str, Any] | None:
         """Validate some batches, restore the state, and return the metrics.
@@ -153,7 +153,7 @@ class Evaluation:
         return metrics
 
 
-def check_samples(source: BatchSource, collectives: Collectives, has_batch: int = 1) -> int:
+def agree_on_samples(source: BatchSource, collectives: Collectives, has_batch: int = 1) -> int:
     """Return `has_batch`. Raise RuntimeError if other workers have read other samples."""
     if not collectives.all_ranks_equal(source.step_digest() or 0):
         raise RuntimeError(

@@ -30,7 +30,7 @@ from raysgd._internal.context import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
 from raysgd.loop.control import LoopControl
-from raysgd.loop.evaluation import Evaluation, check_samples, no_batch
+from raysgd.loop.evaluation import Evaluation, agree_on_samples, no_batch
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import as_metrics, epoch_arguments
 from raysgd.loop.requests import TrainRequest
@@ -249,7 +249,7 @@ class Loop:
             else:
                 have_batches = self._fewest_batches
         elif source.step_digest() is not None and train_state.context.world_size > 1:
-            have_batches = partial(check_samples, source, train_state.collectives)
+            have_batches = partial(agree_on_samples, source, train_state.collectives)
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state.collectives)
         after_commit: list[Callable[[], None]] = []

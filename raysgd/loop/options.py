@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 
 from raysgd._internal.arguments import (
     MAX_WORKERS,
+    as_dict,
+    as_int,
     check_choice,
-    check_dict,
     check_flags,
-    check_int,
     check_timeout,
     is_number,
     set_fields,
@@ -62,20 +62,20 @@ class Options(ABC):
                 f"{self.trainer}(num_workers={self.num_workers!r}): must be an int, the maximum. "
                 "Pass the minimum as min_workers."
             )
-        num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MAX_WORKERS)
-        min_workers = check_int(self.trainer, "min_workers", self.min_workers)
+        num_workers = as_int(self.trainer, "num_workers", self.num_workers, 1, MAX_WORKERS)
+        min_workers = as_int(self.trainer, "min_workers", self.min_workers)
         if not 1 <= min_workers <= num_workers:
             raise ValueError(
                 f"{self.trainer}(min_workers={min_workers}, num_workers={num_workers}): "
                 "min_workers must be between 1 and num_workers."
             )
-        config = check_dict(self.trainer, "config", self.config)
+        config = as_dict(self.trainer, "config", self.config)
         set_fields(
             self,
             num_workers=num_workers,
             min_workers=min_workers,
             config=config,
-            resources_per_worker=self._check_resources(),
+            resources_per_worker=self._resources(),
             elastic=as_elastic_config(self.trainer, self.elastic, self.times_steps),
         )
         if config.get(BATCH_SIZE) is not None:
@@ -90,14 +90,14 @@ class Options(ABC):
         if self.use_horovod:
             check_horovod()
 
-    def _check_resources(self) -> dict[str, float]:
+    def _resources(self) -> dict[str, float]:
         num_cpus = self.num_cpus_per_worker
         if not is_number(num_cpus) or not num_cpus > 0:
             raise ValueError(
                 f"{self.trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0. To "
                 "reserve almost no CPU, pass 0.001."
             )
-        resources = check_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
+        resources = as_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
         for name, amount in resources.items():
             if not is_number(amount) or not amount > 0:
                 raise ValueError(

@@ -310,7 +310,7 @@ class OperatorRunner(Runner, ABC):
         if position.get("trains_on", "train") == "train":
             train_state.data.readable("train").check_position(position.get("stream", {}))
         context = train_state.context
-        generators = self.generators.check(position.get("rng", ()), context.world_size)
+        generators = self.generators.loadable_states(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:
             if "operator" in state:
                 own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)

@@ -321,8 +321,8 @@ class RandomGenerators:
             raise ValueError(f"NumPy generator: position {position} must be from 0 to {len(keys)}.")
         np.random.set_state((kind, np.asarray(keys, np.uint32), position, *rest))
 
-    def check(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
-        """Check the states of all workers. Return () if the number of workers has changed."""
+    def loadable_states(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
+        """Return checked states of all workers, or () if the number of workers has changed."""
         try:
             with self.preserving():
                 for state in states:

@@ -186,7 +186,7 @@ class BatchMetrics:
         updated = partial(update, *arguments, **named)
         owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
         is_own = not owner.__module__.startswith("keras.")
-        if is_own and name not in self._checked and _check_is_sum(metric, updated):
+        if is_own and name not in self._checked and _prove_sum(metric, updated):
             self._checked.add(name)
         _reset(metric)
         updated()
@@ -227,7 +227,7 @@ def _reset(metric: Any) -> None:
     metric.reset_state()
 
 
-def _check_is_sum(metric: Any, update: Callable[[], Any]) -> bool:
+def _prove_sum(metric: Any, update: Callable[[], Any]) -> bool:
     """Check that the state of a metric after two updates is twice the state after one.
 
     Return False if a variable is still zero, because the check then proves nothing.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.arguments import check_flags, check_int, name_typos
+from raysgd._internal.arguments import as_int, check_flags, name_typos
 from raysgd._internal.nested import check_rows, map_leaves
 from raysgd._internal.step_timing import BACKWARD, OPTIMIZER
 from raysgd.loop.operator_base import OperatorBase, as_list
@@ -202,7 +202,7 @@ class TrainingOperator(OperatorBase):
 
         check_flags("register_data", shuffle=shuffle)
         if batch_size is not None:
-            batch_size = check_int("register_data", "batch_size", batch_size, lowest=1)
+            batch_size = as_int("register_data", "batch_size", batch_size, lowest=1)
             if not any(map(is_arrays, (train_loader, validation_loader))):
                 self._train_state.settings.warn_once(
                     "batch_size",

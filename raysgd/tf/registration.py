@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from raysgd._internal.arguments import check_dict
+from raysgd._internal.arguments import as_dict
 from raysgd._internal.nonfinite import nonfinite_arrays
 from raysgd.loop.operator_base import as_list, in_shape_of
 from raysgd.tf.features import KerasOptimization, ReplicaSync
@@ -76,7 +76,7 @@ def register(
 
 
 def _as_class_weight(class_weight: Any) -> dict[Any, Any]:
-    checked = check_dict("register", "class_weight", class_weight)
+    checked = as_dict("register", "class_weight", class_weight)
     if texts := [key for key in checked if isinstance(key, str)]:
         raise TypeError(
             f"register(class_weight={class_weight!r}): keys must be numbers of classes, such as 0, "

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd._internal.arguments import check_dict, check_flags, check_int
+from raysgd._internal.arguments import as_dict, as_int, check_flags
 from raysgd._internal.forwarding import forward_to
 from raysgd._internal.imports import load_triton_first
 from raysgd._internal.tracebacks import fold_tracebacks
@@ -240,7 +240,7 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
     """Return the numbers of epochs and steps in ``fit_config`` and ``evaluate_config``."""
     plan: dict[str, int | None] = {}
     for name, known in _KEYS.items():
-        settings = check_dict("config", name, config.get(name))
+        settings = as_dict("config", name, config.get(name))
         if unknown := [key for key in settings if key not in known]:
             raise ValueError(
                 f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "
@@ -250,7 +250,7 @@ def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
         for key in ("epochs", "steps_per_epoch", "steps"):
             if key in known:
                 count = settings.get(key)
-                plan[key] = None if count is None else check_int(name, key, count, lowest=1)
+                plan[key] = None if count is None else as_int(name, key, count, lowest=1)
     return plan
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from raysgd._internal.arguments import check_choice, check_int, check_number, set_fields
+from raysgd._internal.arguments import as_int, check_choice, check_number, set_fields
 from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
 from raysgd.data.partition import StepLayout
@@ -50,7 +50,7 @@ class Guard:
     After a call with fewer steps, workers compare small tensors, and a share of large tensors."""
 
     def __post_init__(self) -> None:
-        set_fields(self, every=check_int("Guard", "every", self.every, 1))
+        set_fields(self, every=as_int("Guard", "every", self.every, 1))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class EqualBits:
     num_shards: int
 
     def __post_init__(self) -> None:
-        check_int("EqualBits", "num_shards", self.num_shards, 1)
+        as_int("EqualBits", "num_shards", self.num_shards, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class BadSteps:
     """An update is also bad if its loss is more than `spike` times the median of the last 100."""
 
     def __post_init__(self) -> None:
-        set_fields(self, max_skipped=check_int("BadSteps", "max_skipped", self.max_skipped, 0))
+        set_fields(self, max_skipped=as_int("BadSteps", "max_skipped", self.max_skipped, 0))
         if self.spike is not None:
             check_number("BadSteps", "spike", self.spike)
             if self.spike <= 1:

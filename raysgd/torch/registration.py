@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.arguments import check_dict, check_int
+from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
 from raysgd.torch.features.rollback import BufferCopies
@@ -47,9 +47,9 @@ def register(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
     criteria = as_criteria(criterion)
-    ddp_args = check_dict("register", "ddp_args", ddp_args)
+    ddp_args = as_dict("register", "ddp_args", ddp_args)
     apex_args = _as_apex_args(train_state, apex_args)
-    horovod_args = check_dict("register", "horovod_args", horovod_args)
+    horovod_args = as_dict("register", "horovod_args", horovod_args)
     modules = as_registered("models", models, torch.nn.Module)
     registered = as_registered("optimizers", optimizers, torch.optim.Optimizer)
     train_state.optimizers = _separate(registered)
@@ -66,7 +66,7 @@ def register(
     _move_models(train_state, modules, strategy.keeps_parameters)
     train_state.replication = strategy.new_replication(train_state, sharding_args)
     train_state.exchange = strategy.new_exchange(train_state)
-    train_state.accumulation_steps = check_int(
+    train_state.accumulation_steps = as_int(
         "register", "gradient_accumulation_steps", gradient_accumulation_steps, 1
     )
     train_state.models = precision.prepare(train_state.models, train_state.optimizers, apex_args)
@@ -87,7 +87,7 @@ def register(
 
 
 def _as_apex_args(train_state: TorchTrainState, arguments: Any) -> dict[str, Any]:
-    apex_args = check_dict("register", "apex_args", arguments)
+    apex_args = as_dict("register", "apex_args", arguments)
     if apex_args and train_state.settings.options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         train_state.settings.warn_once("apex", unused, apex_args, train_state.precision.name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import is_deferred
-from raysgd._internal.paths import check_path
+from raysgd._internal.paths import as_path
 from raysgd.cluster.serialization import dumps, unpicklable_key
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def run_folder(
 ) -> Path:
     """Return the absolute path of a folder. The default name is `kind` and the date."""
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    path = f"{kind}_{date}" if name is None else check_path("logdir", name)
+    path = f"{kind}_{date}" if name is None else as_path("logdir", name)
     return Path(parent or "~/ray_results").expanduser().absolute() / path
 
 

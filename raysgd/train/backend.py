@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._internal.arguments import check_dict, check_function, check_int
+from raysgd._internal.arguments import as_dict, as_int, check_function
 from raysgd._internal.context import Request
 from raysgd._internal.forwarding import forward_to
 from raysgd.cluster import remote_functions
@@ -126,7 +126,7 @@ class BackendExecutor:
         elastic: ElasticConfig | None = None,
         placement_strategy: str | None = None,
     ) -> None:
-        max_retries = check_int("BackendExecutor", "max_retries", max_retries, -1)
+        max_retries = as_int("BackendExecutor", "max_retries", max_retries, -1)
         self.options = group_options(
             num_workers,
             num_cpus_per_worker,
@@ -441,7 +441,7 @@ def executor_for(
     config: BackendConfig, scaling: ScalingConfig, failure: FailureConfig
 ) -> BackendExecutor:
     use_gpu = scaling.use_gpu
-    resources = check_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
+    resources = as_dict("ScalingConfig", "resources_per_worker", scaling.resources_per_worker)
     if use_gpu not in (True, False):  # 1 and 0 as well
         raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
     num_cpus, num_gpus = resources.pop("CPU", 1), resources.pop("GPU", int(use_gpu))

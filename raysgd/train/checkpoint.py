@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from raysgd._internal.arguments import check_choice, check_int
+from raysgd._internal.arguments import as_int, check_choice
 from raysgd.checkpoint.file import read_pickle
 
 _FILES = "_files"
@@ -49,7 +49,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         name, order = type(self).__name__, self.checkpoint_score_order
         if self.num_to_keep is not None:
-            check_int(name, "num_to_keep", self.num_to_keep, 0)
+            as_int(name, "num_to_keep", self.num_to_keep, 0)
         check_choice(name, "checkpoint_score_order", order, ("max", "min"))
 
 

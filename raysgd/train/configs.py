@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raysgd._internal.arguments import check_int
-from raysgd._internal.paths import check_path
+from raysgd._internal.arguments import as_int
+from raysgd._internal.paths import as_path
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointConfig
@@ -79,7 +79,7 @@ def as_run_config(run_config: Any) -> RunConfig:
     config.checkpoint_config = _convert(
         CheckpointConfig, "checkpoint_config", checkpoint, "num_to_keep"
     )
-    check_int("FailureConfig", "max_failures", config.failure_config.max_failures, -1)
+    as_int("FailureConfig", "max_failures", config.failure_config.max_failures, -1)
     name = config.name
     if name is not None and (
         not isinstance(name, str) or name in ("", "..") or Path(name).name != name
@@ -93,7 +93,7 @@ def as_run_config(run_config: Any) -> RunConfig:
             "Mount the storage, copy Result.path to it after fit(), or save to the URL in the "
             "training function with raysgd.checkpoint.CheckpointStore(url)."
         )
-        check_path("storage_path", config.storage_path, advice)
+        as_path("storage_path", config.storage_path, advice)
     return config
 
 

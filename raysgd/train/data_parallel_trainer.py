@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from raysgd._internal.arguments import check_dict, unknown_argument
+from raysgd._internal.arguments import as_dict, unknown_argument
 from raysgd._internal.tracebacks import fold_tracebacks
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
@@ -77,7 +77,7 @@ class DataParallelTrainer:
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
         for name in ("train_loop_config", "datasets", "metadata"):
-            setattr(self, name, check_dict(type(self).__name__, name, getattr(self, name)))
+            setattr(self, name, as_dict(type(self).__name__, name, getattr(self, name)))
         if not hasattr(self.dataset_config, "_datasets_to_split"):
             self._check_split()
         self.scaling_config = as_scaling_config(self.scaling_config)
@@ -160,8 +160,8 @@ class DataParallelTrainer:
 
     def _check_split(self) -> None:
         where = type(self).__name__
-        defaults = check_dict(where, "_dataset_config", self._dataset_config)
-        choices = check_dict(where, "dataset_config", self.dataset_config)
+        defaults = as_dict(where, "_dataset_config", self._dataset_config)
+        choices = as_dict(where, "dataset_config", self.dataset_config)
         for name, choice in {**defaults, **choices}.items():
             is_known = name in (*self.datasets, "*") or name not in choices or not self.datasets
             if getattr(choice, "split", choice) not in (None, True, False) or not is_known:

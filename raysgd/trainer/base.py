@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from raysgd._internal.arguments import (
-    check_dict,
+    as_dict,
+    as_int,
     check_function,
-    check_int,
     is_number,
     unknown_argument,
 )
@@ -131,9 +131,9 @@ class OperatorTrainer(TrainerInfo):
                 usable.
         """
         if num_steps is not None:
-            num_steps = check_int("train", "num_steps", num_steps, 1)
-        max_retries = check_int("train", "max_retries", max_retries, 0)
-        info = check_dict("train", "info", info)
+            num_steps = as_int("train", "num_steps", num_steps, 1)
+        max_retries = as_int("train", "max_retries", max_retries, 0)
+        info = as_dict("train", "info", info)
         if dataset is not None and not isinstance(dataset, Dataset):
             raise TypeError(f"train(dataset=...) takes a raysgd.data.Dataset, not {dataset!r}.")
         self._dispatcher.check_open(changes_state=True)
@@ -171,8 +171,8 @@ class OperatorTrainer(TrainerInfo):
             WorkerLostError: if workers are lost more than three times, or too few are left.
         """
         if num_steps is not None:
-            num_steps = check_int("validate", "num_steps", num_steps, 1)
-        check_dict("validate", "info", info)
+            num_steps = as_int("validate", "num_steps", num_steps, 1)
+        as_dict("validate", "info", info)
         result = self._fit_loop.validate(self, info, num_steps, profile)
         return result.merged if reduce_results else result.by_worker
 
@@ -189,7 +189,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
-        info, number = check_dict("test", "info", info), next(self._dispatcher.call_numbers)
+        info, number = as_dict("test", "info", info), next(self._dispatcher.call_numbers)
         request = ValidateRequest(call_number=number, from_start=True, loader=loader, info=info)
         results = self._dispatcher.run(request, changes_state=True, method="test", has_batches=True)
         return as_test_metrics(merge_workers(results))
@@ -399,7 +399,7 @@ class OperatorTrainer(TrainerInfo):
         if deadline_s is not None and not (is_number(deadline_s) and deadline_s >= 0):
             raise ValueError(f"drain(deadline_s={deadline_s!r}): must be at least 0, or None.")
         if rank is not None:
-            rank = check_int("drain", "rank", rank)
+            rank = as_int("drain", "rank", rank)
         elif not isinstance(node_id, str):
             raise TypeError(f"drain(node_id={node_id!r}): must be the ID of a node, a str.")
         self._controller.drain(node_id, rank, deadline_s)

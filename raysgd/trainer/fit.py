@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysgd._internal.arguments import check_dict, check_int, set_fields
+from raysgd._internal.arguments import as_dict, as_int, set_fields
 from raysgd.callbacks.base import Callback, History, LastCall, Trainer
 from raysgd.callbacks.callback_list import as_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
@@ -42,9 +42,9 @@ class FitOptions:
     def __post_init__(self) -> None:
         for name in ("num_epochs", "validate_every", "max_steps", "log_every"):
             if (value := getattr(self, name)) is not None:
-                set_fields(self, **{name: check_int("fit", name, value, 1)})
-        set_fields(self, max_retries=check_int("fit", "max_retries", self.max_retries, 0))
-        check_dict("fit", "info", self.info)
+                set_fields(self, **{name: as_int("fit", name, value, 1)})
+        set_fields(self, max_retries=as_int("fit", "max_retries", self.max_retries, 0))
+        as_dict("fit", "info", self.info)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd._internal.arguments import as_int
+from raysgd._internal.arguments import plain_int
 from raysgd.cluster.ray_session import check_runtime_env
 
 try:
@@ -126,7 +126,7 @@ class BaseTrainable(Trainable):
         arguments = {name: kwargs.get(name, default) for name, default in cls.defaults.items()}
         for name in cls.defaults.keys() & config.keys():
             value = config[name]
-            arguments[name] = as_int(value.item() if isinstance(value, np.generic) else value)
+            arguments[name] = plain_int(value.item() if isinstance(value, np.generic) else value)
         return {**kwargs, **arguments, "config": {**(kwargs.get("config") or {}), **config}}
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raysgd._internal.arguments import check_dict, check_int
+from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.feature import Replication
 from raysgd.torch import conflicts
 from raysgd.torch.options import TorchOptions
@@ -88,7 +88,7 @@ def as_sharding_args(
     shown = ", ".join(f'"{each}"' for each in known)
     if sharding not in (None, *known):
         raise ValueError(f"register(sharding={sharding!r}): sharding must be {shown}, or None.")
-    sharding_args = check_dict("register", "sharding_args", arguments)
+    sharding_args = as_dict("register", "sharding_args", arguments)
     if sharding is None:
         if sharding_args:
             raise ValueError(
@@ -105,7 +105,7 @@ def as_sharding_args(
         )
     sharding_args = {name: value for name, value in sharding_args.items() if value is not None}
     if "copies" in sharding_args:
-        check_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
+        as_int("register(sharding_args=...)", "copies", sharding_args["copies"], 0)
     call, scales = f'register(sharding="{sharding}")', train_state.precision.scales_loss
     conflicts.check(sharding, call, options, models, ddp_args, scales)
     strategy.check(call, models, train_state.optimizers)

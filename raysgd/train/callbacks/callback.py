@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.paths import check_path
+from raysgd._internal.paths import as_path
 from raysgd.train.callbacks.results_preprocessors import (
     ExcludedKeysResultsPreprocessor,
     IndexedResultsPreprocessor,
@@ -70,7 +70,7 @@ class FileCallback(TrainingCallback):
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
-        self.logdir = check_path("logdir", self._chosen_folder or Path(logdir, self._subfolder))
+        self.logdir = as_path("logdir", self._chosen_folder or Path(logdir, self._subfolder))
         self.logdir.mkdir(parents=True, exist_ok=True)
         self._is_restored = bool(read_reports(Path(logdir, REPORTS)))
         self._begin(config or {})

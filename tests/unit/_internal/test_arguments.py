@@ -31,12 +31,12 @@ def test_min_workers_is_between_1_and_num_workers(num_workers, min_workers):
 
 def test_a_dict_is_copied():
     mine = {"a": 1}
-    taken = arguments.check_dict("T", "config", mine)
+    taken = arguments.as_dict("T", "config", mine)
     taken["a"] = 2
     assert mine == {"a": 1}
-    assert arguments.check_dict("T", "config", None) == {}
+    assert arguments.as_dict("T", "config", None) == {}
     with pytest.raises(TypeError, match=r"T\(config=\[1\]\): must be a dict"):
-        arguments.check_dict("T", "config", [1])
+        arguments.as_dict("T", "config", [1])
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))

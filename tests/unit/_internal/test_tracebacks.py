@@ -111,7 +111,7 @@ def test_a_variable_shows_all_frames(monkeypatch, shown, num_frames):
         trainer.fit(epochs=2)
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert len(frames) >= num_frames if shown else len(frames) == num_frames
-    assert frames[-1].name == "check_int"
+    assert frames[-1].name == "as_int"
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_hooks_of_a_feature_that_is_added_between_calls(make_trainer):
 
 def test_hooks_of_an_evaluation(spied, monkeypatch):
     trainer, called = spied()
-    compare = "raysgd.loop.evaluation.Evaluation._check_samples"
+    compare = "raysgd.loop.evaluation.Evaluation._compare_samples"
     monkeypatch.setattr(compare, lambda *_: called.append("compare"))
     trainer.validate()
     assert called == ["evaluating", "evaluated", "compare"]

@@ -224,9 +224,9 @@ def test_generators_with_a_wrong_position_are_refused(place):
     state = generators.state()
     wrong = {**state, "numpy": (*state["numpy"][:2], place, *state["numpy"][3:])}
     with pytest.raises(CheckpointError, match=rf"position {place} must be from 0 to 624"):
-        generators.check([state, wrong], 2)
-    assert generators.check([state], 1) == [state]
-    assert generators.check([state], 2) == ()
+        generators.loadable_states([state, wrong], 2)
+    assert generators.loadable_states([state], 1) == [state]
+    assert generators.loadable_states([state], 2) == ()
     assert generators.state()["python"] == state["python"]
 
 
