@@ -115,6 +115,7 @@ class LightningMethods(_Base):  # type: ignore[misc]
     def _configure_optimizers(self) -> tuple[list[Any], list[Any]]:
         """Return the module's optimizers and schedulers."""
         module, name = self.module, type(self.module).__name__
+        # Lightning has no public function that reads all forms of configure_optimizers().
         parser = _import_beside(module, "core.optimizer")
         optimizers, configs, _ = parser._configure_optimizers(module.configure_optimizers())
         if not module.automatic_optimization or len(optimizers) != 1:
@@ -315,6 +316,14 @@ def lightning_operator(
     loaders: Mapping[str, Iterable[Any] | None],
     datamodule: Any,
 ) -> type[Any]:
+    """Return an operator class that trains `module_cls`, for ``from_ptl`` of the class `base`.
+
+    `root` is `TrainingOperator`, whose module imports this module. Overrides in a subclass `base`
+    come before `LightningMethods`, and these come before `root`.
+
+    Raises:
+        TypeError: If `module_cls` is not a LightningModule of Lightning 2.
+    """
     if not isinstance(module_cls, type) or _base_of(module_cls) is None:
         raise TypeError(
             f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "
@@ -325,8 +334,7 @@ def lightning_operator(
         "_loaders": {name: loader for name, loader in loaders.items() if loader is not None},
         "_datamodule": datamodule,
     }
-    own = type("LightningOperator", (LightningMethods, root), {})
-    bases = (own,) if issubclass(own, base) else (base, own)
+    bases = (LightningMethods, root) if base is root else (base, LightningMethods, root)
     return type("CustomLightningOperator", bases, attributes)
 
 
