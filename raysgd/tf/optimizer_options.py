@@ -24,5 +24,5 @@ def change(then: list[float | None], now: list[float | None], operator: Any) -> 
 
 
 def _rate(optimizer: Any) -> Any:
-    inner = getattr(optimizer, "inner_optimizer", None) or optimizer
-    return inner._learning_rate if hasattr(inner._learning_rate, "numpy") else None
+    rate = (getattr(optimizer, "inner_optimizer", None) or optimizer).learning_rate
+    return rate if hasattr(rate, "assign") else None  # a schedule returns a tensor
