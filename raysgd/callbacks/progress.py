@@ -242,5 +242,4 @@ def _describe_samples(trainer: Trainer, metrics: Mapping[str, Any]) -> str:
         event.kind == "lost" and event.time > call.time - call.seconds for event in trainer.events
     ):
         return ""
-    total = f"of {call.epoch_samples} " if call.epoch_samples > number else ""
-    return f" ({number:.0f} {total}samples measured, all trained)"
+    return f" ({number:.0f} samples measured, all trained)"

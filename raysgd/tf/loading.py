@@ -152,9 +152,7 @@ class DatasetSource(PartitionedSource):
 
     knows_sizes = False
     is_compared = False  # with the data of other workers
-    # The partition counts batches, not samples.
-    global_batch_size = None
-    epoch_samples = 0
+    global_batch_size = None  # the partition counts batches, not samples
 
     def __init__(
         self,
