@@ -44,7 +44,7 @@ _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
 _HANDSHAKE_S = 60.0
 """Timeout of a handshake in seconds, equal to that of a connecting process: both can be busy."""
-_MAX_STRANGERS = 256
+_MAX_UNAUTHENTICATED = 256
 """Maximum number of simultaneous handshakes. A further one closes the oldest."""
 _RETRY_S = 0.5  # seconds to pause after a failed accept
 _CLOSE_S = 5.0
@@ -142,15 +142,15 @@ def read(stream: BinaryIO) -> bytes:
 
 
 async def receive(connection: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(await exactly(connection, _LENGTH.size))
-    return await exactly(connection, length)
+    (length,) = _LENGTH.unpack(await receive_exactly(connection, _LENGTH.size))
+    return await receive_exactly(connection, length)
 
 
 async def send(connection: socket.socket, content: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(connection, add_length(content))
 
 
-async def exactly(connection: socket.socket, length: int) -> bytes:
+async def receive_exactly(connection: socket.socket, length: int) -> bytes:
     loop, chunks = asyncio.get_running_loop(), []
     while length:
         chunk = await loop.sock_recv(connection, min(length, _READ_BYTES))
@@ -174,7 +174,7 @@ class Listener:
         self._port: int = self._server.getsockname()[1]
         self._expected: dict[bytes, tuple[str, Handler]] = {}
         self._connections: dict[socket.socket, asyncio.Task[None]] = {}
-        self._strangers: dict[socket.socket, None] = {}
+        self._unauthenticated: dict[socket.socket, None] = {}
         self._closed = asyncio.Event()
         # Ignore the program's event loop policy, because `detach` needs a selector loop.
         self._loop = asyncio.SelectorEventLoop()
@@ -233,39 +233,39 @@ class Listener:
             self._loop.call_later(_RETRY_S, self._listen)
             return
         connection.setblocking(False)
-        self._strangers[connection] = None
+        self._unauthenticated[connection] = None
         self._connections[connection] = self._loop.create_task(self._handle(connection))
-        if len(self._strangers) > _MAX_STRANGERS:
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
             self._dismiss_oldest()
 
     def _dismiss_oldest(self) -> None:
-        if self._strangers:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+        if self._unauthenticated:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             self._connections[oldest].cancel()
 
     async def _handle(self, connection: socket.socket) -> None:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                handler = await self._greet(connection)
-            self._strangers.pop(connection, None)
+                handler = await self._authenticate(connection)
+            self._unauthenticated.pop(connection, None)
             await handler(connection)
         except (OSError, EOFError) as error:  # the peer has left or is not raysgd
             logger.debug("A connection has ended: %r", error)
         except Exception:
             logger.warning("A connection was closed because of an error.", exc_info=True)
         finally:
-            self._strangers.pop(connection, None)
+            self._unauthenticated.pop(connection, None)
             del self._connections[connection]
             shut_down(connection)
             connection.close()
 
-    async def _greet(self, connection: socket.socket) -> Handler:
+    async def _authenticate(self, connection: socket.socket) -> Handler:
         """Authenticate the peer, and return the handler of its messages."""
         _keep_alive(connection)
-        if await exactly(connection, len(_MAGIC)) != _MAGIC:
+        if await receive_exactly(connection, len(_MAGIC)) != _MAGIC:
             raise ConnectionAbortedError("the peer uses another protocol")
-        hello = await exactly(connection, _NAME_BYTES + _RANDOM_BYTES)
+        hello = await receive_exactly(connection, _NAME_BYTES + _RANDOM_BYTES)
         name, theirs = hello[:_NAME_BYTES], hello[_NAME_BYTES:]
         if (expectation := self._expected.get(name)) is None:
             raise ConnectionAbortedError("the peer names an unknown key")
@@ -274,7 +274,7 @@ class Listener:
         proof = _proof(key, b"listening", mine, theirs)
         await self._loop.sock_sendall(connection, mine + proof)
         expected = _proof(key, b"connecting", mine, theirs)
-        if not hmac.compare_digest(await exactly(connection, _PROOF_BYTES), expected):
+        if not hmac.compare_digest(await receive_exactly(connection, _PROOF_BYTES), expected):
             raise ConnectionAbortedError("the peer does not know the key")
         if name not in self._expected:
             raise ConnectionAbortedError("the peer connected after forget()")

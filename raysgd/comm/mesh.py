@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch
 
-from raysgd.comm.connection import Address, Listener, connect, exactly
+from raysgd.comm.connection import Address, Listener, connect, receive_exactly
 from raysgd.comm.network import shut_down
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -92,7 +92,7 @@ class Mesh:
             self._break(self._break_reason)  # also closes the new connections
 
     async def _accept_rank(self, connection: socket.socket) -> None:
-        (rank,) = _RANK.unpack(await exactly(connection, _RANK.size))
+        (rank,) = _RANK.unpack(await receive_exactly(connection, _RANK.size))
         connection = socket.socket(fileno=connection.detach())
         self._sockets.append(connection)
         self._arrived.put((rank, connection))

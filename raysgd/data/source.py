@@ -78,7 +78,7 @@ class BatchSource:
     global_batch_size: int | None = None  # samples per step, if raysgd partitions by samples
     epoch_samples = 0  # samples of an epoch of all workers, or 0 if unknown
     current_epoch: int | None = None  # the epoch in progress; None for validation data
-    num_joined: int | None = None  # samples that the loader joined in the newest batch, if known
+    num_collated: int | None = None  # samples that the loader joined in the newest batch, if known
     update_digest = 0  # of the samples up to the newest step, if workers compare it in updates
     reads_everything = False  # every worker reads all samples, and uses its part
     position_key = "length"  # of `_KINDS`

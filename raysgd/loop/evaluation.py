@@ -178,7 +178,7 @@ class _EvaluationBatches:
     is_exhausted: bool = False
     batch: Any = None
 
-    num_joined = forward_to("source.num_joined", "Samples of the newest batch, if known.")
+    num_collated = forward_to("source.num_collated", "Samples of the newest batch, if known.")
 
     def describe_position(self) -> str:
         """Return the number of the batch that the loop evaluates, and the batch, as text."""

@@ -179,7 +179,7 @@ class OperatorBase:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
-            NUM_SAMPLES: getattr(iterator, "num_joined", None),
+            NUM_SAMPLES: getattr(iterator, "num_collated", None),
             "global_step": self._train_state.global_step
             + self._train_state.update.micro_batch.step_index,
             "epoch_idx": epoch_idx,

@@ -80,11 +80,11 @@ class StepIterator:
         return self.num_steps + self._update.micro_batch.step_index
 
     @property
-    def num_joined(self) -> int | None:
+    def num_collated(self) -> int | None:
         """Samples of the newest batch, if they are known and this worker trains all of them."""
         is_split = self._train_state.micro_batching.split > 1
         trains_all = not (self._update.micro_batch.is_repeated or is_split)
-        return self._source.num_joined if trains_all else None
+        return self._source.num_collated if trains_all else None
 
     def describe_position(self) -> str:
         """Return the step that the loop trains, and its batch, as text."""

@@ -117,7 +117,7 @@ class StepChecks(StepFeature):
         """Warn if the samples of a batch are not its rows, as if a collate_fn has dropped some."""
         train_state, segment = self._train_state, self._train_state.step_iterator
         has_weight = train_state.exchange.num_workers > 1 or not self._update.has_one_micro_batch
-        drawn = segment.num_joined if has_weight and segment is not None else None
+        drawn = segment.num_collated if has_weight and segment is not None else None
         if drawn is None:
             return
         num_rows, is_clear = Batch((segment.batch,), {}, None).count_samples(drawn)

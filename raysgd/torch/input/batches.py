@@ -108,10 +108,10 @@ def _moves_itself(item: Any) -> bool:
     return callable(getattr(item, "to", None))
 
 
-def join_samples(samples: list[Any]) -> Any:
+def collate_samples(samples: list[Any]) -> Any:
     """Join samples, which may be small batches, into one batch."""
     if isinstance(samples[0], tuple | list):
-        return [join_samples(list(column)) for column in zip(*samples, strict=True)]
+        return [collate_samples(list(column)) for column in zip(*samples, strict=True)]
     if isinstance(samples[0], torch.Tensor) and samples[0].dim() > 0:
         return torch.cat(samples)
     return default_collate(samples)

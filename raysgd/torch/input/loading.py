@@ -32,7 +32,7 @@ from raysgd.data.partition import BY_WORKERS, EpochPartition, StepLayout
 from raysgd.data.source import BatchSource, PartitionedSource, is_read_once, length_of, own_ranks
 from raysgd.data.stream import Keys, NumberedSamples, check_files, close_files, file_stamps
 from raysgd.loop.sources import DataSources
-from raysgd.torch.input.batches import IGNORED, join_samples
+from raysgd.torch.input.batches import IGNORED, collate_samples
 from raysgd.torch.input.orders import (
     EpochOrder,
     EpochSampler,
@@ -129,7 +129,7 @@ class PartitionedLoader(PartitionedSource):
         self.reseed(seed)
         self.knows_sizes = keeps_samples(loader)
         # An item of a `raysgd.data.Dataset` can have several rows.
-        self._joins = loader.batch_size is not None and loader.collate_fn != join_samples
+        self._collates = loader.batch_size is not None and loader.collate_fn != collate_samples
         self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
 
@@ -195,9 +195,9 @@ class PartitionedLoader(PartitionedSource):
                     f"The loader ended after {number} of {expected} batches. Its data set must not "
                     "raise StopIteration."
                 )
-            self.num_joined = stop - start if self._joins else None
+            self.num_collated = stop - start if self._collates else None
             if self._deals_batches:
-                self.num_joined = sum(map(len, pick_keys(order, start, stop)))
+                self.num_collated = sum(map(len, pick_keys(order, start, stop)))
             if self._partition.layout.has_fixed_parts:
                 seed_all(hash((self._seed, epoch, start)))  # for user code
             yield batch
@@ -289,7 +289,7 @@ class PartitionedLoader(PartitionedSource):
 
 def _check_equal_bits(name: str, source: BatchSource) -> None:
     is_split = isinstance(source, PartitionedLoader) and source.loader.batch_size is not None
-    if not is_split or source.loader.collate_fn is join_samples:
+    if not is_split or source.loader.collate_fn is collate_samples:
         raise ValueError(
             f'register_data({name}_loader=...): exact="bits" needs a DataLoader with a '
             "batch_size and a map-style data set, which raysgd can divide into shards, but it is "
@@ -331,7 +331,7 @@ def wrap_loader(
             "torch.utils.data.DataLoader(data, batch_size=...)."
         )
     if isinstance(loader, ItemDataset):
-        loader = DataLoader(loader, loader.batch_size, collate_fn=join_samples)  # type: ignore[arg-type]
+        loader = DataLoader(loader, loader.batch_size, collate_fn=collate_samples)  # type: ignore[arg-type]
     may_partition = partitions and own_ranks(loader) is None
     whole = _unpartition(loader) if isinstance(loader, DataLoader) else loader
     why = why_not_partitioned(whole)

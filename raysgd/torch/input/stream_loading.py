@@ -40,11 +40,11 @@ class StreamSource(PartitionedSource):
     def __init__(
         self, loader: Any, *, seed: int, order_batch: int | None = None, **partition_arguments: Any
     ) -> None:
-        self._joins = has_samples(loader)
+        self._collates = has_samples(loader)
         self._order_batch, self._seed = order_batch, seed
-        size, drop_last = (loader.batch_size, loader.drop_last) if self._joins else (None, False)
+        size, drop_last = (loader.batch_size, loader.drop_last) if self._collates else (None, False)
         super().__init__(loader, known_length(loader), size, bool(drop_last), **partition_arguments)
-        self.knows_sizes = self._joins and keeps_samples(loader)
+        self.knows_sizes = self._collates and keeps_samples(loader)
         self.shuffles = isinstance(self._dataset, NumberedSamples) and self._dataset.shuffles
         resumes = can_seek(self._dataset)
         self.who_reads = (
@@ -60,7 +60,7 @@ class StreamSource(PartitionedSource):
 
     @property
     def _dataset(self) -> Any:
-        return self.loader.dataset if self._joins else self.loader
+        return self.loader.dataset if self._collates else self.loader
 
     def __iter__(self) -> Iterator[Any]:
         copied = self._copy_for_user()
@@ -93,10 +93,10 @@ class StreamSource(PartitionedSource):
 
     def _batch(self, start: int, stop: int) -> Any:
         samples = self._buffer.samples(start, stop)
-        if not self._joins:
-            self.num_joined = None
+        if not self._collates:
+            self.num_collated = None
             return samples[0]
-        self.num_joined = stop - start
+        self.num_collated = stop - start
         batch = self.loader.collate_fn(samples)
         if self.loader.pin_memory and torch.cuda.is_available():
             return map_batch(
@@ -146,7 +146,7 @@ class StreamSource(PartitionedSource):
         return f"a stream, {name_of(self._dataset)}"
 
     def describe(self) -> str:
-        what = f"{self.batch_size} samples" if self._joins else "one batch"
+        what = f"{self.batch_size} samples" if self._collates else "one batch"
         return f"a stream, {name_of(self._dataset)}, with {what} per worker and step"
 
     # ---- reading
@@ -180,7 +180,7 @@ class StreamSource(PartitionedSource):
         for each in (self.loader, *(getattr(self.loader, n, None) for n in ("dataset", "sampler"))):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-        num_processes = self.loader.num_workers if self._joins else 0
+        num_processes = self.loader.num_workers if self._collates else 0
         starts: list[tuple[int, Any]] = [(0, None)] * max(1, num_processes)
         mark = self._saved.get("mark")
         at = self._saved.get("at", [None, 0])
@@ -190,8 +190,8 @@ class StreamSource(PartitionedSource):
         else:
             mark = None
         seed = self._seed + epoch
-        turn = 0 if mark is None else mark["turn"]
-        chunks: Any = Chunks(self._dataset, self._chunk_size, seed, starts, turn)
+        first = 0 if mark is None else mark["turn"]
+        chunks: Any = Chunks(self._dataset, self._chunk_size, seed, starts, first)
         if num_processes:
             chunks = self._iteration = iter(in_processes(self.loader, chunks, seed))
         self._buffer = StreamBuffer(chunks, starts, mark)

@@ -44,15 +44,15 @@ class Chunks(IterableDataset[Chunk]):
     """Reads a data set in chunks of `size` samples, in this process or in loader processes.
 
     Seeds the global random number generators for each chunk, so that random transforms depend on
-    the position only. `starts` has the number of chunks and the state of each process, and `turn`
-    is the process to begin with.
+    the position only. `starts` has the number of chunks and the state of each process, and
+    `first` is the process to begin with.
     """
 
     def __init__(
-        self, dataset: Any, size: int, seed: int, starts: Sequence[tuple[int, Any]], turn: int
+        self, dataset: Any, size: int, seed: int, starts: Sequence[tuple[int, Any]], first: int
     ) -> None:
         self.dataset, self._size, self._seed = dataset, size, seed
-        self._starts, self._turn = starts, turn
+        self._starts, self._first = starts, first
 
     def __iter__(self) -> Iterator[Chunk]:
         info = get_worker_info()
@@ -60,7 +60,7 @@ class Chunks(IterableDataset[Chunk]):
         num_chunks, state = self._starts[process]
         if isinstance(state, str) and state == _END:
             return
-        if process < self._turn:
+        if process < self._first:
             yield Chunk(process, num_chunks, [], [], state)  # loader processes take turns
         if can_seek(self.dataset):
             self.dataset.load_state_dict(state)  # None discards an earlier state
@@ -227,7 +227,7 @@ def clone(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
 
 def with_dataset(loader: DataLoader[Any], wrapper: Any) -> DataLoader[Any]:
     """Return a copy of a loader that reads `wrapper`, whose attribute ``dataset`` is the user's."""
-    init = functools.partial(_init, loader.worker_init_fn)
+    init = functools.partial(_init_worker, loader.worker_init_fn)
     return clone(loader, dataset=wrapper, worker_init_fn=init)
 
 
@@ -238,18 +238,18 @@ def in_processes(loader: DataLoader[Any], chunks: Chunks, seed: int) -> DataLoad
         batch_size=None,
         batch_sampler=None,
         drop_last=False,
-        collate_fn=_same,
+        collate_fn=_identity,
         pin_memory=False,
         persistent_workers=False,
         generator=torch.Generator().manual_seed(seed),
     )
 
 
-def _same(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
-def _init(user_function: Callable[[int], None] | None, process: int) -> None:
+def _init_worker(user_function: Callable[[int], None] | None, process: int) -> None:
     info: Any = get_worker_info()
     # User code expects its own data set.
     object.__setattr__(info, "dataset", info.dataset.dataset)

@@ -143,7 +143,7 @@ def test_silent_strangers_are_sent_away_after_a_while(listener, monkeypatch):
 
 
 def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
-    monkeypatch.setattr(module, "_MAX_STRANGERS", 3)
+    monkeypatch.setattr(module, "_MAX_UNAUTHENTICATED", 3)
     address = listener.expect(echo)
     with contextlib.ExitStack() as there, connect(address, WAIT_S) as connection:
         assert echoed(connection, b"?") == b"?"  # it is no stranger any more
@@ -152,7 +152,7 @@ def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
         ]
         assert closed_at_once(strangers[0])
         assert echoed(connection, b"?") == b"?"
-        assert len(listener._strangers) == 3
+        assert len(listener._unauthenticated) == 3
 
 
 def test_a_connection_that_comes_while_the_listener_closes_is_closed():
