@@ -210,13 +210,11 @@ class Loop:
             train_state.check_undamaged()
             return
         except BaseException as error:
-            batch = segment.batch
             in_update = train_state.update.is_open and not segment.has_loader_failed
+            batch = segment.batch if in_update else None
             self.control.failed_at = segment.describe_position()
             self._end_failed_segment(segment, source)
-            micro_batching = train_state.micro_batching
-            micro_batching.explain(error)
-            if in_update and (split := micro_batching.split_after(error, batch)):
+            if split := train_state.micro_batching.split_after(error, batch):
                 raise RetrySplitError(split) from error
             raise
         metrics = as_metrics(operator.train_epoch, metrics)

@@ -61,14 +61,14 @@ class MicroBatching(StepFeature):
         return [(batch, micro_batch)]
 
     def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return the `split` to use after an error in a step, or 0 to raise the error."""
+        """Return the number of micro-batches per batch after an error, or 0 to raise the error.
+
+        Add advice to the error. `batch` is that of the update in progress, or None.
+        """
         return 0
 
     def increase_split(self, split: int) -> None:
         """Use at least `split` micro-batches. All ranks must call this at the same step."""
-
-    def explain(self, error: BaseException) -> None:
-        """Add advice to an error of a step."""
 
     def is_tolerable(self, error: BaseException) -> bool:
         """Return whether training can continue after an error, because only memory ran out."""

@@ -66,7 +66,7 @@ class TorchMicroBatching(MicroBatching):
     def is_tolerable(self, error: BaseException) -> bool:
         return self._settings.options.split_on_oom and ran_out_of_memory(error)
 
-    def explain(self, error: BaseException) -> None:
+    def split_after(self, error: BaseException, batch: Any) -> int:
         if "Dynamo" in type(error).__name__ and "raysgd.comm" in str(error):
             error.add_note(
                 "torch.compile cannot compile the communication of a registered model. Compile the "
@@ -78,9 +78,7 @@ class TorchMicroBatching(MicroBatching):
                 "epoch may have one sample for this worker. Register a DataLoader with "
                 "drop_last=True. To continue, save() this trainer and load() the file in a new one."
             )
-
-    def split_after(self, error: BaseException, batch: Any) -> int:
-        if not self.is_tolerable(error):
+        if batch is None or not self.is_tolerable(error):
             return 0
         why_not, rows = self.why_not_split, num_rows(batch, self._num_samples)
         if not rows:

@@ -67,8 +67,6 @@ class EqualBitsGradients(GroupGradients):
         super().__init__(train_state)
         self._precision, self._update = train_state.precision, train_state.update
         self._num_parts = train_state.settings.options.layout.num_full_parts(1)
-        self._part = 0
-        self._is_last_of_part = True  # the part has no later micro-batch in this update
         self._buffers, self._metrics = EqualBitsBuffers(train_state), PartMetrics(train_state)
         self._clear()
 
@@ -140,9 +138,7 @@ class EqualBitsGradients(GroupGradients):
                 optimizer.zero_grad(set_to_none=True)
         for model in self._train_state.models:  # also of parameters that no optimizer has yet
             model.zero_grad(set_to_none=True)
-        self._part = owned[update.index % len(owned)]
-        self._is_last_of_part = update.micro_batch.step_index == update.plan.num_steps - 1
-        self._buffers.begin(self._part, is_first=update.index <= 0)
+        self._buffers.begin(owned[update.index % len(owned)], is_first=update.index <= 0)
         self._num_operations = _num_operations()
 
     def _end_part(self) -> None:
@@ -196,7 +192,8 @@ class EqualBitsGradients(GroupGradients):
             device = self._train_state.settings.device
             gradients.append(torch.tensor(count, dtype=torch.float64, device=device))
         of_optimizer = self._gradients.setdefault(id(optimizer), PartGradients(parameters))
-        of_optimizer.add(self._part, gradients, self._is_last_of_part)
+        is_last = self._update.micro_batch.step_index == self._update.plan.num_steps - 1
+        of_optimizer.add(self._buffers.part, gradients, is_last)
         if self._stepped:  # another optimizer
             self._buffers.check_unchanged()
         else:

@@ -27,7 +27,7 @@ class EqualBitsBuffers:
 
     def begin(self, part: int, is_first: bool) -> None:
         """Restore the buffers that a part begins with, unless it `is_first`."""
-        self._part = part
+        self.part = part
         self._start = self._stored.get(part, self._train_state.buffer_copies.values)
         if not is_first:
             self._train_state.buffer_copies.write(self._start)
@@ -49,7 +49,7 @@ class EqualBitsBuffers:
         """Store the buffers that the part has changed."""
         # Compare contents, because kernels such as that of BatchNorm do not count versions.
         newest = zip(self._start, self._train_state.buffer_copies.tensors(), strict=True)
-        self._stored[self._part] = [
+        self._stored[self.part] = [
             before if _is_equal(before, after) else copy_leaf(after) for before, after in newest
         ]
         self._versions = self._newest_versions()
