@@ -175,8 +175,8 @@ class GAN(ConfiguredOperator):
         return made.cpu()
 
 
-def _loss(scores: torch.Tensor, share_real: float) -> torch.Tensor:
-    """Return the mean of ``-q log D - (1 - q) log(1 - D)`` with q = `share_real`."""
+def _loss(scores: torch.Tensor, fraction_real: float) -> torch.Tensor:
+    """Return the mean of ``-q log D - (1 - q) log(1 - D)`` with q = `fraction_real`."""
     # For D = sigmoid(s), the logarithms are -softplus(-s) and -softplus(s), which do not overflow.
-    loss = share_real * softplus(-scores) + (1 - share_real) * softplus(scores)
+    loss = fraction_real * softplus(-scores) + (1 - fraction_real) * softplus(scores)
     return loss.mean()

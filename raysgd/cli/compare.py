@@ -10,7 +10,7 @@ from raysgd._internal.step_timing import PHASES
 from raysgd.callbacks.report import RunLog, explain_log_errors
 
 _MIN_MS = 0.005
-_MIN_SHARE, _MIN_SHARE_OF_ONE = 0.05, 0.2
+_MIN_FRACTION, _MIN_FRACTION_OF_ONE = 0.05, 0.2
 """Share of a step below which no change counts; the second if a run has one measurement."""
 
 
@@ -22,7 +22,7 @@ def compare(before: Path, after: Path) -> str:
     """
     old, new = (_measurements(folder) for folder in (before, after))
     is_one = min(len(old["step"]), len(new["step"])) == 1
-    least = median(old["step"]) * (_MIN_SHARE_OF_ONE if is_one else _MIN_SHARE)
+    least = median(old["step"]) * (_MIN_FRACTION_OF_ONE if is_one else _MIN_FRACTION)
     lines, changes = [f"{'ms per step':12}{'before':>10}{'after':>10}{'spread':>10}"], {}
     for name in (*PHASES, "step"):
         first, second = median(old[name]), median(new[name])

@@ -42,7 +42,7 @@ class Slot:
     """
 
     def __init__(self, group: PlacementGroup, index: int) -> None:
-        self.group = group
+        self.placement_group = group
         self.strategy = PlacementGroupSchedulingStrategy(group, index)
         self._index = index
         self.last_node_id: str | None = None  # node of the last worker that left this slot
@@ -52,7 +52,7 @@ class Slot:
         """Node of the slot. None if it has no node or Ray does not report it."""
         if self._index < 0:
             return self.last_node_id
-        table = placement_group_table(self.group)
+        table = placement_group_table(self.placement_group)
         # While Ray replaces the bundles of a lost node, the other bundles stay reserved.
         if table.get("state") not in ("CREATED", "RESCHEDULING"):
             return None
@@ -62,7 +62,7 @@ class Slot:
     @property
     def is_ready(self) -> bool:
         """Whether the slot has a node. Ray may assign another node after a node failure."""
-        return _is_created(self.group) if self._index < 0 else self.node_id is not None
+        return _is_created(self.placement_group) if self._index < 0 else self.node_id is not None
 
 
 def _is_created(group: PlacementGroup) -> bool:
@@ -92,7 +92,7 @@ class Reservation:
     ) -> None:
         # Single requests cannot add or replace bundles with a strict placement strategy.
         self._may_grow = owned and not strategy.startswith("STRICT_")
-        self.groups = [group] if owned else []  # placement groups that raysgd requested
+        self.placement_groups = [group] if owned else []  # placement groups that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
         self._waiting_since: dict[PlacementGroup, float] = {}  # groups that Ray reschedules
         self._is_released = False
@@ -102,7 +102,7 @@ class Reservation:
         if not self._may_grow:
             return None
         group = placement_group([dict(bundle)], "SPREAD")
-        self.groups.append(group)
+        self.placement_groups.append(group)
         if self._is_released:  # another thread has just called `release`
             remove_placement_group(group)
             return None
@@ -114,8 +114,8 @@ class Reservation:
         for slot in requested:
             if not slot.is_ready:
                 self.slots.remove(slot)
-                self.groups.remove(slot.group)
-                remove_placement_group(slot.group)
+                self.placement_groups.remove(slot.placement_group)
+                remove_placement_group(slot.placement_group)
 
     def drop_lost(self, taken: Collection[Any]) -> None:
         """Remove placement groups of several bundles if all bundles are lost and none is in use.
@@ -125,18 +125,18 @@ class Reservation:
         """
         if not self._may_grow:
             return
-        in_use, now = {getattr(slot, "group", None) for slot in taken}, time.monotonic()
-        sizes = Counter(slot.group for slot in self.slots)
+        in_use, now = {getattr(slot, "placement_group", None) for slot in taken}, time.monotonic()
+        sizes = Counter(slot.placement_group for slot in self.slots)
         lost = [g for g, size in sizes.items() if size > 1 and g not in in_use and _is_lost(g)]
         self._waiting_since = {group: self._waiting_since.get(group, now) for group in lost}
         for group, since in self._waiting_since.items():
             if now - since >= SETTLE_S:
-                self.slots = [slot for slot in self.slots if slot.group != group]
-                self.groups.remove(group)
+                self.slots = [slot for slot in self.slots if slot.placement_group != group]
+                self.placement_groups.remove(group)
                 remove_placement_group(group)
 
     def include(self, other: Reservation) -> None:
-        self.groups += other.groups
+        self.placement_groups += other.placement_groups
         self.slots += other.slots
 
     def release(self, timeout_s: float = 10.0) -> None:
@@ -145,10 +145,10 @@ class Reservation:
         if not ray.is_initialized():
             return
         with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
-            for group in self.groups:
+            for group in self.placement_groups:
                 remove_placement_group(group)
             deadline = time.monotonic() + timeout_s
-            while time.monotonic() < deadline and not all(map(_is_free, self.groups)):
+            while time.monotonic() < deadline and not all(map(_is_free, self.placement_groups)):
                 time.sleep(POLL_S)
 
 

@@ -15,9 +15,9 @@ _FACTOR = 1.5
 """Factor by which a worker must be slower than the others."""
 _MIN_STEP_S = 0.002
 """Seconds per step below which no advice helps."""
-_MIN_SHARES = {"save": 0.2, "data": 0.3, "copy": 0.3, "other": 0.15, "wait": 0.6}
-"""Shares of the time from which a phase of all workers is worth a sentence."""
-_STRAGGLER_SHARE = 0.2
+_MIN_FRACTIONS = {"save": 0.2, "data": 0.3, "copy": 0.3, "other": 0.15, "wait": 0.6}
+"""Fractions of the time from which a phase of all workers is worth a sentence."""
+_STRAGGLER_FRACTION = 0.2
 """Share of a step that a slow worker must cost the others."""
 _LINK_FACTOR = 3.0
 """Factor by which a connection must be slower than the others."""
@@ -84,18 +84,18 @@ class SpeedReport:
 
 
 _ADVICE_FOR_ALL = {
-    "save": "{share} time goes into checkpoints and snapshots{since}: save less often or to a "
+    "save": "{percent} time goes into checkpoints and snapshots{since}: save less often or to a "
     "faster disk, or use CheckpointCallback(blocking=False).",
-    "data": "{share} step waits for data{all}{since}: {loader}.",
-    "copy": "{share} step copies batches to the device{all}{since}: use "
+    "data": "{percent} step waits for data{all}{since}: {loader}.",
+    "copy": "{percent} step copies batches to the device{all}{since}: use "
     "DataLoader(pin_memory=True), or send smaller dtypes.",
-    "other": "{share} step is code outside of forward, backward, and optimizer{all}{since}: "
+    "other": "{percent} step is code outside of forward, backward, and optimizer{all}{since}: "
     "print, log, and call .item() less often, or look at the loss.",
-    "wait": "{share} step waits for gradients{since}, {why}: look at the network, or use larger "
+    "wait": "{percent} step waits for gradients{since}, {why}: look at the network, or use larger "
     "batches or gradient_accumulation_steps.",
 }
 _ADVICE_FOR_ONE = {
-    "data": "waits for data {longer}, {share} step: {loader}, or look at its disk.",
+    "data": "waits for data {longer}, {percent} step: {loader}, or look at its disk.",
     "save": "saves {longer}: take snapshots less often.",
     "other": "runs code outside of forward, backward, and optimizer {longer}: look for printing, "
     "logging, and .item() on this worker.",
@@ -126,12 +126,12 @@ def find_cause(
         return cause
     step_s = statistics.mean(each.step_s for each in workers)
     least_s = {name: min(each.seconds[name] for each in workers) for name in _ADVICE_FOR_ALL}
-    phase = max(least_s, key=lambda name: least_s[name] / _MIN_SHARES[name])
-    if least_s[phase] < max(_MIN_SHARES[phase] * step_s, _MIN_STEP_S):
+    phase = max(least_s, key=lambda name: least_s[name] / _MIN_FRACTIONS[name])
+    if least_s[phase] < max(_MIN_FRACTIONS[phase] * step_s, _MIN_STEP_S):
         return None
     rank, why = _slow_link(workers, links or {}) if phase == "wait" else (None, "")
     text = _ADVICE_FOR_ALL[phase].format(
-        share=_share(least_s[phase], step_s),
+        percent=_percent_of(least_s[phase], step_s),
         since=since,
         all=" on all workers" if len(workers) > 1 else "",
         loader=_advice_for_loader(workers[0]),
@@ -144,7 +144,7 @@ def _straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     slowest = max(workers, key=lambda each: each.busy_s)
     others = [each for each in workers if each is not slowest]
     extra_s = slowest.busy_s - statistics.median(each.busy_s for each in others)
-    least_s = max(_STRAGGLER_SHARE * slowest.step_s, _MIN_STEP_S)
+    least_s = max(_STRAGGLER_FRACTION * slowest.step_s, _MIN_STEP_S)
     if extra_s < least_s or slowest.busy_s < _FACTOR * (slowest.busy_s - extra_s):
         return None
     slow = {**slowest.seconds, "computing": slowest.computing_s}
@@ -159,13 +159,13 @@ def _straggler(workers: Sequence[WorkerSpeed], since: str) -> Cause | None:
     times = f"{slow[phase] / usual[phase]:.1f} times" if is_known else "much"
     text = _ADVICE_FOR_ONE[phase].format(
         longer=f"{times} longer than the others{since}",
-        share=_share(slow[phase], slowest.step_s),
+        percent=_percent_of(slow[phase], slowest.step_s),
         loader=_advice_for_loader(slowest),
     )
     return Cause(phase, slowest.rank, f"Worker {slowest.rank} on {slowest.host} {text}")
 
 
-def _share(part_s: float, step_s: float) -> str:
+def _percent_of(part_s: float, step_s: float) -> str:
     return f"{100 * part_s / step_s:.0f} % of the"
 
 

@@ -28,7 +28,8 @@ def test_workers_start_in_the_bundle_of_their_slot(room):
     further = room.request_slot({"CPU": 1})
     bundles = [slot.strategy.placement_group_bundle_index for slot in room.slots]
     assert bundles == [0, 1, 2, 0]
-    assert (room.slots[-1], further.strategy.placement_group) == (further, room.groups[-1])
+    assert room.slots[-1] is further
+    assert further.strategy.placement_group == room.placement_groups[-1]
 
 
 def test_a_slot_keeps_its_node_while_ray_replaces_another(room):
@@ -41,7 +42,7 @@ def test_a_slot_keeps_its_node_while_ray_replaces_another(room):
 def test_request_is_dropped_if_all_its_bundles_are_lost(room, monkeypatch):
     removed = []
     monkeypatch.setattr(placement, "remove_placement_group", removed.append)
-    (lost,) = room.groups
+    (lost,) = room.placement_groups
     room.table["state"] = "RESCHEDULING"
     room.table["bundles_to_node_id"] |= {1: "", 2: ""}
     room.drop_lost([])
@@ -49,7 +50,7 @@ def test_request_is_dropped_if_all_its_bundles_are_lost(room, monkeypatch):
     room.drop_lost([room.slots[0]])
     assert not removed
     room.drop_lost([])
-    assert (removed, room.groups, room.slots) == ([lost], [], [])
+    assert (removed, room.placement_groups, room.slots) == ([lost], [], [])
 
 
 @pytest.mark.parametrize("captures", [True, False])
