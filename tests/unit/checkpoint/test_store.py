@@ -196,7 +196,7 @@ def test_a_state_that_is_not_finite_replaces_no_checkpoint(folder, part, caplog,
     Location(folder).make_folder()
     bad = state_at(2) | {part: SPOILED[part]}
     with monkeypatch.context() as context:  # as older versions do
-        context.setattr(file, "not_finite", lambda state: "")
+        context.setattr(file, "find_nonfinite", lambda state: "")
         write_file(bad, f"{folder}/{name_at(2)}", Manifest(job="first"))
         assert store.restore().state["global_step"] == 2
         assert f"No checkpoint in {folder} is finite" in caplog.text
