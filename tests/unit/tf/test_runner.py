@@ -1,6 +1,8 @@
 """The runner of a Keras operator: random numbers, copies of the state, and failed steps."""
 
+import random
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from raysgd.loop.requests import TrainRequest  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.options import TFOptions  # noqa: E402
 from raysgd.tf.runner import TFRunner  # noqa: E402
+from raysgd.tf.train_state import KerasRandomGenerators  # noqa: E402
 from tests.tf_operators import Digits, digits, make_model  # noqa: E402
 
 
@@ -166,6 +169,15 @@ class Drawing(TrainingOperator):
     def train_batch(self, batch, batch_info):
         loss = self.minimize(self.loss_of, *batch, model=self.models)
         return {"train_loss": loss, "num_samples": len(batch[-1])}
+
+
+def test_a_new_generator_of_keras_does_not_change_that_of_python():
+    generators = KerasRandomGenerators(SimpleNamespace(_train_state=SimpleNamespace(models=[])))
+    keras.random.normal((1,))
+    state = generators.state()
+    keras.utils.clear_session()  # Keras then has no generator, as in a new process
+    generators.set(state)
+    assert random.getstate() == state["python"]
 
 
 def test_a_loaded_state_draws_the_same_numbers(tmp_path, caplog):
