@@ -361,12 +361,12 @@ def test_rollback_restores_the_wrapped_optimizer():
     optimizer = Wrapping(model)
     model(X).sum().backward()
     optimizer.step()
-    before, images = copy.deepcopy(optimizer.base.state), Rollback([optimizer], [])._images
-    for image in images:
-        image.take()
+    before, backups = copy.deepcopy(optimizer.base.state), Rollback([optimizer], [])._backups
+    for backup in backups:
+        backup.take()
     optimizer.step()
-    for image in reversed(images):
-        image.restore()
+    for backup in reversed(backups):
+        backup.restore()
     torch.testing.assert_close([*optimizer.base.state.values()], [*before.values()])
 
 
@@ -399,7 +399,7 @@ def test_states_of_several_tensors_are_copied_sent_and_restored(process_group):
     optimizer = momentum(net())
     parameter = optimizer.param_groups[0]["params"][0]
     optimizer.state[parameter]["exp_avg"] = packed
-    (image,) = Rollback([optimizer], [])._images
+    (image,) = Rollback([optimizer], [])._backups
     image.take()
     copied = map_leaves({"state": [packed]}, try_copy)["state"][0]
     sent = collectives.broadcast_state(lambda: {"a": packed}, 0, torch.device("cpu"))["a"]
