@@ -26,7 +26,7 @@ _STRUCTURE = "raysgd-state/structure.json"
 _ARRAY = "raysgd-state/arrays/{}"
 
 
-def is_ours(file: IO[bytes]) -> bool:
+def is_array_file(file: IO[bytes]) -> bool:
     """Return whether the archive has the format of `write`. `verify` checks its hash."""
     if not is_archive(file):
         return False

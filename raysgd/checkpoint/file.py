@@ -157,7 +157,7 @@ def _read(
 ) -> tuple[dict[str, Any], Manifest | None]:
     manifest = verify(file, label)
     # Load from the open file, because the path may lead to another file by now.
-    read = arrays.read if arrays.is_ours(file) else load
+    read = arrays.read if arrays.is_array_file(file) else load
     file.seek(0)
     try:
         state = read(file)

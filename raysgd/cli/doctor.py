@@ -138,6 +138,6 @@ def cluster_rows(address: str) -> Iterator[Row]:
     """Return the total and the free resources of a cluster."""
     from raysgd.cluster import ray_session
 
-    for name, (total, free) in ray_session.overview(address).items():
+    for name, (total, free) in ray_session.resources(address).items():
         shown = _format_gib if "memory" in name else "{:g}".format
         yield name, shown(total), f"{shown(free)} free"

@@ -51,7 +51,7 @@ class LostError(Exception):
     """A worker's host closed the connection, or does not respond."""
 
 
-def _end_if_silent(connection: socket.socket) -> None:
+def _limit_silence(connection: socket.socket) -> None:
     for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
@@ -76,7 +76,7 @@ class HostWatch:
         self._connected_at = 0.0
         self._is_closed = False
         self.is_silent = False  # until the worker reconnects
-        self.address = listener.expect(self._follow)
+        self.address = listener.expect(self._watch)
 
     @property
     def is_reached(self) -> bool:
@@ -96,9 +96,9 @@ class HostWatch:
         if (connection := self._connection) is not None:
             shut_down(connection)
 
-    async def _follow(self, connection: socket.socket) -> None:
+    async def _watch(self, connection: socket.socket) -> None:
         """Wait until a connection ends, then wait for the worker to reconnect."""
-        _end_if_silent(connection)
+        _limit_silence(connection)
         self._connection, self._connected_at = connection, time.monotonic()
         self.is_silent = is_silent = False
         if self._is_closed:  # another thread has just called `close`
@@ -203,17 +203,17 @@ class DriverWatch:
         except OSError as error:
             return str(error)
         threading.Thread(
-            target=self._follow, args=first, name="raysgd-driver-watch", daemon=True
+            target=self._watch, args=first, name="raysgd-driver-watch", daemon=True
         ).start()
         return ""
 
-    def _follow(self, connection: socket.socket | None) -> None:
+    def _watch(self, connection: socket.socket | None) -> None:
         while connection is not None:
             with connection, contextlib.suppress(OSError):
-                _end_if_silent(connection)
+                _limit_silence(connection)
                 connection.recv(1)  # the driver sends nothing
             connection = self._reconnect()
-        _end()
+        _kill_own_process()
 
     def _reconnect(self) -> socket.socket | None:
         """Return a new connection. None if this process must exit."""
@@ -237,5 +237,5 @@ class DriverWatch:
         return None
 
 
-def _end() -> None:
+def _kill_own_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # other threads may block a normal exit

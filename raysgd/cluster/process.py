@@ -15,8 +15,8 @@ is_worker = False
 """Whether this process belongs to a worker."""
 
 
-def catch_sigterm(note: Callable[[], None]) -> None:
-    """Make SIGTERM call `note` in a thread instead of ending the process, except in forks.
+def catch_sigterm(on_signal: Callable[[], None]) -> None:
+    """Make SIGTERM call `on_signal` in a thread instead of ending the process, except in forks.
 
     Python handles signals in the main thread, but the main thread of an actor waits in C++ code of
     Ray.
@@ -29,7 +29,7 @@ def catch_sigterm(note: Callable[[], None]) -> None:
     def listen() -> None:
         while os.read(read_end, 1) != bytes([signal.SIGTERM]):
             pass
-        note()
+        on_signal()
 
     def restore() -> None:
         signal.set_wakeup_fd(-1)

@@ -141,7 +141,7 @@ def _ask_head(address: str) -> None:
         raise errors[0]
 
 
-def overview(address: str) -> dict[str, tuple[float, float]]:
+def resources(address: str) -> dict[str, tuple[float, float]]:
     """Return the total and the free amount of each resource of a cluster."""
     with _connecting(address):
         total, free = ray.cluster_resources(), ray.available_resources()

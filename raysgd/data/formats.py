@@ -129,7 +129,7 @@ class Records(ABC):
         """Whether records that are decoded together are read in order."""
         self._versions: dict[int, str] = {}
         """Versions of the local files that this process has indexed."""
-        self._begin()
+        self._reset_files()
         self._indexes = [self._load_index(file) for file in range(len(self.paths))]
         counts = [self._num_records(index) for index in self._indexes]
         self._ends = np.cumsum(counts, dtype=np.int64)
@@ -147,9 +147,9 @@ class Records(ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin()
+        self._reset_files()
 
-    def _begin(self) -> None:
+    def _reset_files(self) -> None:
         # Forked processes share the positions of open files.
         self._pid = os.getpid()
         self._files: OrderedDict[int, Any] = OrderedDict()
@@ -160,7 +160,7 @@ class Records(ABC):
     def close(self) -> None:
         """Close the files. The next read opens them, and finds out whether they have changed."""
         self._close_files()
-        self._begin()
+        self._reset_files()
 
     def stamps(self) -> list[int]:
         """Return a number for each file that changes with its name, size, and version."""
@@ -176,7 +176,7 @@ class Records(ABC):
         in_order = np.asarray(numbers, np.int64)[order]
         files = np.searchsorted(self._ends, in_order, side="right")
         results: list[Any] = [None] * len(order)
-        for first, stop in runs(files, 0):
+        for first, stop in consecutive_runs(files, 0):
             file = int(files[first])
             start = self._ends[file - 1] if file else 0
             if "://" not in self.paths[file]:  # remote files are checked when they are opened
@@ -335,7 +335,7 @@ class Spans(Records):
 
     def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
         index, records = self._indexes[file], []
-        for run, end in runs(numbers, 1):
+        for run, end in consecutive_runs(numbers, 1):
             first, stop = int(numbers[run]), int(numbers[end - 1]) + 1
             starts = index[first : stop + 1].tolist()
             data = self._read_at(file, starts[0], starts[-1] - starts[0])
@@ -467,7 +467,7 @@ def _retry(function: Callable[[], T]) -> T:
     raise AssertionError
 
 
-def runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
+def consecutive_runs(values: np.ndarray[Any, Any], step: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of the parts in which each value is `step` more than the one before."""
     bounds = (values[1:] - values[:-1] != step).nonzero()[0] + 1
     return itertools.pairwise(sorted({0, *bounds.tolist(), len(values)}))

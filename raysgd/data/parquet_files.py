@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._internal.imports import import_extra
-from raysgd.data.formats import Records, runs
+from raysgd.data.formats import Records, consecutive_runs
 
 
 class parquet(Records):  # noqa: N801  users call the formats like functions
@@ -39,7 +39,7 @@ class parquet(Records):  # noqa: N801  users call the formats like functions
     def _read(self, file: int, numbers: np.ndarray[Any, Any]) -> list[Any]:
         index, records = self._indexes[file], []
         groups = np.searchsorted(index, numbers, side="right") - 1
-        for first, stop in runs(groups, 0):
+        for first, stop in consecutive_runs(groups, 0):
             group = int(groups[first])
             rows, table = numbers[first:stop] - index[group], self._table(file, group)
             is_run = bool((rows[1:] - rows[:-1] == 1).all())

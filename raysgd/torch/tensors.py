@@ -60,7 +60,7 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """Return a CPU copy that can be pickled, without a temporary copy on the model's device."""
     kept = _tensors_in([vars(module) for module in model.modules()], set())
     tensors = itertools.chain(model.parameters(), model.buffers(), kept)
-    memo = {id(tensor): _twin(tensor) for tensor in tensors}
+    memo = {id(tensor): _cpu_copy(tensor) for tensor in tensors}
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -98,11 +98,11 @@ def _parametrize(module: Any, state: Any) -> None:
         parametrize._inject_property(module, name)
 
 
-def _twin(tensor: torch.Tensor) -> torch.Tensor:
-    twin = tensor.detach().cpu().clone()
+def _cpu_copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().cpu().clone()
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    return twin
+        return torch.nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied
 
 
 def leaves_in(tree: Any) -> Iterator[Any]:

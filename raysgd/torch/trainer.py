@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchStateTransfer(StateTransfer):
-    def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return gather_state(state)
 
 

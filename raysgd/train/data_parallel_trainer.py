@@ -84,7 +84,7 @@ class DataParallelTrainer:
         self.run_config = as_run_config(self.run_config)
         bind_config(self.train_loop_per_worker, self.train_loop_config)
         CallbackHandler(self.run_config.callbacks)
-        self.executor()
+        self.create_executor()
 
     def setup(self) -> None:
         """Prepare the run. `fit` and trials call this method first. Subclasses can override it."""
@@ -102,7 +102,7 @@ class DataParallelTrainer:
         folder = self._folder or self._new_folder()
         self._folder = None  # the next fit() is a new run, unless restored
         log = ReportLog(folder / REPORTS)
-        executor, datasets = self.executor(), Datasets(self.datasets, self._is_split)
+        executor, datasets = self.create_executor(), Datasets(self.datasets, self._is_split)
         datasets.materialize()
         executor.start()
         try:
@@ -147,7 +147,7 @@ class DataParallelTrainer:
                 yield results
             executor.finish_training()
 
-    def executor(self) -> BackendExecutor:
+    def create_executor(self) -> BackendExecutor:
         """Return a new executor for the workers that the configs describe. It is not started."""
         failure = self.run_config.failure_config
         return executor_for(self.backend_config, self.scaling_config, failure)

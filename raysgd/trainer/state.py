@@ -63,7 +63,7 @@ class StateTransfer:
 
     # ---- methods of each framework
 
-    def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with all shards merged."""
         return dict(state)
 
@@ -101,7 +101,7 @@ class StateTransfer:
         if not snapshot or kept_step < reached or lacks:
             try:  # new workers repeat the steps after the snapshot
                 generators = self._prepare_export(method)
-                state = self.assemble(with_shards(self._fetch(StateRequest(frozen=frozen), method)))
+                state = self.merge(with_shards(self._fetch(StateRequest(frozen=frozen), method)))
                 state["data"]["rng"] = generators
                 return state
             except WorkerLostError:
@@ -110,7 +110,7 @@ class StateTransfer:
                 text = "%s(): no worker starts, so the state is that of step %d, not %d."
                 logger.warning(text, method, kept_step, reached)
         # Copy the state, because it may be one that the user loaded.
-        copied: dict[str, Any] = map_leaves(without_call(self.assemble(snapshot)), try_copy)
+        copied: dict[str, Any] = map_leaves(without_call(self.merge(snapshot)), try_copy)
         return copied
 
     def models(self, method: str = "get_model") -> Any:

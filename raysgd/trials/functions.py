@@ -35,7 +35,7 @@ class FunctionTrainable(Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
         """Return the resources of a trial: its workers, and one CPU for its own process."""
         check_runtime_env("env_vars")
-        workers = cls.trial_trainer(config).executor().options
+        workers = cls.trial_trainer(config).create_executor().options
         bundles: list[dict[str, float]] = [{"CPU": 1}, *([workers.bundle] * workers.num_workers)]
         return PlacementGroupFactory(bundles, strategy="PACK")
 
@@ -49,7 +49,7 @@ class FunctionTrainable(Trainable):
         self._start_workers()
 
     def _start_workers(self) -> None:
-        self._executor = self._trainer.executor()
+        self._executor = self._trainer.create_executor()
         self._executor.start()
         self._reports: Generator[list[dict[str, Any]]] | None = None
 

@@ -95,7 +95,7 @@ def test_the_doctor_names_a_cluster_that_is_not_there(monkeypatch):
 
 def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
     there = {"CPU": (4.0, 2.5), "object_store_memory": (3 * 2**30, 2.0**30)}
-    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: there)
+    monkeypatch.setattr("raysgd.cluster.ray_session.resources", lambda address: there)
     heading, cpus, memory = invoke("doctor", "--address", "auto").output.splitlines()[-3:]
     assert heading == "Ray cluster at auto:"
     assert re.fullmatch("CPU +4 +2.5 free", cpus)
@@ -112,7 +112,7 @@ def test_doctor_starts_no_cluster_of_its_own(monkeypatch, given):
 
 def test_doctor_shows_the_share_of_each_node(monkeypatch):
     speeds = [("10.0.0.1", 300.0, {"A6000", "GPU"}), ("10.0.0.2", 100.0, {"CPU"})]
-    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: {"CPU": (4, 2)})
+    monkeypatch.setattr("raysgd.cluster.ray_session.resources", lambda address: {"CPU": (4, 2)})
     monkeypatch.setattr("raysgd.cluster.ray_session.node_speeds", lambda address: speeds)
     first, second = invoke("doctor", "--address", "auto", "--shares").output.splitlines()[-2:]
     assert re.fullmatch("10.0.0.1 +1.50 +A6000, GPU", first)
@@ -123,7 +123,7 @@ def test_doctor_reports_nodes_that_cannot_be_timed(monkeypatch):
     def node_speeds(address):
         raise TimeoutError("no answer within 60 s")
 
-    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: {"CPU": (4, 2)})
+    monkeypatch.setattr("raysgd.cluster.ray_session.resources", lambda address: {"CPU": (4, 2)})
     monkeypatch.setattr("raysgd.cluster.ray_session.node_speeds", node_speeds)
     result = invoke("doctor", "--address", "auto", "--shares")
     assert result.exit_code == 1

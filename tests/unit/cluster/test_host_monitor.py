@@ -62,7 +62,7 @@ class Worker:
 def worker(watched, monkeypatch):
     """A worker that is connected to the driver."""
     worker = Worker(watched.watch.address)
-    monkeypatch.setattr(module, "_end", worker.ended.set)
+    monkeypatch.setattr(module, "_kill_own_process", worker.ended.set)
     monkeypatch.setattr(module, "_END_S", 0.05)
     assert worker.watch.start() == ""
     wait_until(lambda: watched.watch._connection is not None)
@@ -84,7 +84,7 @@ def follow_silent(watch):
     async def follow():
         with SilentSocket() as connection:
             connection.setblocking(False)
-            await watch._follow(connection)
+            await watch._watch(connection)
 
     asyncio.run_coroutine_threadsafe(follow(), watch._listener._loop)
 

@@ -211,14 +211,14 @@ def test_the_config_of_an_old_style_trial_is_that_of_the_function(trainer):
 
 def test_the_elastic_config_reaches_trials_and_fit(trainer):
     trial = trainer.to_tune_trainable(lambda: 1)
-    assert trial.trial_trainer({}).executor()._elastic.max_attempts == 7
+    assert trial.trial_trainer({}).create_executor()._elastic.max_attempts == 7
     failure = FailureConfig(max_failures=2, elastic=ElasticConfig(max_attempts=7))
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=failure))
-    assert trainer.executor()._elastic.max_attempts == 7
+    assert trainer.create_executor()._elastic.max_attempts == 7
     rays = ray.train.FailureConfig(max_failures=2)
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=rays))
-    assert trainer.executor()._elastic == ElasticConfig()
-    assert trainer.executor()._max_losses == 2
+    assert trainer.create_executor()._elastic == ElasticConfig()
+    assert trainer.create_executor()._max_losses == 2
 
 
 def test_a_trial_calls_setup_before_it_starts_workers():
@@ -228,7 +228,7 @@ def test_a_trial_calls_setup_before_it_starts_workers():
         def setup(self):
             calls.append(("setup", self.train_loop_config))
 
-        def executor(self):
+        def create_executor(self):
             calls.append("executor")
             return self
 
