@@ -120,10 +120,10 @@ def build_registered(train_state: KerasTrainState) -> None:
     given = {name: train_state.attributes.get(name) for name in names}
     train_state.setup_objects = {name: each for name, each in given.items() if each is not None}
     train_state.compiled = train_state.compile_arguments()
-    train_state.not_finite = _find_not_finite(train_state.models)
+    train_state.not_finite = _find_nonfinite(train_state.models)
 
 
-def _find_not_finite(models: list[Any]) -> list[str]:
+def _find_nonfinite(models: list[Any]) -> list[str]:
     """Return the names of weights that are not trained and not finite, such as masks."""
     untrained = []
     for model in models:

@@ -38,12 +38,12 @@ def change(then: Options, now: Options, operator: TrainingOperator) -> None:
         for group, old, new in zip(groups, groups_then, groups_now, strict=True):
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
-                    group[name] = _move(group[name], old[name], new[name])
-        for scheduler in itertools.chain.from_iterable(map(_flat, train_state.schedulers)):
+                    group[name] = _rescale(group[name], old[name], new[name])
+        for scheduler in itertools.chain.from_iterable(map(_flatten, train_state.schedulers)):
             # Compare the groups, which a wrapper shares with its optimizer.
             own = getattr(scheduler, "optimizer", None)
             if getattr(own, "param_groups", None) is groups:
-                _move_scheduler(scheduler, _rates(groups_then), _rates(groups_now))
+                _rescale_scheduler(scheduler, _rates(groups_then), _rates(groups_now))
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,12 +57,12 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _move(value: Any, old: Any, new: Any) -> Any:
+def _rescale(value: Any, old: Any, new: Any) -> Any:
     """Return `value` scaled by the change of the initial value from `old` to `new`."""
     if isinstance(new, list):
-        return type(value)(map(_move, value, old, new))
+        return type(value)(map(_rescale, value, old, new))
     if isinstance(value, torch.Tensor):
-        return torch.full_like(value, _move(value.item(), old, new))
+        return torch.full_like(value, _rescale(value.item(), old, new))
     if isinstance(new, bool) or value == old or not old:
         return new
     return value / old * new
@@ -72,15 +72,15 @@ def _rates(groups: list[dict[str, Any]]) -> list[Any]:
     return [group.get("initial_lr", group.get("lr")) for group in groups]
 
 
-def _flat(scheduler: Any) -> Iterator[Any]:
+def _flatten(scheduler: Any) -> Iterator[Any]:
     """Yield a scheduler and the schedulers in it, also in a wrapper such as that of Accelerate."""
     yield scheduler
     inner = getattr(scheduler, "scheduler", None)
     for each in getattr(scheduler, "_schedulers", [] if inner is None else [inner]):
-        yield from _flat(each)
+        yield from _flatten(each)
 
 
-def _move_scheduler(scheduler: Any, old: list[Any], new: list[Any]) -> None:
+def _rescale_scheduler(scheduler: Any, old: list[Any], new: list[Any]) -> None:
     for name in ("base_lrs", "max_lrs", "_last_lr"):
         if hasattr(scheduler, name):
-            setattr(scheduler, name, _move(getattr(scheduler, name), old, new))
+            setattr(scheduler, name, _rescale(getattr(scheduler, name), old, new))

@@ -57,8 +57,8 @@ class FunctionRunner(Runner):
         process_state.context = context
         if process.is_worker:
             sys.modules["ray.air.session"] = session
-            if Finder not in sys.meta_path:
-                sys.meta_path.insert(0, Finder)
+            if IntegrationFinder not in sys.meta_path:
+                sys.meta_path.insert(0, IntegrationFinder)
 
     def rejoin(self, context: WorkerContext, leader_rank: int) -> None:
         self.setup(context)
@@ -110,7 +110,7 @@ class FunctionRunner(Runner):
 # ---- functions of Ray that ask for the rank
 
 
-class Finder(PathFinder):
+class IntegrationFinder(PathFinder):
     """Makes ``setup_mlflow`` and ``setup_wandb`` of Ray start a run on worker 0 only.
 
     They ask Ray Train for the rank, which does not know the workers of raysgd. To import their

@@ -137,7 +137,7 @@ class Session:
     ) -> None:
         """Pass a result to the driver. The driver keeps the checkpoint of worker 0 only."""
         arrays, blob = finiteness(checkpoint), None
-        not_finite = self._find_not_finite(arrays)
+        not_finite = self._find_nonfinite(arrays)
         if checkpoint is not None and not not_finite:
             if self.plan.metadata:
                 described = Checkpoint(checkpoint)
@@ -159,7 +159,7 @@ class Session:
             )
         )
 
-    def _find_not_finite(self, arrays: Finiteness) -> str:
+    def _find_nonfinite(self, arrays: Finiteness) -> str:
         """Return an array with NaN or infinity that is finite in the newest checkpoint, or ""."""
         is_finite = all(is_finite for _, is_finite in arrays.values())
         if self._newest_arrays is None and not is_finite and (newest := self.load()):

@@ -35,13 +35,13 @@ class WeightAveraging(StepFeature):
         self._start_epoch = self._count = 0
 
     @property
-    def switched(self) -> list[Any]:
+    def schedule_free(self) -> list[Any]:
         """Optimizers with other weights for evaluation than for training, as in schedule-free."""
         optimizers: list[Any] = self._train_state.optimizers
         return [o for o in optimizers if hasattr(o, "train") and hasattr(o, "eval")]
 
     def use_training_weights(self) -> None:
-        for optimizer in self.switched:
+        for optimizer in self.schedule_free:
             optimizer.train()
 
     def begin_call(self, logs_steps: bool) -> None:
@@ -78,7 +78,7 @@ class WeightAveraging(StepFeature):
         return [(parameter.detach(), average) for parameter, average in pairs.items()]
 
     @torch.no_grad()
-    def _add(self) -> None:
+    def _update_averages(self) -> None:
         parameters, averages = map(list, zip(*self._pairs(), strict=True))
         if self._count == 0:
             copy_all(zip(averages, parameters, strict=True))
@@ -91,11 +91,11 @@ class WeightAveraging(StepFeature):
     def commit(self, update: Update) -> None:
         is_applied = not (update.optimizer_steps.are_skipped or update.bad_step)
         if self.averages is not None and self._decay is not None and is_applied:
-            self._add()
+            self._update_averages()
 
     def end_epoch(self, epoch: int) -> None:
         if self.averages is not None and self._decay is None and epoch >= self._start_epoch:
-            self._add()
+            self._update_averages()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class WeightAveraging(StepFeature):
 
         Restore the bits of the weights, which ``train`` of an optimizer does not.
         """
-        pairs, switched = self._pairs() if self.averages and self._count else [], self.switched
+        pairs, switched = self._pairs() if self.averages and self._count else [], self.schedule_free
         changed = {parameter for parameter, _ in pairs}
         changed.update(p.detach() for optimizer in switched for p in parameters_of(optimizer))
         weights = [(parameter, parameter.clone()) for parameter in changed]

@@ -155,7 +155,7 @@ class ReplicaGuard(StepFeature):
         """
         options, counted, is_complete = [], [], True
         groups: dict[tuple[bool, torch.device], list[torch.Tensor]] = defaultdict(list)
-        for kind, name, value in self._contents.items(in_step, is_new):
+        for kind, name, value in self._contents.contents(in_step, is_new):
             if isinstance(value, torch.Tensor):
                 is_large = one_in > 1 and value.numel() > _SMALL
                 if is_large and has_bits(value) and value.is_contiguous():
@@ -193,7 +193,7 @@ class ReplicaGuard(StepFeature):
         # A loaded state may be older.
         self._equal_step = min(self._equal_step, train_state.global_step)
         own: dict[tuple[str, str], Any] = {}
-        for kind, name, value in self._contents.items(*flags):
+        for kind, name, value in self._contents.contents(*flags):
             is_tensor = isinstance(value, torch.Tensor)
             own[kind, name] = int(digest_of([value], value.device)) if is_tensor else value
         context, kind = train_state.context, kind_of(train_state.settings.device)

@@ -134,7 +134,7 @@ class ReplicaContents:
 
     # ---- what must be equal
 
-    def items(self, in_step: bool, is_new: bool) -> Iterator[Content]:
+    def contents(self, in_step: bool, is_new: bool) -> Iterator[Content]:
         """Iterate over what must be equal, also modes `in_step`, and options of a new worker."""
         train_state = self._train_state
         is_unsharded = train_state.replication.is_unsharded
@@ -161,43 +161,43 @@ class ReplicaContents:
         for index, optimizer in enumerate(train_state.optimizers):
             if self._wraps_all or replicated.issuperset(self._stepped):
                 own = f"optimizers[{index}]", optimizer, replicated, is_unsharded(optimizer)
-                yield from _of_optimizer(*own)
+                yield from _optimizer_contents(*own)
         for index, scheduler in enumerate(train_state.schedulers if self._wraps_all else ()):
-            yield from _items(f"schedulers[{index}]", scheduler.state_dict())
-        yield from _items("scaler", train_state.precision.scale_tensors())
-        yield from _items("averages", self._averaging.averages)
+            yield from _contents_in(f"schedulers[{index}]", scheduler.state_dict())
+        yield from _contents_in("scaler", train_state.precision.scale_tensors())
+        yield from _contents_in("averages", self._averaging.averages)
         for name, modules in ("models", train_state.models), ("criteria", train_state.criteria):
             for index, module in enumerate(modules if is_new else ()):
                 if isinstance(module, torch.nn.Module):
                     yield from _hyperparameters(f"{name}[{index}]", ddp.plain(module))
 
 
-def _of_optimizer(
+def _optimizer_contents(
     path: str, optimizer: Any, known: set[torch.Tensor], is_unsharded: bool
 ) -> Iterator[Content]:
     counter = itertools.count()
     for index, group in enumerate(optimizer.param_groups):
         of_group = f"{path}.param_groups[{index}]"
         yield "options", f"the parameters of {of_group}", len(group["params"])
-        yield from _items(of_group, {key: group[key] for key in group if key != "params"})
+        yield from _contents_in(of_group, {key: group[key] for key in group if key != "params"})
         for parameter in group["params"]:
             number = next(counter)
             if is_unsharded and parameter not in known:
                 yield "tensors", f"parameter {number} of {path}", parameter
             if is_unsharded and (state := optimizer.state.get(parameter)):
-                yield from _items(f"{path}.state[{number}]", state)
+                yield from _contents_in(f"{path}.state[{number}]", state)
 
 
-def _items(path: str, value: Any) -> Iterator[Content]:
+def _contents_in(path: str, value: Any) -> Iterator[Content]:
     """Iterate over the tensors and plain values in nested dicts, lists, and tuples."""
     if isinstance(value, torch.Tensor):
         yield "tensors", path, value
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from _items(f"{path}[{key!r}]", value[key])
+            yield from _contents_in(f"{path}[{key!r}]", value[key])
     elif isinstance(value, list | tuple):
         for key, each in enumerate(value):
-            yield from _items(f"{path}[{key}]", each)
+            yield from _contents_in(f"{path}[{key}]", each)
     elif isinstance(value, numbers.Real):  # a loaded state may have another type of number
         yield "options", path, float(value)
     elif isinstance(value, str | None):
@@ -212,7 +212,7 @@ def _hyperparameters(path: str, model: torch.nn.Module) -> Iterator[Content]:
                 if isinstance(value := vars(module).get(key), int | float | str | tuple):
                     yield "options", f"{name}.{key}", value
         if type(module).__module__ == "torch.nn.modules.loss":  # such as the weights of classes
-            yield from _items(name, dict(module.named_buffers(recurse=False)))
+            yield from _contents_in(name, dict(module.named_buffers(recurse=False)))
 
 
 def _arguments_of(kind: type[torch.nn.Module]) -> list[str]:

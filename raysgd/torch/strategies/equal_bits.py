@@ -153,9 +153,9 @@ class EqualBitsGradients(GroupGradients):
     def before_commit(self, update: Update) -> None:
         self._end_part()
         if not self._stepped_before:
-            self._agree(0, [])
+            self._reduce_flags(0, [])
         if self._train_state.meters is not None:
-            self._train_state.meters.exchange_held(self._metrics.of_all_workers)
+            self._train_state.meters.exchange_held(self._metrics.all_gather)
 
     def commit(self, update: Update) -> None:
         if not self._stepped_before:
@@ -214,7 +214,7 @@ class EqualBitsGradients(GroupGradients):
         parameters = _trainable(optimizer)
         own = self._gradients.pop(id(optimizer))
         kind = 2 * numbers[id(optimizer)] + (update.losses.counted_items is not None)
-        flags = self._agree(kind, [*own.exist, *self._buffers.changes()])
+        flags = self._reduce_flags(kind, [*own.flags, *self._buffers.changes()])
         partition: EpochPartition = self._train_state.data.current.partition
         total = sum_over_workers(own.tree, self._num_parts, partition.shares)
         if update.losses.counted_items is not None:
@@ -228,7 +228,7 @@ class EqualBitsGradients(GroupGradients):
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if has else None
         self._buffers.merge(flags[len(parameters) :], partition)
 
-    def _agree(self, kind: int, flags: Sequence[int]) -> list[int]:
+    def _reduce_flags(self, kind: int, flags: Sequence[int]) -> list[int]:
         """Return the maximum of each flag over the workers. Check that all do the same.
 
         `kind` is 0 for the end of a step without an update. Otherwise, it is twice the number of
@@ -255,7 +255,7 @@ class PartGradients:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.tree = TreeSum()
-        self.exist = [False] * len(parameters)  # in a part, of each parameter
+        self.flags = [False] * len(parameters)  # in a part, of each parameter
         self._parameters = parameters
         self._earlier: dict[int, list[torch.Tensor | None]] = {}  # of unfinished parts
 
@@ -274,7 +274,7 @@ class PartGradients:
             if gradients[index] is None:
                 leaf[index] = torch.zeros_like(parameter)
             else:
-                self.exist[index] = True
+                self.flags[index] = True
         self.tree.add(0, part, leaf)
 
 
@@ -288,7 +288,7 @@ class PartMetrics:
         self._train_state = train_state
         self._width = 64  # of a worker's message, in units of 4 bytes, until one is longer
 
-    def of_all_workers(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
+    def all_gather(self, updates: Sequence[tuple[Any, float, bool]]) -> list[Any]:
         """Return the metrics of all workers' parts."""
         partition: EpochPartition = self._train_state.data.current.partition
         parts = itertools.product(range(len(updates)), partition.owned_parts)  # of each step
