@@ -56,19 +56,23 @@ class Update:
     COMMITTED   ``index == -1``                CLOSED, by `reset`
     ==========  =============================  ==================================================
 
-    What changes between a backward pass and the commit. Losses and steps of several optimizers may
-    alternate in the last micro-batch of an update that has only one:
+    What happens between a backward pass and the commit. An update of one micro-batch may repeat
+    backward passes and steps, for other losses and optimizers:
 
-    ==================  =========================================================================
-    ``backward()``      `losses` returns the weight of the loss: ``has_loss``, ``divisor``
-    gradients           are averaged in a pass of the last micro-batch, else before the step
-    `optimizer_step()`  ``requested`` has the optimizer. Before the last micro-batch, it ends here
-    - averages          ``in_helper`` begins. ``divisor`` is 0 if no worker has items
-    - features          ``before_optimizer_step`` may set `bad_step`
-    - a step, unless    ``running`` is the optimizer. A direct ``optimizer.step()`` begins here
-    - the end           ``done`` counts the step, also without one, and ``in_helper`` ends
-    the next request    `should_commit`, and features may refuse in ``before_commit``
-    ==================  =========================================================================
+    =====================  ======================================================================
+    `begin_micro_batch`    gradients of earlier micro-batches are out of ``.grad``
+    ``backward()``         they return, and `losses` weights them and the loss: ``has_loss``,
+                           ``divisor``. Workers average gradients in the last micro-batch: in this
+                           pass, or else before the step
+    ``optimizer_step()``   ``requested`` has the optimizer. Before the last micro-batch, it ends
+                           here, and takes the gradients
+    - averages             ``in_helper`` begins. ``divisor`` is 0 if no worker has items
+    - features             ``before_optimizer_step`` may set `bad_step`
+    - the step, if both    ``running`` is the optimizer, as in ``optimizer.step()`` of user code
+      allow it
+    - the end              ``done`` counts the step, also without one, and ``in_helper`` ends
+    the next request       `should_commit`, and features may refuse in ``before_commit``
+    =====================  ======================================================================
     """
 
     def __init__(self, has_fixed_parts: bool = False) -> None:

@@ -54,16 +54,9 @@ class Optimization(StepFeature):
     """Computes the updates of one operator, from losses to the steps of optimizers.
 
     Batches come in groups of ``accumulation_steps``, and large batches in parts. The last
-    micro-batch makes the update. If a loop does not use its iterator, each batch is a group. The
-    methods have the order of a micro-batch. `StepChecks` checks each of them::
-
-        begin_micro_batch     AccumulatedGradients takes earlier gradients out of ``.grad``
-        backward              puts them back, and scales them and the loss by LossWeights. In the
-                              last micro-batch, models average their gradients in this pass.
-        step before the last  the exchange, or else AccumulatedGradients, takes the gradients
-        step in the last one  the exchange averages the rest, features change gradients or refuse
-                              the update, and the optimizer steps
-        commit, roll_back     forget the gradients
+    micro-batch makes the update. If a loop does not use its iterator, each batch is a group.
+    `Update` has the order of a micro-batch, and `StepChecks` checks it. The exchange, or else
+    `AccumulatedGradients`, takes the gradients of earlier micro-batches out of ``.grad``.
     """
 
     def __init__(self, train_state: TorchTrainState) -> None:
