@@ -16,14 +16,10 @@ from torch.utils.data import default_collate
 from raysgd._internal.nested import describe, named_values
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.strategies.ddp import plain
-from raysgd.torch.tensors import leaves_in
+from raysgd.torch.tensors import tensors_in
 
 IGNORED = -100
 """The default of ``ignore_index`` of losses in PyTorch."""
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves_in(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Batch(NamedTuple):
@@ -36,7 +32,7 @@ class Batch(NamedTuple):
 
     @property
     def lengths(self) -> set[int]:
-        return {len(tensor) for tensor in _tensors_in(list(self)) if tensor.dim()}
+        return {len(tensor) for tensor in tensors_in(list(self)) if tensor.dim()}
 
     def count_samples(self, drawn: int | None = None) -> tuple[int, bool]:
         """Return the number of samples, and whether it is clear.
@@ -48,16 +44,16 @@ class Batch(NamedTuple):
         if drawn and isinstance(target, torch.Tensor) and target.shape[:1] == (drawn,):
             return drawn, True  # saves time
         content = (self.arguments, self.keywords) if target is None else target
-        tensors, lengths = _tensors_in(content), self.lengths
+        tensors, lengths = tensors_in(content), self.lengths
         rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(content))
         if drawn is None:
-            inputs = _tensors_in([self.arguments, self.keywords])
+            inputs = tensors_in([self.arguments, self.keywords])
             first = next((len(t) for t in inputs if t.dim()), rows)
             return rows, len(lengths) < 2 or (isinstance(target, torch.Tensor) and first == rows)
         is_list = any(
             isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, content)
         )
-        widths = {t.shape[1] if t.dim() > 1 else 0 for t in _tensors_in(list(self))}
+        widths = {t.shape[1] if t.dim() > 1 else 0 for t in tensors_in(list(self))}
         is_known = len(lengths) != 1 or is_list or widths == {drawn}  # or dimension 0 is the time
         return drawn if is_known else rows, is_known or rows == drawn
 
