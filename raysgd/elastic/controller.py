@@ -27,7 +27,7 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import Event
-from raysgd.elastic.generation import GroupForming
+from raysgd.elastic.group_forming import GroupForming
 from raysgd.elastic.policies import Policy, leaders_progress
 from raysgd.elastic.state_machine import (
     CallFailed,

@@ -12,7 +12,7 @@ from raysgd._internal.forwarding import forward_to
 from raysgd._internal.nested import describe, preserving
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.control import LoopControl
+from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.operator_base import as_metrics
 from raysgd.loop.requests import ValidateRequest
 from raysgd.loop.train_state import TrainState

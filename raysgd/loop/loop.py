@@ -29,8 +29,8 @@ from typing import Any
 from raysgd._internal.context import PausedError, RetrySplitError
 from raysgd.data.source import BatchSource
 from raysgd.loop.call_progress import CallProgress
-from raysgd.loop.control import LoopControl
 from raysgd.loop.evaluation import Evaluation, agree_on_samples, no_batch
+from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.micro_batching import IndivisibleError
 from raysgd.loop.operator_base import as_metrics, epoch_arguments
 from raysgd.loop.requests import TrainRequest

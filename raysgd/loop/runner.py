@@ -25,8 +25,8 @@ from raysgd.elastic.call import (
     RestartStateRequest,
 )
 from raysgd.loop import requests
-from raysgd.loop.control import LoopControl
 from raysgd.loop.loop import Loop
+from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.options import Options
 from raysgd.loop.train_state import RandomGenerators, SavedState, TrainState
 from raysgd.metrics import AverageMeterCollection

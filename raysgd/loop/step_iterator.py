@@ -14,7 +14,7 @@ from raysgd._internal.nested import describe
 from raysgd._internal.step_timing import DATA, OTHER
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
-from raysgd.loop.control import LoopControl
+from raysgd.loop.loop_control import LoopControl
 from raysgd.loop.train_state import TrainState
 
 _NOTHING = object()

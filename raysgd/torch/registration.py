@@ -15,7 +15,7 @@ from raysgd._internal.arguments import as_dict, as_int
 from raysgd.loop.operator_base import in_shape_of
 from raysgd.torch.feature_list import OperatorFeatures, features_of
 from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.frozen import FrozenParameters
+from raysgd.torch.frozen_parameters import FrozenParameters
 from raysgd.torch.register_checks import (
     as_criteria,
     as_registered,

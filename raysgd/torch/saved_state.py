@@ -16,7 +16,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.state_schema import check_objects
 from raysgd.loop.train_state import SavedState
 from raysgd.torch import collectives
-from raysgd.torch.frozen import FROZEN_KEY, with_frozen, without_frozen
+from raysgd.torch.frozen_parameters import FROZEN_KEY, with_frozen, without_frozen
 from raysgd.torch.strategies import ddp
 from raysgd.torch.tensors import (
     copy_to_cpu,

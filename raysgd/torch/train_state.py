@@ -17,7 +17,7 @@ from raysgd.loop.train_state import TrainState
 from raysgd.torch.collectives import TorchCollectives
 from raysgd.torch.features.micro_batching import TorchMicroBatching, num_rows
 from raysgd.torch.features.rollback import BufferCopies
-from raysgd.torch.frozen import FrozenParameters
+from raysgd.torch.frozen_parameters import FrozenParameters
 from raysgd.torch.input.loading import TorchSources
 from raysgd.torch.options import OperatorSettings
 from raysgd.torch.precision import PRECISIONS

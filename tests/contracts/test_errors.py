@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 
 from raysgd import errors
-from raysgd.loop.control import StepInterruptedError
+from raysgd.loop.loop_control import StepInterruptedError
 from raysgd.train.backend import (
     InactiveWorkerGroupError,
     TrainBackendError,

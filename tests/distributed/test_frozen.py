@@ -8,7 +8,7 @@ from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import WorkerLostError
 from raysgd.testing.chaos import Chaos, Fault, kill
 from raysgd.torch.saved_state import TorchSavedState
-from tests.unit.torch.test_frozen import Tuned
+from tests.unit.torch.test_frozen_parameters import Tuned
 
 
 class TunedByRank(Tuned):

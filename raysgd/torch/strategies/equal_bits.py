@@ -254,7 +254,7 @@ class PartGradients:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.tree = TreeSum()
-        self.flags = [False] * len(parameters)  # in a part, of each parameter
+        self.flags = [False] * len(parameters)  # whether each has a gradient in a part
         self._parameters = parameters
         self._earlier: dict[int, list[torch.Tensor | None]] = {}  # of unfinished parts
 

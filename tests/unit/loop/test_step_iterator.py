@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
-from raysgd.loop.control import LoopControl, StepInterruptedError
+from raysgd.loop.loop_control import LoopControl, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.torch.feature_list import OperatorFeatures
 from raysgd.torch.optimization import Optimization

@@ -17,7 +17,7 @@ from raysgd._internal import step_timing
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.step_timing import FORWARD
 from raysgd.errors import ReplicasDifferError
-from raysgd.loop.control import StepInterruptedError
+from raysgd.loop.loop_control import StepInterruptedError
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
     PrepareExportRequest,

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from raysgd.loop.control import LoopControl
+from raysgd.loop.loop_control import LoopControl
 
 
 @pytest.fixture
